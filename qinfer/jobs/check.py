@@ -1,4 +1,4 @@
-"""Checks that a job, a model and the inputs' columns fit together. Pure; each problem names its column or field."""
+"""Checks that a job, a model and the inputs' columns fit together. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,9 +21,8 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 
 ERROR_COLUMNS = ("error_code", "error_message")
 PLACE_COLUMNS = ("_file", "_row_group", "_row")
-"""The origin of a row, in outputs without a key."""
+"""A row's origin, in outputs without a key."""
 TOP_K_PARTS = ("label", "index", "score")
-"""Suffixes of the columns for an output's greatest elements."""
 
 _MOST_PROBLEMS = 5
 _MOST_NAMES = 8
@@ -31,7 +30,7 @@ _MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # for guessing the intended name
 
 
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
-    """Checks that a file's columns fit the model, and that the output's columns have different names.
+    """Checks that a file's columns fit the model, and that output columns have different names.
 
     Names that differ only in case are rejected only here, since shards of earlier releases may have some.
     """
@@ -76,7 +75,6 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
 
 
 def _untyped(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds columns in `types` that have another type, or are not read."""
     fields, copied = Fields(schema), copied_columns(spec, schema)
     read = {*copied}.union(*(spec.columns_of(tensor.name).columns for tensor in model.inputs))
     for name, kind in spec.column_types.items():
@@ -139,7 +137,6 @@ def _column_problems(field: str, wanted: Sequence[str], fields: Fields) -> Itera
 
 
 def _unranked(spec: JobSpec, model: ModelSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
-    """Finds outputs in `top_k` with too few, or unordered, elements."""
     for tensor in written:
         count, elements = spec.output.top_k.get(tensor.name, 0), prod(tensor.dims)
         if count and model.decoupled:
@@ -178,7 +175,7 @@ def _collisions(spec: JobSpec, written: Sequence[TensorSpec], schema: pa.Schema)
 
 
 def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds output columns whose names differ only in case, which many engines treat as equal."""
+    """Many engines treat names that differ only in case as equal."""
     outputs = [name for tensor in written_outputs(spec, model) for name in output_columns(spec, tensor)]
     taken: dict[str, str] = {}
     for name in (*_server_columns(spec), *outputs, *copied_columns(spec, schema)):
@@ -243,11 +240,9 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Sequence[pa.Field]], bool]]] = {
     "csv": ("CSV", _csv_has),
     "jsonl": ("JSON lines", _json_has),
 }
-"""Output format → its name, and a test of its types."""
 
 
 def _instead(name: str, known: list[str], compared: Iterable[str] | None = None) -> str:
-    """Returns a hint at similar, or some known, names."""
     some = islice(known if compared is None else compared, _MOST_COMPARED)
     near = get_close_matches(name, some, n=3) if len(name) <= _LONGEST_COMPARED else ()
     if near:

@@ -1,8 +1,7 @@
 """The examiner: a process that parses files of users, started as `python -m qinfer.jobs.examiner`.
 
-Native code parses the files of jobs. A file that crashes its parser, or makes it allocate without end, kills only this
-process; its parent kills it if it hangs. Gateways let examiners check jobs; bulk workers let them plan jobs and read
-parts. Each starts its own (`qinfer.jobs.examiner_pool`):
+A file that crashes its native parser, or makes it allocate without end, kills only this process; the parent kills it if
+it hangs (`qinfer.jobs.examiner_pool`):
 
     parent ── Hello, then a Request at a time ──▶ stdin │ examiner │ stdout ── Answer, two for a Request ──▶ parent
 
@@ -38,13 +37,13 @@ from qinfer.models.spec import ModelSpec
 NO_MEMORY = 3
 """The exit code at the memory limit."""
 DEFECT = "defect"
-"""Stands for the class of errors other than `QinferError`."""
+"""Stands for the class of other errors than `QinferError`."""
 NOTE_BYTES = 4096
-"""The space for one URL in the notes."""
+"""The space for one URL."""
 
 
 class ExaminerHello(msgspec.Struct, array_like=True):
-    """Settings for all requests; the environment has the credentials of stores.
+    """Settings for all requests; the environment has the stores' credentials.
 
     Drivers of the stores in `allow` are loaded at once; `notes` is a descriptor.
     """
@@ -56,7 +55,7 @@ class ExaminerHello(msgspec.Struct, array_like=True):
 
 
 class CheckJob(msgspec.Struct, array_like=True, tag=True):
-    """Runs `qinfer.jobs.planning.examine`; empty result."""
+    """Runs `qinfer.jobs.planning.examine`."""
 
     spec: JobSpec
     model: ModelSpec
@@ -80,14 +79,14 @@ class EstimateJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class ReadParts(msgspec.Struct, array_like=True, tag=True):
-    """Validates parts; the result is a `PartInfo` or a message for each shard."""
+    """Validates parts; the result has a `PartInfo` or a message for each."""
 
     parts: ExpectedParts
     threads: int
 
 
 class SetAside(msgspec.Struct, array_like=True, tag=True):
-    """Sets broken parts aside; empty result."""
+    """Sets broken parts aside."""
 
     parts: ExpectedParts
     threads: int
@@ -97,16 +96,16 @@ Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside
 
 
 class ExaminerRequest(msgspec.Struct, array_like=True):
-    """Work; after `limit_s` the kernel kills the examiner, even if parent and Python fail."""
+    """Work; after `limit_s` the kernel kills the examiner, even if parent and Python hang."""
 
     work: Work
     limit_s: int
 
 
 class ExaminerReply(msgspec.Struct, array_like=True):
-    """A reply: one to `ExaminerHello`, two to a `ExaminerRequest`, at its receipt and with its result.
+    """One for `ExaminerHello`, two for an `ExaminerRequest`: at its receipt, and with its result.
 
-    `error` is a class name, or `DEFECT`, whose `message` is a traceback.
+    `error` is a class name, or `DEFECT` with a traceback.
     """
 
     error: str = ""
@@ -115,7 +114,7 @@ class ExaminerReply(msgspec.Struct, array_like=True):
 
 
 class _ReadingNotes:
-    """URLs that this process is reading, in a file that outlives it."""
+    """URLs that are being read, in a file that outlives the process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -147,7 +146,6 @@ def notes_of(descriptor: int) -> list[str]:
 
 
 def _found(parts: Iterable[PartInfo | str | None]) -> bytes:
-    """Encodes parts; equal columns in a row once."""
     schema = ""
     found: list[PartInfo | str | None] = []
     for part in parts:
@@ -181,7 +179,7 @@ def main() -> int:
     outbox = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with answers
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # the parent handles them; it still needs this process while it drains
+        signal.signal(signum, signal.SIG_IGN)  # the parent handles them, and needs this process while it drains
     faulthandler.enable()
     logging.getLogger().addHandler(logging.NullHandler())
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -201,7 +199,7 @@ def main() -> int:
 
 
 def _listen(inbox: BinaryIO, messages: "queue.SimpleQueue[bytes]") -> None:
-    """Reads the parent's messages; ends this process at their end, even amid work."""
+    """Ends this process at the end of input, even amid work."""
     # A parent that dies with an unread answer resets the connection.
     with suppress(ConnectionError):
         while len(length := inbox.read(LENGTH.size)) == LENGTH.size:
@@ -219,14 +217,11 @@ def _limit(max_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk with core files
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core files: they could fill the disk
 
 
 def _be_first_to_go() -> None:
-    """Makes the kernel's OOM killer choose this process first.
-
-    `protect_process` takes the permission for that away.
-    """
+    """Makes the OOM killer choose this process first; `protect_process` gives the permission up."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

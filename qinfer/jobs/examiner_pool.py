@@ -1,7 +1,7 @@
-"""A pool of examiner processes (`qinfer.jobs.examiner`) that parse files for gateways and bulk workers.
+"""A pool of examiners (`qinfer.jobs.examiner`) that parse files for gateways and bulk workers.
 
-A file that crashes its parser kills only the examiner. A process serves one request at a time. The pool starts more
-when several requests come at once, and replaces dead ones; while one lives, requests wait for it rather than a start.
+A process serves one request at a time. The pool starts more when several requests come at once, and replaces dead ones;
+while one lives, requests wait for it rather than a start.
 """
 
 import asyncio
@@ -50,28 +50,28 @@ logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "qinfer.jobs.examiner")
 GATEWAY_PROCESSES = 2
-"""New jobs that a gateway checks at once; more wait in line."""
+"""New jobs that a gateway checks at once."""
 PLAN_SHARES = 4
 """A planning process keeps all files of a job in memory."""
 ESTIMATE_THREADS = 16
 CHECK_S = 120
-"""After this the kernel kills a check; the gateway gives up long before."""
+"""After this the kernel kills a check; gateways give up before."""
 
 DIED = "the process that read "
 
 _PLAN_MARGIN_S = 60
 _LONGEST_S = 2**31 - 1  # the limit of alarm(2)
 _PARTS_AT_ONCE = 1000
-_IDLE = 2  # processes kept for the next request
+_IDLE = 2  # kept for the next request
 _START_S = 60.0
 _END_S = 5.0
 _MAX_ANSWER_BYTES = 2**20
 _MAX_RESULT_BYTES = 2**31
 _TAIL_BYTES = 4096
-_NAMED = 2  # files in a message
+_NAMED = 2
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Makes native libraries allocate by use, not by core."""
+"""Native libraries allocate by use, not by core."""
 _CLASSES = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
 }
@@ -95,8 +95,8 @@ class ExaminerDied(QinferError):
 class ExaminerPool:
     """Runs work in examiners, for a process with an event loop.
 
-    They inherit `environment`, with credentials of stores, but not qinfer's settings, some of which are secret. An
-    examiner gets `shares` of `bulk.max_examine_bytes`.
+    They inherit `environment`, with the stores' credentials, but not qinfer's secret settings. An examiner gets
+    `shares` of `bulk.max_examine_bytes`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ExaminerPool:
         self._inherited = without_settings(environment)
         self._command = command or COMMAND
         self._processes = processes
-        # all processes, including a starting one and those that are ending
+        # including starting and ending ones
         self._count = 0
         self._is_starting = False
         self._idle: list[_ExaminerChild] = []
@@ -157,7 +157,7 @@ class ExaminerPool:
             ) from None
 
     async def plan(self, job: UnplannedJob, pace: ShardPace, threads: int) -> bytes:
-        """Plans a job and returns the plan's JSON; `ExaminerDied` if the process died."""
+        """Returns a job's plan as JSON."""
         return await self._run_work(PlanJob(job, pace, threads), self._plan_s)
 
     async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
@@ -168,7 +168,7 @@ class ExaminerPool:
         return found
 
     async def set_aside(self, parts: ExpectedParts, threads: int) -> None:
-        """Frees the names of broken parts (`qinfer.jobs.parts.set_aside`)."""
+        """Runs `qinfer.jobs.parts.set_aside`."""
         for some in _pieces(parts):
             await self._run_work(SetAside(some, threads), self._plan_s)
 
@@ -231,7 +231,6 @@ class ExaminerPool:
             self._tasks.create_task(self._live())
 
     async def _live(self) -> None:
-        """Runs a process, which counts until it has ended."""
         child, reason = None, ""
         try:
             child = await _ExaminerChild.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
@@ -281,7 +280,7 @@ class _ExaminerEnded(Exception):
 
 
 class _ExaminerChild:
-    """An examiner, seen from its parent; `output` is the end of its stderr."""
+    """`output` is the end of stderr."""
 
     def __init__(
         self,
@@ -306,10 +305,7 @@ class _ExaminerChild:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
-        """Starts a process.
-
-        `subprocess` uses vfork(2). asyncio with uvloop would fork, and block a large gateway for tens of milliseconds.
-        """
+        """Starts a process by vfork(2); asyncio with uvloop forks, which blocks large gateways."""
         notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
         mine, theirs = socket.socketpair()
         with theirs:
@@ -322,7 +318,7 @@ class _ExaminerChild:
                     stderr=subprocess.PIPE,
                     env=environment,
                     pass_fds=(notes.fileno(),),
-                    start_new_session=True,  # Ctrl-C in a terminal means the gateway, which drains
+                    start_new_session=True,  # Ctrl-C in a terminal is for the gateway, which drains
                 )
             except OSError:
                 writer.transport.abort()
@@ -353,7 +349,7 @@ class _ExaminerChild:
             raise _ExaminerEnded(f"it is not ready after {_START_S:g} s") from None
 
     async def ask(self, request: bytes) -> ExaminerReply | None:
-        """Sends an encoded request; `None` = the process had ended before it took the request."""
+        """Sends a request; `None` = the process had ended before it took it."""
         try:
             await self._say(request)
             await self._receive_answer()
@@ -365,7 +361,7 @@ class _ExaminerChild:
         await self._is_gone.wait()
 
     def kill(self) -> None:
-        if not self._is_gone.is_set():  # after its end another process may have its number
+        if not self._is_gone.is_set():  # its number may be another process's by now
             os.kill(self._process.pid, signal.SIGKILL)
 
     async def shut_down(self) -> None:
@@ -379,7 +375,7 @@ class _ExaminerChild:
         self.has_ended = True
 
     async def _say(self, message: bytes) -> None:
-        with suppress(ConnectionError):  # `_answer` notices
+        with suppress(ConnectionError):
             self._writer.write(message)
             await self._writer.drain()
 
@@ -392,9 +388,9 @@ class _ExaminerChild:
             raise _ExaminerEnded(self.how) from None
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Keeps the end of stderr, where C++ explains an abort, and waits for the end of the process.
+        """Keeps the end of stderr, where C++ explains an abort.
 
-        The loop reaps it, so that `kill` never hits another process with its number.
+        The loop reaps the process, so that `kill` never hits another one with its number.
         """
         assert self._process.stderr is not None
         tail = b""

@@ -26,7 +26,7 @@ Priority = Literal["high", "normal", "low"]
 OnVersionChange = Literal["wait", "fail"]
 
 PRIORITIES: Mapping[str, int] = {"high": 1, "normal": 2, "low": 3}
-"""Priority → the number of its bulk lane; lane 1 is served first."""
+"""Priority → the number of its bulk lane; lane 1 goes first."""
 
 COMPRESSIONS: Mapping[str, tuple[str, ...]] = {
     "parquet": ("snappy", "zstd", "lz4", "gzip", "brotli", "none"),
@@ -34,10 +34,8 @@ COMPRESSIONS: Mapping[str, tuple[str, ...]] = {
     "csv": ("none", "gzip", "zstd"),
     "jsonl": ("none", "gzip", "zstd"),
 }
-"""Output format → its compressions; the first is the default."""
 
 TEXT_FORMATS = frozenset({"csv", "jsonl"})
-"""Output formats without room for metadata."""
 
 LEVELS: Mapping[str, int] = {"zstd": 19, "lz4": 12, "gzip": 9, "brotli": 11}
 """Compression → its highest level. High levels of zstd need hundreds of megabytes."""
@@ -52,7 +50,7 @@ MAX_PARALLEL = 10_000
 
 UTF_8 = "utf-8"
 NO_ESCAPE = "none"
-"""The value of `csv.escape` for files that escape a quote by doubling it."""
+"""`csv.escape` of files that escape a quote by doubling it."""
 
 ENCODINGS = frozenset(
     codecs.lookup(name).name
@@ -64,14 +62,13 @@ ENCODINGS = frozenset(
         *("shift_jis", "cp932", "euc_jp", "gbk", "gb18030", "big5", "euc_kr", "cp949"),
     )
 )
-"""Encodings of CSV inputs, under Python's names."""
 
 COLUMN_TYPES = (
     *("string", "bool", "date32", "float32", "float64"),
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     *(f"timestamp[{unit}{zone}]" for unit in ("s", "ms", "us", "ns") for zone in ("", ", tz=UTC")),
 )
-"""Arrow types for text columns; `decimal128(P, S)`, of P digits with S after the point, is allowed, too."""
+"""Arrow types for text columns; also `decimal128(P, S)`, of P digits with S after the point."""
 
 _DECIMAL = re.compile(r"decimal128\(([1-9][0-9]?), ?([0-9]{1,2})\)")
 _MOST_DIGITS = 38
@@ -79,7 +76,7 @@ _PATTERN = re.compile(r"/\*{1,2}(?:/|$|\.)")  # a folder may have an asterisk in
 
 _SHOWN = 60
 
-# Constraints of the JSON schema; `check_spec` enforces them with better messages.
+# Constraints of the JSON schema; `check_spec` has better messages.
 _Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 _Texts = tuple[_Text, ...]
 _SomeTexts = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1})]
@@ -98,7 +95,7 @@ Null = str | bool | int | float
 """Treatment of nulls: `error` fails the row, `nan` gives not-a-number, another value replaces the null."""
 
 
-# Its JSON omits defaults, so that a worker of the previous release reads jobs without the newer fields.
+# JSON without defaults: a worker of the previous release can read jobs without the newer fields.
 class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The columns that one input tensor is made of.
 
@@ -154,7 +151,6 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failed_rows: FailedRows = "inline"
 
     def __post_init__(self) -> None:
-        """Sets the format's default compression."""
         if not self.compression:
             msgspec.structs.force_setattr(self, "compression", COMPRESSIONS[self.format][0])
 
@@ -252,7 +248,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: Natural = 0
     metadata: dict[str, str] = {}
     webhook: str = ""
-    # Unset, they are not written: a process of the previous release reads jobs without these fields.
+    # Not written while unset: the previous release can read such jobs.
     input_compression: InputCompression | msgspec.UnsetType = msgspec.UNSET
     csv: Csv | msgspec.UnsetType = msgspec.UNSET
     overwrite: bool | msgspec.UnsetType = msgspec.UNSET
@@ -260,7 +256,6 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     types: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        """Unsets fields at their default."""
         for name in ("overwrite", "merge_schema", "types"):
             if not getattr(self, name):
                 msgspec.structs.force_setattr(self, name, msgspec.UNSET)
@@ -271,7 +266,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def compression_of_inputs(self) -> InputCompression:
-        """The compression of text inputs; empty = by their extensions."""
+        """The compression of text inputs; empty = by extension."""
         return "" if self.input_compression is msgspec.UNSET else self.input_compression
 
     @property
@@ -335,7 +330,7 @@ TERMINAL = ENDED_EARLY | {JobState.COMPLETED}
 
 
 def decode_spec(body: bytes) -> JobSpec:
-    """Decodes and checks a job specification."""
+    """Decodes and checks a specification."""
     return decode_spec_as(body, JobSpec)
 
 
@@ -423,7 +418,7 @@ def _check_csv(csv: Csv) -> None:
         raise InvalidRequest("fields 'csv.delimiter', 'csv.quote' and 'csv.decimal_point' have to differ")
     try:
         is_known = csv.encoding.isascii() and codecs.lookup(csv.encoding).name in ENCODINGS
-    except (LookupError, ValueError):  # no codec, or no name
+    except (LookupError, ValueError):
         is_known = False
     if not is_known:
         known = ", ".join(sorted(ENCODINGS))
@@ -564,10 +559,10 @@ def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
 
 
 def _column_path(path: str, body: bytes) -> str:
-    """Adds the tensor's name, which msgspec leaves out, to a path in `columns`."""
+    """Adds the tensor's name to paths in `columns`: msgspec leaves it out."""
     try:
         given = msgspec.json.decode(body)["columns"]
-    except msgspec.DecodeError:  # invalid JSON after `columns`, where the first decoding stopped early
+    except msgspec.DecodeError:  # invalid JSON behind `columns`
         return path
     for tensor, value in given.items() if isinstance(given, dict) else ():
         try:

@@ -1,7 +1,6 @@
-"""Files beside the parts of a complete output: `_manifest.json`, and `_SUCCESS`, which is written last. Pure.
+"""Files beside the parts of a complete output. Pure.
 
-The manifest lists the parts and the inputs of their rows. `_SUCCESS` marks the output as complete and has the
-manifest's hash.
+`_manifest.json` lists the parts and the inputs of their rows. `_SUCCESS`, written last, has the manifest's hash.
 """
 
 import hashlib
@@ -22,10 +21,9 @@ class Part(msgspec.Struct, frozen=True):
     """A part of an output.
 
     Attributes:
-        name: Its path in the output folder.
         ok: Rows with outputs.
         errors: Rows with an `error_code`.
-        failed: The path of its file of failed rows, if it has one.
+        failed: The path of its file of failed rows.
     """
 
     name: str
@@ -38,7 +36,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a complete output: the content of `_manifest.json`.
+    """The content of `_manifest.json`.
 
     Attributes:
         format: The version of this layout.
@@ -48,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         parts: In the order of the inputs' rows.
         skipped: Unreadable input files; their rows are in no part.
         created_at: In seconds since 1970.
-        ended_at: Only of an incomplete output: the end of the job that left these parts, in seconds since 1970.
+        ended_at: The end of a job with an incomplete output, in seconds since 1970.
     """
 
     format: Literal[1] = 1
@@ -70,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `_SUCCESS`; `errors` counts failed rows."""
+    """The content of `_SUCCESS`; `errors` counts failed rows."""
 
     format: Literal[1] = 1
     job: str
@@ -85,7 +83,7 @@ _successes = msgspec.json.Decoder(Success)
 
 
 def make_manifest(plan: JobPlan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
-    """Makes the manifest of a job from its validated parts, in the order of the shards."""
+    """Makes a job's manifest from its parts, in the order of the shards."""
     folder = plan.spec.output.url.rstrip("/")
     names = [info.url.removeprefix(f"{folder}/") for info in parts]
     if names != [shard.part for shard in plan.shards]:
@@ -131,7 +129,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def encode_success(manifest: Manifest, data: bytes) -> bytes:
-    """Returns the content of `_SUCCESS` for a manifest stored as `data`."""
+    """Returns the content of `_SUCCESS` for a stored manifest."""
     success = Success(
         job=manifest.job,
         rows=manifest.rows,
@@ -143,7 +141,7 @@ def encode_success(manifest: Manifest, data: bytes) -> bytes:
 
 
 def decode_success(data: bytes, manifest: bytes) -> Success:
-    """Decodes `_SUCCESS` and checks that it is of this manifest."""
+    """Decodes `_SUCCESS`, which must be of this manifest."""
     success = read_stored(_successes, data, f"the output's {SUCCESS_NAME}")
     if success.manifest_sha256 != hashlib.sha256(manifest).hexdigest():
         raise CorruptEntry(f"the output's {SUCCESS_NAME} is of another {MANIFEST_NAME}")

@@ -1,4 +1,4 @@
-"""The speed of a model version by its statistics, for cutting shards and estimating a job's duration."""
+"""The speed of a model version by its statistics."""
 
 from collections.abc import Mapping
 
@@ -7,13 +7,13 @@ from qinfer.jobs.shards import ShardPace
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 
 _ENOUGH_NS = 3 * 10**9
-"""After this time, the speed of jobs counts; a few small shards tell little."""
+"""After this time, the speed of jobs counts."""
 _ENOUGH = 3
-"""A batch size counts after this many executions; the first ones of a runtime are slow."""
+"""A batch size counts after this many executions, since first ones are slow."""
 
 
 def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> ShardPace:
-    """Returns the speed by a model version's statistics, and the bounds of its shards."""
+    """Returns a version's speed, and the bounds of its shards."""
     return ShardPace(
         rows_per_s=rows_per_s(stats),
         shard_s=settings.shard_s,
@@ -24,10 +24,9 @@ def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> S
 
 
 def rows_per_s(stats: Mapping[str, int]) -> float:
-    """Returns how many rows of a job a worker scores per second; 0 = unknown.
+    """Returns the rows of a job that a worker scores per second; 0 = unknown.
 
-    After some seconds, statistics of jobs count, which include reading and writing; before, the fastest batch size of
-    one instance.
+    The statistics of jobs, which include reading and writing, count after some seconds; before, the fastest batch size.
     """
     if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
         return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9

@@ -1,16 +1,14 @@
 """Parts of an output: written to a local file, and validated after the commit.
 
-A part identifies itself by metadata under the key `qinfer`: shard, job, inputs, model and number of failed rows.
-Parquet keeps it in the file metadata, Arrow in its footer and the failed rows in its last batch. Text has no place for
-metadata, and a part may have its failed rows in a file of their own in `_failed`. Such parts need a *commit record*:
-`_commits/<part>/<hash>.json` in the output folder. Record and failed rows are written before the part is committed,
-under names derived from their content, so every part has its own record even if the writer dies in between. Records
-without a part mean nothing.
+A part identifies itself by metadata under the key `qinfer`. Parquet keeps it in the file metadata, Arrow in its footer
+and the failed rows in its last batch. Text has no place for metadata, and a part may have its failed rows in a file of
+their own in `_failed`. Such parts need a *commit record*: `_commits/<part>/<hash>.json` in the output folder. Record
+and failed rows are written before the part, under names derived from their content, so every part has its own record
+even if the writer dies in between. Records without a part mean nothing.
 
 Files in the output folder are untrusted: validation reads footers, headers and records, within limits, and no rows.
 
-Encodings favour the speed of writing: floats, which hardly repeat, have no dictionary, and row numbers are stored as
-differences.
+Encodings favour the speed of writing: floats, which hardly repeat, have no dictionary.
 """
 
 import hashlib
@@ -43,22 +41,22 @@ _PARQUET_GROUP_BYTES = 32 * 2**20
 _ARROW_BATCH_BYTES = 8 * 2**20
 _SMALL_ROWS = 4096
 _SMALL_BYTES = 4 * 2**20
-_ENCODED_ROWS = 65_536  # a few percent faster than the usual 1024
-_COUNTED = PLACE_COLUMNS[1:]  # row group and row grow by one, or stay
+_ENCODED_ROWS = 65_536  # faster than the usual 1024
+_COUNTED = PLACE_COLUMNS[1:]  # row numbers grow by one, or stay
 _REASON_CHARACTERS = 200
 _RECORD_BYTES = 2 * 2**20
-_MOST_RECORDS = 64  # of one part: each attempt may leave one
+_MOST_RECORDS = 64  # each attempt may leave one
 _HASHED_BYTES = 2**20
 _HASH_CHARACTERS = 16
 _FAILED_DIGEST = rf"-[0-9a-f]{{{_HASH_CHARACTERS}}}(?=\.[^/]*$)"
 
 
 class PartBroken(StoreError):
-    """The file at a part's URL is not the planned part."""
+    """The file at a part's URL is not the part."""
 
 
 class PartMetadata(msgspec.Struct, frozen=True):
-    """Metadata in a part's file; `etags` are of its input files, `errors` -1 = stored elsewhere."""
+    """Metadata in a part's file; `errors` -1 = stored elsewhere."""
 
     job: str
     shard: int
@@ -74,7 +72,7 @@ class _FileDigest(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Commit record of a part; `schema` is that before the conversion to text."""
+    """`schema` is that before the conversion to text."""
 
     metadata: PartMetadata
     schema: str
@@ -92,14 +90,14 @@ def part_metadata(job_id: str, shard: Shard, model_hash: str) -> PartMetadata:
 
 
 class PartColumns(NamedTuple):
-    """Column names of a part, and of the file of its failed rows."""
+    """Column names of a part, and of its file of failed rows."""
 
     good: Sequence[str]
     failed: Sequence[str]
 
 
 class PartWriter:
-    """Writes one part to a new local file, and deletes it if left by an exception.
+    """Writes one part to a new local file; deletes it if left by an exception.
 
     With `split`, failed rows go to `<path>.failed`.
     """
@@ -141,14 +139,14 @@ class PartWriter:
         self._good.write(record)
 
     def close(self) -> None:
-        """Ends the file; raises `ValueError` if its number of rows is not the planned one."""
+        """Ends the file; `ValueError` if it lacks planned rows."""
         if not self._has_ended and self.rows != self._metadata.rows:
             self.abort()
             raise ValueError(f"a part of {self._metadata.rows} rows has {self.rows}")
         self.close_files()
 
     def close_files(self) -> None:
-        """Ends the file as a piece of a part, with any number of rows."""
+        """Ends the file as a piece, with any number of rows."""
         if not self._has_ended:
             self._has_ended = True
             for file in self._files:
@@ -156,11 +154,11 @@ class PartWriter:
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The part, then the file of failed rows if there is one."""
+        """The part, then its file of failed rows."""
         return [file.path for file in self._files]
 
     def add(self, paths: Sequence[Path], rows: int, errors: int) -> None:
-        """Appends a piece that another writer of this part has ended."""
+        """Appends an ended piece."""
         self.rows += rows
         self.errors += errors
         if rows > errors or not self._split:
@@ -169,7 +167,7 @@ class PartWriter:
             self._failed_file().add(paths[1])
 
     def prepare(self, store: Store, folder: str, name: str) -> None:
-        """Stores failed rows and the commit record, which have to precede the part."""
+        """Stores failed rows and commit record, which precede the part."""
         if not self._split and self._output.format not in TEXT_FORMATS:
             return
         part, failed = self._good.written(), None
@@ -189,7 +187,7 @@ class PartWriter:
         """Ends and deletes the file."""
         files, self._has_ended = [] if self._has_ended else self._files, True
         for file in files:
-            with suppress(Exception):  # the file is of no use in any case
+            with suppress(Exception):  # no longer needed
                 file.close(self.errors)
         self.delete()
 
@@ -215,10 +213,7 @@ class PartWriter:
 
 
 class _BufferedFile:
-    """Buffers rows until a group is full.
-
-    Small records, which are expensive, are joined as they arrive; a join at the flush would hold a group twice.
-    """
+    """Joins small records, which are expensive, as they arrive; a join at the flush would hold a group twice."""
 
     def __init__(self, path: Path, schema: pa.Schema, file: "_ParquetFile | _ArrowFile | TextFile") -> None:
         self.path = path
@@ -345,7 +340,7 @@ _KINDS: Mapping[str, type[_ParquetFile | _ArrowFile | TextFile]] = {
 
 
 def _typed(column: pa.Array, field: pa.Field) -> pa.Array:
-    """Casts a column back, since Parquet changes some types, such as units of time."""
+    """Casts a column back, since Parquet changes some types."""
     if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
         column = column.cast(field.type.value_type).dictionary_encode()  # Arrow casts strings to dictionaries only
     return column if column.type == field.type else column.cast(field.type)
@@ -373,7 +368,7 @@ def _is_text(kind: pa.DataType) -> bool:
 def validate_part(
     store: Store, url: str, shard: Shard, job_id: str, model_hash: str, *, is_split: bool = False
 ) -> PartInfo:
-    """Checks that a shard's part is whole and fits the plan, by its footer or commit record."""
+    """Checks that a shard's part is whole and fits the plan."""
     stat = store.stat(url)
     if stat is None:
         raise StoreNotFound(f"'{url}' does not exist")
@@ -421,11 +416,8 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
 
 
 def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
-    """Returns a part's commit record.
-
-    If attempts left several of the part's size, the hash of the part decides.
-    """
-    # Sorted: of records that differ in failed rows only, all readers choose the same.
+    """If attempts left several records of the part's size, the hash of the part decides."""
+    # Sorted: all readers choose the same.
     names = sorted(child.name for child in store.children(folder) if not child.is_folder)
     if len(names) > _MOST_RECORDS:
         raise ValueError(f"it has {len(names)} commit records; at most {_MOST_RECORDS}")

@@ -1,4 +1,4 @@
-"""The plan of a job: its shards with their rows and parts, its JSON, and the tickets of shards. Pure."""
+"""The plan of a job: its shards, its JSON, and the tickets of shards. Pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -17,25 +17,24 @@ Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 PLAN_NAME = "_plan.json"
 
 FAILED = "_failed"
-"""The folder of files of failed rows, in the output folder."""
+"""Folder of files of failed rows."""
 
 RECORDS = "_commits"
-"""The folder of commit records (`qinfer.jobs.parts`), in the output folder."""
+"""Folder of commit records (`qinfer.jobs.parts`)."""
 
 NO_GROUPS = -1
-"""Stands for the row group in formats without row groups."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 _Group = Annotated[int, msgspec.Meta(ge=NO_GROUPS)]
 _Below = Annotated[str, msgspec.Meta(pattern=r"(?s)^(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]*$")]
-"""A relative path: no component is empty, `.` or `..`, and no character is NUL."""
+"""A relative path without `.`, `..`, empty components and NUL."""
 
 SHOWN_FILES = 20
-"""The most unreadable files that a job's record, log and error name."""
+"""Unreadable files that record, log and error of a job name."""
 
 
 class Cut(NamedTuple):
-    """A position in CSV or JSON lines from which rows can be read."""
+    """A position in text from which rows can be read."""
 
     first_row: int
     begin: int
@@ -45,7 +44,6 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one row group of one file.
 
     Attributes:
-        etag: The store's id of the planned content.
         row_group: The row group (Parquet) or record batch (Arrow); -1 = no row group.
         first_row: Counts within the file.
         first_in_group: Counts within the row group; in text, after `begin`.
@@ -64,7 +62,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """The rows that one worker scores at a time, and that become one part."""
+    """Rows that are scored together and become one part."""
 
     index: _Count
     part: _Below
@@ -104,11 +102,11 @@ class ShardTicket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that determines the shards of a job; written once, and never changed.
+    """Everything that determines the shards of a job; written once.
 
     Attributes:
         model_hash: The hash of the model's files at planning, and of an ensemble's steps.
-        schema: The inputs' columns, in the types that workers read (`schemas.decode_schema`).
+        schema: The inputs' columns, as workers read them (`schemas.decode_schema`).
         created_at: In seconds since 1970; distinguishes jobs of the same id. 0 = unknown, of an earlier qinfer.
         not_copied: Descriptions of the first fields with values of several kinds.
         executes: Of an ensemble: itself, then the models of its steps.
@@ -128,7 +126,7 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputFile(NamedTuple):
-    """An input file with the rows of its row groups, or the cut points of its text."""
+    """An input file with its row counts, or the cut points of its text."""
 
     source: SourceFile
     groups: tuple[int, ...] | None
@@ -136,7 +134,7 @@ class InputFile(NamedTuple):
 
 
 class UnplannedJob(NamedTuple):
-    """A job without a plan; `spec` has passed `planning.examine` and names a model version."""
+    """A job without a plan; `spec` has passed `planning.examine`."""
 
     job_id: str
     spec: JobSpec
@@ -156,7 +154,7 @@ class Estimate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
-    """The planned parts of some shards; `is_split` = failed rows are in files of their own."""
+    """The planned parts of shards; `is_split` = failed rows have their own files."""
 
     job_id: str
     model_hash: str
@@ -173,7 +171,7 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
 class PartInfo(NamedTuple):
     """A validated part; `errors` counts failed rows.
 
-    `schema` has one `name: type` a line; `failed` is the path of a file of failed rows.
+    `schema` has a `name: type` a line; `failed` is the path of its file of failed rows.
     """
 
     url: str
@@ -191,7 +189,7 @@ def url_of(output_url: str, name: str) -> str:
 
 
 def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
-    """Decodes stored or queued data; the message of `CorruptEntry` begins with `what`."""
+    """Decodes stored data; the message of `CorruptEntry` begins with `what`."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -218,8 +216,6 @@ def decode_ticket(data: bytes | memoryview) -> ShardTicket:
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A range in the plan's JSON, where `sources` names each file once."""
-
     source: _Count
     row_group: _Group
     first_row: _Count
@@ -253,7 +249,7 @@ class _NamedShard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanNames(msgspec.Struct, frozen=True):
-    """The fields of a plan, of any version, that identify its job and its parts."""
+    """The fields of a plan of any version that identify job and parts."""
 
     job_id: str
     shards: tuple[_NamedShard, ...]
@@ -314,7 +310,7 @@ class SkippedFiles(msgspec.Struct, frozen=True):
 
 
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a plan that is kept in the job's record.
+    """The part of a plan that the job's record has.
 
     `csv_escape` is detected from the first file; empty = as the job says.
     """

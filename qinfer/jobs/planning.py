@@ -1,7 +1,7 @@
-"""Checks and plans bulk jobs: the code that lists and reads files chosen by a user.
+"""Checks and plans bulk jobs: lists and reads files chosen by a user, in an examiner.
 
-`examine` checks a job's URLs, inputs, output folder and the columns of the first file. `make_plan` reads all footers,
-several at a time, and compares the files' columns. Both run in an examiner.
+`examine` checks a job's URLs, inputs, output folder and the columns of the first file. `make_plan` reads all footers
+and compares the files' columns.
 """
 
 import re
@@ -53,20 +53,20 @@ Reading = Callable[[str], AbstractContextManager[None]]
 """Is entered around the reading of a file."""
 
 ENOUGH_FILES = 10_000
-"""The most files of a folder that `examine` lists; planning lists all."""
+"""Files of a folder that `examine` lists at most."""
 LISTING_S = 50.0
 
 _MOST_EMPTY = 20
 _HINT_LINES = 20
 _DELIMITERS = (";", "\t", "|")  # common alternatives to the comma
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+")
-_LISTED_CHARACTERS = 1700  # of one message: a job's error has 2000
+_LISTED_CHARACTERS = 1700
 _AHEAD = 4
 _MOST_SCHEMAS = 64
 
 
 class ExaminedJob(NamedTuple):
-    """A job that passed the checks, with normalized URLs.
+    """A checked job with normalized URLs.
 
     `files` may be incomplete; `schema` is empty if only planning can find it.
     """
@@ -78,7 +78,7 @@ class ExaminedJob(NamedTuple):
 
 
 def examine(spec: JobSpec, model: ModelSpec, grant: UrlGrant, footer_bytes: int = FOOTER_BYTES) -> ExaminedJob:
-    """Checks that a job can run; blocks while the stores list the inputs."""
+    """Checks that a job can run; blocks."""
     spec = with_checked_urls(spec, grant)
     writable(grant).check(spec.output.url)
     check_output(spec)
@@ -94,7 +94,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: UrlGrant, footer_bytes: int 
     if file is not None:
         try:
             schema = partitions.beside(schema, file.url)
-            if not spec.merge_schema or len(files) == 1:  # other files may have more: planning looks at them
+            if not spec.merge_schema or len(files) == 1:  # planning looks at the others
                 check(spec, model, schema)
         except InvalidRequest as error:
             of_file = f" (columns of '{file.url}')" if len(files) > 1 else ""
@@ -138,7 +138,7 @@ def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
 
 
 def estimate(job: UnplannedJob, pace: ShardPace, threads: int, footer_bytes: int = FOOTER_BYTES) -> Estimate:
-    """Checks a job and returns its size; blocks until every footer is read."""
+    """Checks a job and returns its size; blocks."""
     spec = examine(job.spec, job.model, job.grant, footer_bytes).spec
     plan = make_plan(job._replace(spec=spec), pace, threads=threads, footer_bytes=footer_bytes)
     return Estimate(len(plan.sources), plan.rows, len(plan.shards))
@@ -168,7 +168,6 @@ def check_output(spec: JobSpec) -> None:
 
 
 def _file_above(url: str) -> str:
-    """Returns the URL of a local file in the place of a parent folder, if there is one."""
     path = local_path(url)
     above = next((folder for folder in path.parents if folder.is_file()), None) if path else None
     return f"file://{above}" if above else ""
@@ -192,7 +191,7 @@ def first_schema(
     types: TextTypes,
     footer_bytes: int = FOOTER_BYTES,
 ) -> tuple[Stat | None, pa.Schema]:
-    """Returns the first file with columns, if it is among the first files."""
+    """Returns the first file with columns, if early enough."""
     bad: list[BadFile] = []
     for file in files[:_MOST_EMPTY]:
         try:
@@ -228,7 +227,7 @@ def make_plan(
 
     def footer_of(file: Stat) -> Footer | BadFile:
         with reading(file.url):
-            check_read(file.url)  # again: much time may have passed since the listing
+            check_read(file.url)  # much time may have passed since the listing
             try:
                 footer = patiently(lambda: _read_and_kept(file, format_, types, job, footer_bytes))
             except SourceBroken as error:
@@ -316,7 +315,7 @@ def _no_columns(files: Sequence[Stat]) -> str:
 def _footers(
     files: Sequence[Stat], footer_of: Callable[[Stat], Footer | BadFile], threads: int
 ) -> Generator[tuple[Stat, Footer | BadFile], None, None]:
-    """Reads footers several files ahead; yields and fails in the order of the files."""
+    """Reads ahead; yields and fails in the order of the files."""
     waiting: deque[tuple[Stat, Future[Footer | BadFile]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="qinfer-footer") as pool:
         try:
@@ -334,7 +333,7 @@ def _footers(
 
 
 class _CommonColumns:
-    """Common columns of a job's files, with a type for each that fits all values.
+    """Common columns of a job's files.
 
     Fields that only `passthrough: ["*"]` copies may be missing, and are left out if their values are of several kinds.
     """
@@ -347,12 +346,12 @@ class _CommonColumns:
         self._has_unnamed = format_ == "jsonl" and spec.passthrough == ("*",)
         self._mixed: dict[Path, str] = {}
         self._merges = spec.merge_schema is True
-        self._from: dict[str, str] = {}  # column → the URL of the first file that has it
-        self._first = ""  # the URL of the first file with rows; until then, of the first with columns
+        self._from: dict[str, str] = {}  # column → URL of the first file with it
+        self._first = ""  # the first file with rows; until then, with columns
         self._schema = pa.schema([])
         self._has_rows = False
         self._fine: list[pa.Schema] = []
-        self.example = 0  # the number of that file
+        self.example = 0
 
     def add(self, number: int, file: Stat, footer: Footer) -> None:
         if self._has_unnamed:
@@ -447,7 +446,7 @@ class _CommonColumns:
                     "the other; rename one of them"
                 )
             if merged is None and self._is_csv and name not in fed:
-                merged = here.with_type(pa.string())  # the type of all CSV values
+                merged = here.with_type(pa.string())
             if merged is None:
                 raise InvalidRequest(
                     f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{first}'; convert one of "
@@ -461,7 +460,7 @@ class _CommonColumns:
         return "leave it out of 'passthrough'" if name in copied else "leave it out of both"
 
     def _texts(self, here: pa.Field, there: pa.Field) -> set[Path]:
-        """Returns the numbers to copy as text: marked in a file, or of different types."""
+        """Numbers are copied as text if a file marks them, or types differ."""
         if not (self._is_json and self._types.is_copied(here.name)):
             return set()
         one, other = numbers(plain(here)), numbers(plain(there))

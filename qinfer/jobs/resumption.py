@@ -15,31 +15,31 @@ import msgspec
 from qinfer.jobs.plan import Range, Shard, read_stored
 
 FAN_OUT = 8
-"""A range in which a worker died is cut into this many; ranges that end well grow likewise."""
+"""A range in which a worker died is cut into this many; successful ranges grow likewise."""
 
 WORKERS = 2
-"""A row that was alone in its range fails after this many different workers died."""
+"""A row alone in its range fails after this many different workers died."""
 
 MOST_DEATHS = 5
 """It also fails after this many deaths of one worker."""
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16
-"""Limits on rows that kill workers, and on deaths outside of ranges, after which a shard is given up."""
+"""Beyond these deadly rows, or deaths outside of ranges, a shard is given up."""
 
 CHECKPOINTS = "_resume"
-"""The folder, in the output folder, of the pieces of jobs' unfinished shards."""
+"""The folder of pieces of unfinished shards."""
 
 
 class PieceFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file of a piece: its path in the output folder, and its hash."""
+    """Path in the output folder, and hash."""
 
     name: str
     sha256: str
 
 
 class KeptPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive scored rows; `good` lacks failed rows if these have a file of their own."""
+    """Scored rows; `good` lacks failed rows that have a file of their own."""
 
     rows: int
     errors: int
@@ -49,14 +49,14 @@ class KeptPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """Mark of a running range of rows, and its worker."""
+    """Mark of a running range."""
 
     rows: int
     worker: str
 
 
 class RowSpan(NamedTuple):
-    """The rows to run next; a deadly row fails without execution."""
+    """The rows to run next; deadly ones fail without execution."""
 
     first: int
     stop: int
@@ -69,10 +69,9 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         bound: The hashes of plan and shard, and of the model.
         attempt: Incremented, so that no two states of a shard are equal.
-        size: The rows of the next range; 0 = all that remain.
+        size: The rows of the next range; 0 = all.
         until: Ranges grow again after this row.
         alone: The workers that died while the first row that is not kept was alone.
-        deadly: Rows that failed because they kill workers.
         idle: Deaths outside of ranges, since a range last ended.
     """
 
@@ -121,7 +120,6 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _is_deadly(self) -> bool:
-        """Whether the first row that is not kept kills workers."""
         return len(set(self.alone)) >= WORKERS or len(self.alone) >= MOST_DEATHS
 
     def step(self, rows: int) -> RowSpan:
@@ -142,7 +140,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(pieces=(*self.pieces, piece), begun=None, alone=(), size=size, deadly=deadly, idle=0)
 
     def broken_off(self, step: RowSpan, piece: KeptPiece | None, *, has_scored: bool) -> "Resumption":
-        """Adds the first rows of an interrupted step; if scored rows were lost, the next range is smaller."""
+        """Adds the first rows of an interrupted step; lost rows make the next range smaller."""
         if piece is not None:
             return self._next(pieces=(*self.pieces, piece), begun=None, alone=(), idle=0)
         if has_scored:
@@ -150,7 +148,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(begun=None) if self.begun is not None else self
 
     def forgotten(self) -> "Resumption":
-        """Drops the kept rows, since they are gone or damaged."""
+        """Drops the kept rows."""
         return Resumption(bound=self.bound, attempt=self.attempt + 1)
 
 
@@ -159,7 +157,7 @@ def _cut(rows: int) -> int:
 
 
 def pieces_folder(job_id: str) -> str:
-    """Returns the folder of a job's pieces, where only this job writes."""
+    """Returns the folder of a job's pieces."""
     return f"{CHECKPOINTS}/{hashlib.sha256(job_id.encode()).hexdigest()[:16]}"
 
 

@@ -1,7 +1,7 @@
 """Cuts input files into shards. Pure and deterministic.
 
-Files and row groups keep the order of the inputs. Small ones share a shard, and a huge row group is cut into row
-ranges; each row is in exactly one shard.
+The order of the inputs is kept. Small row groups share a shard, and huge ones are cut; each row is in exactly one
+shard.
 """
 
 from bisect import bisect_right
@@ -18,15 +18,15 @@ from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
 MAX_SHARDS = 100_000
 MAX_FILES = 1_000_000
 MAX_SHARD_FILES = 256
-"""Opening a file takes tens of milliseconds, and other workers can read the next ones."""
+"""Opening a file takes tens of milliseconds."""
 MAX_SHARD_RANGES = 1024
-"""A ticket has to fit into an entry of a stream."""
+"""A ticket has to fit into a stream's entry."""
 
 FolderOf = Callable[[str], str]
 
 
 class ShardPace(NamedTuple):
-    """Speed of one worker (0 = unknown), and bounds that determine the size of shards."""
+    """Speed of one worker (0 = unknown), and bounds on shards."""
 
     rows_per_s: float
     shard_s: float
@@ -38,8 +38,8 @@ class ShardPace(NamedTuple):
 class ShardSizes(NamedTuple):
     """The number of rows of shards.
 
-    While the model's speed is unknown, the first shards are small and later ones grow: every worker soon has a shard,
-    and the speed gets known. The last shards get smaller, so that the workers end at about the same time.
+    While the speed is unknown, the first shards are small, so that every worker soon has one. The last shards are
+    small, so that the workers end at about the same time.
 
     Attributes:
         rows: Small row groups are joined up to this size.
@@ -66,14 +66,14 @@ class ShardSizes(NamedTuple):
 
 _BEGINNING = Cut(0, 0)
 _first_row = attrgetter("first_row")
-_SHARDS_A_WORKER = 4  # of a small job, so that its workers end at about the same time
+_SHARDS_A_WORKER = 4  # of a small job: its workers end at about the same time
 _LEAST_S = 0.25
 _WHOLE_OF_TARGET = 2
-_WHOLE_OF_DEFAULT = 5  # the model may be fast: reading twice would cost more than an uneven shard
+_WHOLE_OF_DEFAULT = 5  # reading twice may cost more than an uneven shard
 _FIRST_ROWS = 256
 _GROWTH = 8
 _MOST_GROWTHS = 20
-_LAST_SHARDS_A_WORKER = 16  # while the speed is unknown: workers' shares differ by at most one shard
+_LAST_SHARDS_A_WORKER = 16
 _MOST_WORKERS = 1000
 
 
@@ -90,7 +90,7 @@ def shard_sizes(rows_per_part: int, rows: int, pace: ShardPace) -> ShardSizes:
     target = max(1, min(pace.default_rows, pace.max_rows), possible)
     whole = max(target, min(_WHOLE_OF_DEFAULT * target, pace.max_rows, rows // (2 * workers)))
     least = max(_FIRST_ROWS, possible, -(-rows // (workers * _LAST_SHARDS_A_WORKER)))
-    # A row may take seconds, so every worker gets a shard, however small.
+    # A row may take seconds: every worker gets a shard.
     first = max(1, min(_FIRST_ROWS, rows // workers))
     return ShardSizes(target, whole, max(first, possible), least, workers)
 
@@ -106,8 +106,8 @@ def plan_shards(
 ) -> tuple[Shard, ...]:
     """Cuts at least one file into shards; raises `InvalidRequest` beyond `MAX_SHARDS`.
 
-    `example` is the number of a file with columns, for the empty part of a job without rows. Rows of different output
-    folders (`folder_of`, ending in `/`) are never in one shard.
+    `example` is a file with columns, for the part of a job without rows. Output folders (`folder_of`, ending in `/`)
+    share no shard.
     """
     shards: list[Shard] = []
     wanted = list(_first_rows(files, limit)) if limit else files
@@ -118,7 +118,7 @@ def plan_shards(
         rows = sum(part.rows for part in ranges)
         name = folder_of(ranges[0].url) + part_name(index, extension)
         shards.append(Shard(index, name, rows, tuple(ranges)))
-    if not shards:  # one part without rows shows readers the columns
+    if not shards:  # a part without rows shows the columns
         file = files[example].source
         nothing = Range(file.url, file.etag, NO_GROUPS, 0, 0, 0, size_bytes=file.size_bytes)
         shards.append(Shard(0, folder_of(file.url) + part_name(0, extension), 0, (nothing,)))
@@ -133,7 +133,7 @@ def part_name(index: int, extension: str) -> str:
 def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
     for source, groups, cuts in files:
         rows = min(source.rows, limit)
-        # Rows within the limit that remain before each group, and after the last.
+        # Rows within the limit before each group, and at the end.
         left = [max(rows - end, 0) for end in accumulate(groups or (), initial=0)]
         kept = tuple(begin - end for begin, end in pairwise(left) if begin)
         yield InputFile(msgspec.structs.replace(source, rows=rows), None if groups is None else kept, cuts)
@@ -143,13 +143,13 @@ def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
 
 
 class _Packing:
-    """Walks the row groups in order; cuts large ones and joins small ones."""
+    """Walks the row groups in order."""
 
     def __init__(self, sizes: ShardSizes, left: int, folder_of: FolderOf) -> None:
         self._sizes = sizes
         self._folder_of = folder_of
         self._folder = ""
-        self._left = left  # rows that are in no earlier shard
+        self._left = left  # in no earlier shard
         self._index = 0
         self._target = sizes.next_rows(0, left)
         self._shard: list[Range] = []
@@ -178,7 +178,7 @@ class _Packing:
             yield self._close()
 
     def _piece(self, rows: int, begin: int) -> int:
-        """Returns the size of the next piece of a row group: all, or one of about equal pieces."""
+        """Returns the next piece's size: all, or one of about equal pieces."""
         target, sizes = self._target, self._sizes
         if not begin and rows <= (sizes.whole if target == sizes.rows else target):
             return rows
@@ -202,7 +202,7 @@ def _cut_before(row: int, cuts: Sequence[Cut]) -> Cut:
 
 
 def _least_rows_a_shard(rows: int) -> int:
-    """Returns the size at which `MAX_SHARDS` suffice: two neighbours together exceed it."""
+    """`MAX_SHARDS` suffice at this size: two neighbours together exceed it."""
     return -(-2 * rows // MAX_SHARDS)
 
 

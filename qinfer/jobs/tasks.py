@@ -1,7 +1,7 @@
-"""The producer of the bulk tasks: sends them by name to Celery's queue.
+"""Sends the bulk tasks by name to Celery's queue.
 
-Celery plans, finishes and sweeps jobs; rows never pass through it. It needs a Redis without cluster mode: `redis.url`,
-or one of its own. Its libraries are imported at the first task, so that a gateway without jobs does not load them.
+Rows never pass through Celery. It needs a Redis without cluster mode: `redis.url`, or one of its own. Its libraries are
+imported at the first task, so that a gateway without jobs does not load them.
 """
 
 import threading
@@ -28,7 +28,7 @@ _UNUSED = {"connection_class", "host", "port", "path", "db", "username", "passwo
 
 
 class Broker(NamedTuple):
-    """Celery's broker, in kombu's terms; `url` contains the password, an empty `tls` means no TLS."""
+    """Celery's broker; `url` contains the password, empty `tls` = no TLS."""
 
     url: str
     transport: dict[str, Any]
@@ -68,11 +68,11 @@ class BulkTasks:
         self._producer()
 
     def request_plan(self, job_id: str) -> None:
-        """Requests planning of a job; safe to repeat after `BrokerUnavailable`."""
+        """Requests planning of a job; repeatable."""
         self._send_task(PLAN, job_id)
 
     def finalise(self, job_id: str) -> None:
-        """Requests the end of a job whose shards are all settled."""
+        """Requests the end of a job with all shards settled."""
         self._send_task(FINALISE, job_id)
 
     def waiting(self) -> int:
@@ -83,7 +83,7 @@ class BulkTasks:
         try:
             with closing(self._producer().connection_for_read()) as connection:
                 answer = connection.channel().queue_declare(QUEUE, passive=True)
-        except ChannelError:  # the queue exists only while it has tasks
+        except ChannelError:  # an empty queue does not exist
             return 0
         except (KombuError, RedisError, OSError):
             raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
@@ -110,18 +110,18 @@ class BulkTasks:
                 if is_last or time.monotonic() - began_s > patience_s:
                     raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
             else:
-                return  # on failure: the idle connection had died; retry on a new one
+                return  # the idle connection had died: retry on a new one
 
     def _producer(self) -> "Celery":
         with self._lock:
             if self._app is None:
-                half_s = self._settings.redis.connect_timeout_s / 2  # each for connecting and for the reply
+                half_s = self._settings.redis.connect_timeout_s / 2  # to connect, and for the reply
                 self._app = celery_app(self._settings, half_s, {"socket_timeout": half_s, "max_retries": 0})
             return self._app
 
 
 def celery_app(settings: Settings, connect_s: float, transport: Mapping[str, Any]) -> "Celery":
-    """Makes an app with the queue of the tasks, but without tasks."""
+    """Makes an app with the queue, but without tasks."""
     broker = broker_of(settings)
     try:
         from celery import Celery
@@ -160,6 +160,6 @@ def _login(fields: dict[str, Any]) -> str:
 
 
 def _tls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `ssl_…` options of a URL; kombu uses TLS if there is any option."""
+    """Any `ssl_…` option makes kombu use TLS."""
     given = {name: value for name, value in fields.items() if name not in _UNUSED and name.startswith("ssl_")}
     return {"ssl_cert_reqs": "required"} | given

@@ -1,4 +1,4 @@
-"""Parts as CSV and JSON lines: converts columns to text, and writes the text, compressed or not.
+"""Parts as CSV and JSON lines.
 
 Numbers have the shortest form that reads back as the same number; NaN and infinities are null in JSON. Lists, structs
 and maps are JSON in both formats, bytes are base64, and instants, dates and times are as Arrow prints them. In copied
@@ -26,7 +26,7 @@ _GZIP_LEVEL = 1
 _SLICE_BYTES = 8 * 2**20
 """Arrow's texts are limited to 2 GiB."""
 _ESCAPED = r'["\\\x00-\x1f]'
-"""Characters that JSON requires to be escaped (RFC 8259 §7)."""
+"""Escaped in JSON (RFC 8259 §7)."""
 
 
 class TextFile:
@@ -75,7 +75,7 @@ class _Rows(Protocol):
     def write(self, record: pa.RecordBatch) -> None: ...
 
     def prepare_append(self) -> int:
-        """Prepares for rows from another file; returns the number of bytes to skip before its first row."""
+        """Returns how many bytes to skip before another file's first row."""
 
     def close(self) -> None: ...
 
@@ -122,7 +122,7 @@ class _JsonRows:
 
 
 def csv_column(column: pa.Array, field: pa.Field | None = None) -> pa.Array:
-    """Converts a column for CSV, by the metadata of its field: numbers and instants stay, the rest is text."""
+    """Converts a column for CSV, where numbers and instants stay."""
     kind = column.type
     if (stored := _stored(column)) is not None:
         return csv_column(stored)
@@ -136,7 +136,7 @@ def csv_column(column: pa.Array, field: pa.Field | None = None) -> pa.Array:
 
 
 def json_texts(values: pa.Array, field: pa.Field | None = None) -> pa.Array:
-    """Returns values as JSON texts, by the metadata of their field; nulls stay null."""
+    """Returns values as JSON texts; nulls stay null."""
     kind = values.type
     if (stored := _stored(values)) is not None:
         return json_texts(stored)
@@ -157,7 +157,7 @@ def json_texts(values: pa.Array, field: pa.Field | None = None) -> pa.Array:
 
 
 def _stored(values: pa.Array) -> pa.Array | None:
-    """Decodes dictionaries, runs and extension types, if any."""
+    """Decodes dictionaries, runs and extension types."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         return values.dictionary_decode()

@@ -1,8 +1,8 @@
-"""Casts Arrow values to numpy arrays of a tensor's datatype; decides which types and values fit. Pure.
+"""Casts Arrow values to numpy arrays of a tensor's datatype. Pure.
 
-Integer tensors take whole numbers within their range. Float tensors take any number and round it. Errors are values
-that would become infinite, and integers beyond 2^53 that FP64 would round, since these are rather identifiers than
-measures. Booleans are 0 and 1, and vice versa. Floats never become integers, nor texts numbers.
+Integer tensors take whole numbers within their range. Float tensors take any number, rounded, but no values that
+would become infinite, and no integers beyond 2^53 that FP64 would round: these are rather identifiers than measures.
+Booleans are 0 and 1, and vice versa. Floats never become integers, nor texts numbers.
 """
 
 import math
@@ -26,7 +26,7 @@ _DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items
 
 
 class ValueBounds(NamedTuple):
-    """The range of values that fit; `or_exact` adds all integers of FP64."""
+    """Values that fit; `or_exact` adds all integers of FP64."""
 
     low: Any
     high: Any
@@ -41,7 +41,7 @@ class Misfits(NamedTuple):
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type for reading, without dictionary, run lengths, extension and decimals."""
+    """Returns a type without dictionary, run lengths, extension and decimals."""
     while True:
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
@@ -85,7 +85,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 def fits(kind: pa.DataType, datatype: str) -> bool:
     """Returns whether a type suits a datatype, apart from single values."""
-    if pa.types.is_null(kind):  # a column without values, as of an empty CSV file
+    if pa.types.is_null(kind):  # a column without values
         return True
     if datatype == "BYTES":
         return is_text(kind)
@@ -112,7 +112,7 @@ def bounds(kind: pa.DataType, datatype: str) -> ValueBounds | None:
 
 
 def beyond(values: pa.Array, allowed: ValueBounds) -> Misfits | None:
-    """Finds numbers that do not fit, if any."""
+    """Finds numbers that do not fit."""
     extremes = pc.min_max(values)
     low, high = extremes["min"].as_py(), extremes["max"].as_py()
     if low is None or (low >= allowed.low and high <= allowed.high):
@@ -177,7 +177,7 @@ def _objects(values: pa.Array) -> Array:
 
 
 def _is_rounded(integers: Array) -> npt.NDArray[np.bool_]:
-    """Returns which 64-bit integers FP64 can't represent."""
+    """True where FP64 can't represent a 64-bit integer."""
     floats = integers.astype(np.float64)
     has_place = floats < 2.0 ** (64 if integers.dtype.kind == "u" else 63)  # the largest integers round up to this
     back = np.where(has_place, floats, 0.0).astype(integers.dtype)

@@ -1,8 +1,7 @@
 """Computes how many bytes rows of Arrow arrays take when decoded, without decoding them. Pure.
 
-A value of a dictionary or run is stored once for many rows, so a file of kilobytes can become gigabytes. Indices, run
-ends and offsets (https://arrow.apache.org/docs/format/Columnar.html) give the sizes, and rows are split before values
-are copied.
+A value of a dictionary or run is stored once for many rows, so a file of kilobytes can become gigabytes. Sizes come
+from indices, run ends and offsets (https://arrow.apache.org/docs/format/Columnar.html).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ _CUT_ROWS = 2**18
 
 
 class RowSlice(NamedTuple):
-    """Rows decoded together; columns in `too_large` are dropped from a single row."""
+    """Rows decoded together, without the columns in `too_large`."""
 
     record: pa.RecordBatch
     size_bytes: int
@@ -61,7 +60,7 @@ def _single(row: pa.RecordBatch, max_bytes: int) -> RowSlice:
 
 
 def bytes_before(array: pa.Array, positions: Positions) -> Sizes:
-    """Returns the decoded bytes before each position of a valid array."""
+    """Returns the decoded bytes before each position."""
     kind = array.type
     for is_of, sizes_of in _BY_ELEMENT:
         if is_of(kind):
@@ -219,7 +218,7 @@ _BY_ELEMENT: tuple[tuple[_IsOf, Callable[[Any], Sizes]], ...] = (
     (_is_list_view, _list_view_sizes),
     (_is_view, _view_sizes),
 )
-"""Types whose elements are not contiguous or in order: sizes by element."""
+"""Elements are not contiguous or in order."""
 
 _BY_POSITION: tuple[tuple[_IsOf, Callable[[Any, Positions], Sizes]], ...] = (
     (_is_text, _in_texts),
@@ -230,4 +229,4 @@ _BY_POSITION: tuple[tuple[_IsOf, Callable[[Any, Positions], Sizes]], ...] = (
     (pa.types.is_run_end_encoded, _in_runs),
     (_is_extension, _in_storage),
 )
-"""Types whose offsets or run ends give the size before a position."""
+"""Offsets or run ends give the size before a position."""

@@ -1,4 +1,4 @@
-"""Looks up columns and struct fields by path: `image.bytes` is the field `bytes` of the column `image`. Pure.
+"""Looks up columns and struct fields by path, such as `image.bytes`. Pure.
 
 A column whose name equals the path takes precedence. A field is null where its struct is. Fields within lists and maps
 have no path; neither have unions and runs within structs, which pyarrow can't extract.
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 _MOST_DOTS = 100  # in a path
 
 Place = tuple[int, ...]
-"""The number of a column, then those of nested fields."""
+"""Numbers of a column and nested fields."""
 
 
 class Fields:
@@ -71,7 +71,7 @@ class Fields:
 
 
 def select(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
-    """Returns a schema of fields named by their paths, which must be unique."""
+    """Returns a schema of fields with unique paths."""
     fields, chosen = Fields(schema), []
     for path in paths:
         found = fields.field(path)
@@ -82,7 +82,7 @@ def select(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
 
 
 def pick(record: pa.RecordBatch, paths: Sequence[str]) -> pa.RecordBatch:
-    """Returns fields of a batch as columns named by their paths."""
+    """Returns fields of a batch as columns."""
     if set(paths) <= set(record.schema.names):
         return record.select(paths)
     fields, columns = Fields(record.schema), []
@@ -94,13 +94,13 @@ def pick(record: pa.RecordBatch, paths: Sequence[str]) -> pa.RecordBatch:
 
 
 def pruned(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
-    """Returns the columns that contain some fields, reduced to these."""
+    """Returns the columns that contain fields, reduced to these."""
     fields = Fields(schema)
     return pa.schema(_pruned(list(schema), [place for path in paths for place in fields.places(path)]))
 
 
 def replaced(schema: pa.Schema, path: str, field: pa.Field) -> pa.Schema:
-    """Replaces type, nullability and metadata of a path's field."""
+    """Replaces a field's type, nullability and metadata."""
     ((first, *inner),) = Fields(schema).places(path)
     return schema.set(first, _replaced(schema.field(first), inner, field))
 

@@ -1,7 +1,7 @@
 """Converts columns of an Arrow batch to a model's input arrays, without work per row.
 
-Unusable rows (nulls, lists of the wrong length, numbers that do not fit) are marked in the batch's `RowErrors` and left
-out. With variable dimensions, rows of one shape form a `Piece`.
+Unusable rows are marked in the batch's `RowErrors` and left out. With variable dimensions, rows of one shape form a
+`Piece`.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Piece:
 
 
 class DecodedBatch(NamedTuple):
-    """Executable pieces of a batch, and the errors of other rows."""
+    """Executable pieces, and errors of other rows."""
 
     pieces: tuple[Piece, ...]
     errors: RowErrors
@@ -70,7 +70,7 @@ class InputColumns:
         self._has_views = schema_without_views(flat).types != flat.types
 
     def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> DecodedBatch:
-        """Makes the arrays of a batch in the schema's types."""
+        """Makes the arrays of a batch."""
         record = pick(record, self.columns)
         if self._has_views:
             record = without_views(record)

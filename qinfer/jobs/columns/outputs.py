@@ -2,9 +2,9 @@
 
 A tensor with one element per row becomes a plain column, `[k]` lists of fixed size, `[a, b]` lists in lists, and a
 variable dimension lists of any size. BYTES become strings, which must be UTF-8, unless the model parameter
-`qinfer.binary_outputs` (comma-separated names) makes them binary. Outputs in the job's `top_k` become columns of their
-greatest elements, ranked like Triton's classification (`qinfer.wire.outputs.greatest`). With a decoupled model, a row
-has a list with one item per response. A failed row has nulls.
+`qinfer.binary_outputs` (comma-separated names) makes them binary. `top_k` ranks like Triton's classification
+(`qinfer.wire.outputs.greatest`). With a decoupled model, a row has a list with one item per response. A failed row has
+nulls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,8 @@ from qinfer.wire.outputs import greatest
 class ScoredRows(NamedTuple):
     """Outputs of the model for some rows (`None` = all) of a batch.
 
-    BYTES are objects of `bytes` or `str`. For a decoupled model, an output is `[rows]` of tuples of arrays, one for
-    each response.
+    BYTES are objects of `bytes` or `str`. For a decoupled model, an output is `[rows]` of tuples with an array per
+    response.
     """
 
     rows: Indices | None
@@ -51,9 +51,9 @@ class ScoredRows(NamedTuple):
 
 
 class OutputColumns:
-    """Makes the columns of a job's output, for every batch.
+    """Makes the columns of a job's output.
 
-    `copied` are input columns; `good` and `failed` are the columns of a part and its file of failed rows.
+    `good` and `failed` are the columns of a part and its file of failed rows.
     """
 
     def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema, urls: Sequence[str] = ()) -> None:
@@ -88,7 +88,7 @@ class OutputColumns:
         self.failed = [name for name in self.schema.names if name not in outputs]
 
     def encode(self, batch: RowBatch, scored: Sequence[ScoredRows], errors: RowErrors) -> pa.RecordBatch:
-        """Makes the output rows of a batch, in its order; marks rows without a column value."""
+        """Makes the output rows of a batch; marks rows without a column value."""
         place = None
         if len(scored) != 1 or scored[0].rows is not None:
             place = _place(batch.record.num_rows, scored)
@@ -134,10 +134,7 @@ class _Output:
     def columns_of(
         self, scored: Sequence[ScoredRows], place: pa.Array | None, rows: int, errors: RowErrors
     ) -> list[pa.Array]:
-        """Returns the columns of a batch.
-
-        `place` has each row's number among the executed ones, or null; `None` = all rows, in order.
-        """
+        """`place` has each row's number among the executed ones, or null; `None` = all rows, in order."""
         parts = [self._part(part, rows, errors) for part in scored]
         if place is None:
             return parts[0]
@@ -229,7 +226,7 @@ class _RankedOutput(_Output):
     def __init__(self, tensor: TensorSpec, names: tuple[str, ...], count: int) -> None:
         super().__init__(tensor, ())
         self._count = count
-        # The null at the end is for classes without a label.
+        # The null is for classes without a label.
         self._labels = pa.array([label or None for label in tensor.labels] + [None], pa.string())
         kinds = [pa.string()] * bool(tensor.labels) + [pa.int32(), self._element]
         self._size = -1 if -1 in tensor.dims else count

@@ -1,4 +1,4 @@
-"""Errors of single rows of a batch: code and message, without an object per row."""
+"""Errors of a batch's rows, without an object per row."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 
 BAD_FILE = "bad_file"
-"""The `error_code` of unreadable rows, in a job that skips bad files."""
+"""The `error_code` of rows in bad files that the job skips."""
 
 
 class RowErrors:
-    """The errors of a batch's rows; each row keeps its first."""
+    """Errors of rows; each row keeps its first."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._reason: npt.NDArray[np.int32] | None = None  # the number of each row's reason; 0 = no error
+        self._reason: npt.NDArray[np.int32] | None = None  # numbers of reasons; 0 = no error
         self._reasons: list[tuple[str, str]] = []
 
     def mark(self, rows: Mask | Indices, code: str, message: str) -> None:
-        """Marks rows, by mask or numbers, as failed; keeps earlier marks."""
+        """Marks rows, by mask or numbers, as failed."""
         if not rows.size or (rows.dtype == np.bool_ and not rows.any()):
             return
         if self._reason is None:

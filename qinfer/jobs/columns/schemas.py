@@ -1,4 +1,4 @@
-"""The columns of a job's files: encoding as text, common types of several files, and types without views. Pure.
+"""Encoding, common types and plain types of a job's columns. Pure.
 
 pyarrow can neither take nor filter rows of string views, binary views and run lengths (`array_take has no kernel`), so
 they are converted.
@@ -16,13 +16,13 @@ _UNITS = ("s", "ms", "us", "ns")
 _MOST_DIGITS_OF_INTEGERS = 20
 _DECIMAL128_DIGITS = 38
 _EXACT_DIGITS = 15
-"""Decimals of up to this many digits survive a conversion to doubles."""
+"""Decimals of up to this many digits survive as doubles."""
 INT96_INSTANT = b"qinfer:int96"
-"""Metadata of INT96 timestamps: without a zone, but instants in UTC."""
+"""Marks INT96 timestamps: without a zone, but in UTC."""
 
 
 def encode_schema(schema: pa.Schema) -> str:
-    """Encodes columns as base64 of Arrow's form."""
+    """Encodes columns as base64."""
     return binascii.b2a_base64(schema.remove_metadata().serialize().to_pybytes(), newline=False).decode()
 
 
@@ -35,9 +35,9 @@ def decode_schema(text: str) -> pa.Schema:
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Returns the type for values of both types, if there is one.
+    """Returns the type for values of both types.
 
-    Timestamps with zones are instants, which UTC can represent; one without a zone could be in any zone.
+    Timestamps with zones become UTC; one without a zone could be in any.
     """
     one, other = as_read(one), as_read(other)
     if one == other:
@@ -96,7 +96,7 @@ def _is_structure(kind: pa.DataType) -> bool:
 
 
 def without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Replaces views by types that all of pyarrow supports."""
+    """Replaces views."""
     schema = schema_without_views(batch.schema)
     if schema.types == batch.schema.types:
         return batch
@@ -141,7 +141,7 @@ def as_read(kind: pa.DataType) -> pa.DataType:
 
 
 def has_runs(kind: pa.DataType) -> bool:
-    """Returns whether nested values are run-end encoded, which pyarrow barely supports."""
+    """Returns whether nested values are run-end encoded."""
     return "run_end_encoded" in str(as_read(kind))
 
 
@@ -155,13 +155,13 @@ def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         values = cast(column.dictionary, as_read(column.type))
         column = pa.DictionaryArray.from_arrays(column.indices, values)
     elif pa.types.is_nested(column.type):
-        # A cast of nested values would also cast items outside of the slice.
+        # A cast would include items outside of the slice.
         column = _without_list_views(pa.concat_arrays([column]))
     return pc.cast(column, kind)
 
 
 def run_values(array: pa.RunEndEncodedArray) -> pa.Array:
-    """Decodes runs; Arrow's function has no kernel for views, dictionaries and other types."""
+    """Decodes runs of any type; Arrow's function lacks some."""
     values = cast(array.values, as_read(array.values.type))
     rows = np.arange(array.offset, array.offset + len(array))
     return values.take(pa.array(np.searchsorted(array.run_ends.to_numpy(), rows, side="right")))

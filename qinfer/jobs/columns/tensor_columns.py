@@ -1,7 +1,4 @@
-"""Converts columns to an input tensor: scalar columns, one for each element of a row, or a column of lists.
-
-Lists have a fixed or a variable size, and are nested like the tensor, or flat.
-"""
+"""Converts scalar columns, or a column of lists, to an input tensor."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -22,7 +19,7 @@ _NULL_REMEDY = "'null' of its input can give it a value"
 
 
 class ScalarColumns:
-    """Makes a tensor of scalar columns; `shape`, of one row, may have one -1."""
+    """Makes a tensor of scalar columns; `shape` is of a row."""
 
     def __init__(
         self, tensor: TensorSpec, given: Columns, kinds: Sequence[pa.DataType], shape: tuple[int, ...]
@@ -64,8 +61,6 @@ class ScalarColumns:
 
 
 class _Scalar(NamedTuple):
-    """A scalar column; without `fill`, a null is an error."""
-
     name: str
     is_plain: bool
     allowed: casts.ValueBounds | None
@@ -73,14 +68,14 @@ class _Scalar(NamedTuple):
 
     def values(self, record: pa.RecordBatch) -> pa.Array:
         values = record.column(self.name)
-        # A dictionary may have a null that `null_count` misses.
+        # dictionaries may have nulls that `null_count` misses
         return values if self.is_plain else casts.as_plain(values)
 
 
 class ListColumn:
-    """Makes a tensor of a column of lists; in `shape`, of one row, -1 may differ from row to row.
+    """Makes a tensor of a column of lists, nested like the tensor, or flat in row-major order.
 
-    The lists, or Arrow's fixed-shape tensors, are nested like the tensor, or flat in row-major order.
+    In `shape`, of one row, -1 may differ from row to row.
     """
 
     def __init__(self, tensor: TensorSpec, given: Columns, kind: pa.DataType, shape: tuple[int, ...]) -> None:
@@ -191,7 +186,7 @@ class ListColumn:
 
 
 class _ElementLayout(NamedTuple):
-    """Layout of fixed-shape tensors (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
+    """Fixed-shape tensors (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
 
     `order` has the stored dimension of each dimension.
     """
@@ -210,7 +205,6 @@ class _ElementLayout(NamedTuple):
         return tuple(self.stored[dimension] for dimension in self.order)
 
     def in_order(self, values: Array, rows: int) -> Array:
-        """Reorders stored elements to the tensors' dimensions."""
         return values.reshape(rows, *self.stored).transpose(0, *(dimension + 1 for dimension in self.order))
 
 
@@ -227,7 +221,6 @@ class _RowMarks:
         self._errors.mark(chosen, ErrorCode.INVALID_REQUEST, message)
 
     def mark_each(self, places: Indices, values: Array, text: Callable[[object], str]) -> None:
-        """Marks rows with a message about each value, if these are few."""
         found = np.unique(values)
         if len(found) > _MESSAGES:
             self.mark(places, text(None))
@@ -247,10 +240,7 @@ class _RowMarks:
 
 
 class _ListElements(NamedTuple):
-    """Sizes and elements of a list array.
-
-    `sizes` are by row and level, `_RAGGED` if they differ within a row; `owner` is the row of each element.
-    """
+    """`sizes` are by row and level, `_RAGGED` if they differ within a row; `owner` is the row of each element."""
 
     sizes: Indices
     values: pa.Array
@@ -297,7 +287,7 @@ def _lengths(array: pa.Array) -> int | Indices:
 
 
 def _common(lengths: Indices, owner: Indices, rows: int) -> Indices:
-    """Returns the common length of each row's lists: `_RAGGED` if they differ, 0 without lists."""
+    """Returns each row's common length: `_RAGGED` = they differ, 0 = no lists."""
     least = np.full(rows, np.iinfo(np.int64).max)
     most = np.zeros(rows, np.int64)
     np.minimum.at(least, owner, lengths)
@@ -310,7 +300,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
-    """Returns the fixed size of each list level, -1 = variable, and the element type."""
+    """Returns the size of each list level, -1 = variable, and the element type."""
     sizes = []
     kind = casts.plain(kind)
     while _is_list(kind):
@@ -320,7 +310,7 @@ def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
 
 
 def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _ElementLayout) -> tuple[int, ...]:
-    """Returns the shape of rows made of fixed-shape tensors: theirs, flat, or with other dimensions of 1."""
+    """Rows have the tensors' shape, flat, or with other dimensions of 1."""
     shape = layout.shape
     if len(dims) == len(shape) and all(dim in (_RAGGED, size) for dim, size in zip(dims, shape, strict=True)):
         return shape

@@ -1,7 +1,7 @@
-"""Text columns with values of other types: declared by the job, or both copied and fed to an input. Pure.
+"""Text columns with values of other types. Pure.
 
-A column in the job's `types` (`JobSpec.types`) is text with the type in its metadata; `TypedColumns` converts it, and a
-row with another value fails. Other copied columns stay as written.
+A column in the job's `types` is text with the type in its metadata; `TypedColumns` converts it, and a row with another
+value fails. Other copied columns stay as written.
 """
 
 import re
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from qinfer.jobs.rows.shard_rows import RowBatch
 
 READ_AS = b"qinfer.read_as"
-"""Metadata of a text column: the type that inputs convert it to."""
+"""The type that inputs convert a text column to."""
 
 DECLARED = b"qinfer.type"
-"""Metadata of a text column: the name of its type in the job's `types`."""
+"""The name of a text column's type in the job's `types`."""
 
 JSON_NUMBER = b"qinfer.json_number"
-"""Metadata of a text field: its texts are JSON numbers."""
+"""Marks texts that are JSON numbers."""
 
 _NULLS = pa.array(pa.csv.ConvertOptions().null_values)
 _DECIMAL = re.compile(r"decimal128\((?P<digits>\d+), ?(?P<fraction>\d+)\)")
 
 
 def type_of(name: str) -> pa.DataType:
-    """Returns the type of a name in `qinfer.jobs.job.COLUMN_TYPES`, or of a decimal."""
+    """Returns the type of a name in `COLUMN_TYPES`, or a decimal."""
     if decimal := _DECIMAL.fullmatch(name):
         return pa.decimal128(int(decimal["digits"]), int(decimal["fraction"]))
     plain, zone, _ = name.partition(", tz=UTC")
@@ -42,7 +42,7 @@ def type_of(name: str) -> pa.DataType:
 
 
 def declared(field: pa.Field, name: str, *, is_json: bool = False) -> pa.Field:
-    """Returns a column as text, with its declared type in the metadata."""
+    """Returns a column as text with a declared type."""
     notes = {DECLARED: name, JSON_NUMBER: "1"} if is_json else {DECLARED: name}
     return field.with_type(pa.string()).with_metadata(notes)
 
@@ -130,7 +130,7 @@ def _places(batch: "RowBatch", rows: list[int]) -> Iterator[tuple[int, tuple[int
 
 
 def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
-    """Trims CSV cells and makes empty ones and `NA` null."""
+    """Trims CSV cells; empty ones and `NA` are null."""
     if pa.types.is_string(kind):
         return texts
     plain = pc.utf8_trim_whitespace(texts)
@@ -141,7 +141,7 @@ def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
 
 
 def _parsed(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
-    """Converts texts; returns values, null where invalid, and the invalid rows."""
+    """Returns values, null where invalid, and the invalid rows."""
     try:
         values = texts.cast(kind)
         wrong = _endless(texts, values)

@@ -1,6 +1,5 @@
 -- Stores the record of a bulk job, unless it exists.
--- KEYS: record. ARGV: a random word that identifies this creation (the script may run twice), fields and values.
--- Returns 1 if this creation has stored the record.
+-- KEYS: record. ARGV: random word of this creation (the script may run twice), fields and values. Returns 1 if stored by it.
 local record, nonce = KEYS[1], ARGV[1]
 
 local known = redis.call('HMGET', record, 'state', 'nonce')

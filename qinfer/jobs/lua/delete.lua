@@ -1,4 +1,4 @@
--- Deletes a job that has ended, or the remains of one without a record.
+-- Deletes an ended job, or remains without a record.
 -- KEYS: record, todo, in_lane, outcomes, log. Returns 1 = deleted, 0 = not ended, -1 = unknown.
 local state = redis.call('HGET', KEYS[1], 'state')
 if state and not ENDED[state] then return 0 end

@@ -1,9 +1,8 @@
--- Ends a shard: removes its entry regardless of the owner, and records its outcome if the entry is the job's current one.
--- KEYS: see job.lua, then the lane, and for 'bury' the dead letters.
--- ARGV: id, group, place, index, what (finish | drop | bury), outcome ('rows failed given_up error'), lines of the log to keep,
---   most shards to move to the lane; for 'bury' also: owner, version and name of the lane, error code, reason, and of dead
---   letters the age in ms and the bytes to keep.
--- Returns 1 if the outcome was recorded or the entry buried, else 0.
+-- Removes a shard's entry regardless of the owner; records the outcome if the entry is the job's current one.
+-- KEYS: as in job.lua, lane, for 'bury' dead letters.
+-- ARGV: id, group, place, index, finish | drop | bury, outcome ('rows failed given_up error'), log lines to keep, most shards to
+--   move; for 'bury' also: owner, version and name of the lane, error code, reason, dead letters' age in ms and bytes to keep.
+-- Returns 1 if recorded or buried, else 0.
 local record, todo, in_lane, outcomes, lane, letters = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[8], KEYS[9]
 local id, group, place, index, what, outcome, lines, most = unpack(ARGV, 1, 8)
 local stream, entry = entry_at(lane, place)
@@ -14,7 +13,7 @@ if what == 'bury' then
   local owner, name, code, reason, age, bytes = unpack(ARGV, 9)
   local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1, owner) -- an error if the stream is gone
   if pending.err or not pending[1] or not body then return 0 end
-  redis.call('XACK', stream, group, '0-0') -- a write without effect: after a write, full memory stops no script
+  redis.call('XACK', stream, group, '0-0') -- no effect: after a write, full memory stops no script
   local size = #body[2][2]
   local letter = redis.call('XADD', letters, '*', 'lane', name, 'request_id', id, 'code', code, 'reason', reason,
     'deliveries', pending[1][4], 'size', size, 'frame', body[2][2], 'payload', '')

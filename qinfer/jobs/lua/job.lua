@@ -1,28 +1,26 @@
--- Functions for the scripts of bulk jobs. All have these KEYS first: record, todo (sorted set: index → '<index>:<frame>'),
+-- Functions for the scripts of bulk jobs, whose first KEYS are: record, todo (sorted set: index → '<index>:<frame>'),
 -- in_lane (hash: index → place), outcomes (hash: index → 'rows failed given_up error'), log, queues of webhooks and of notices.
--- A place is an entry's id, with `~` and the number of its tenant's share of the lane if it is not in the lane itself.
+-- A place is an entry's id; in a tenant's share of the lane, `~` and its number follow.
 local DAY_MS = 86400000
 local ENDED = {completed = true, failed = true, cancelled = true, expired = true}
 
--- Changes fields of a job, and raises its revision.
 local function change(record, ...)
   redis.call('HSET', record, 'updated_at', now_ms(), ...)
   redis.call('HINCRBY', record, 'revision', 1)
 end
 
--- Fields of a job about a shard: its scored rows while it runs, why it was put off, and the note for its next run.
+-- A shard's fields: scored rows of its run, why it was put off, the note for its next run.
 local function scored(index) return 'scored:' .. index end
 
 local function put_off(index) return 'put_off:' .. index end
 
 local function resume(index) return 'resume:' .. index end
 
--- Leaves a notice of a job, unless it has an unread one.
+-- Leaves a notice, unless one is unread.
 local function notify(id)
   if redis.call('HSETNX', KEYS[1], 'noticed', '1') == 1 then deliver(KEYS[7], id, '') end
 end
 
--- Adds a line to a job's log.
 local function note(text, most)
   local record, log = KEYS[1], KEYS[5]
   redis.call('RPUSH', log, string.format('%.0f %s', now_ms(), text))
@@ -31,14 +29,14 @@ local function note(text, most)
   if left > 0 then redis.call('PEXPIRE', log, left) end
 end
 
--- Sets a job's state and fields; a terminal state starts its time to live and queues its webhook.
+-- Sets state and fields; a terminal state starts the time to live and queues the webhook.
 local function become(id, state, ...)
   local record = KEYS[1]
   local was, started, ended, kept, webhook =
     unpack(redis.call('HMGET', record, 'state', 'started_at', 'ended_at', 'kept_ms', 'webhook'))
   if state == 'running' and started == '0' then started = now_ms() end
   if ENDED[state] and not ENDED[was] then ended = now_ms() end
-  for i = 1, 5 do -- first, since it takes no memory: after a write, full memory stops no script
+  for i = 1, 5 do -- first: after a write, full memory stops no script
     if ENDED[state] then redis.call('PEXPIRE', KEYS[i], kept) else redis.call('PERSIST', KEYS[i]) end
   end
   change(record, 'state', state, 'started_at', started, 'ended_at', ENDED[state] and ended or 0, ...)
@@ -48,7 +46,6 @@ local function become(id, state, ...)
   end
 end
 
--- Returns the stream and the id of a place.
 local function entry_at(lane, place)
   local id, number = string.match(place, '^([^~]+)~?(%d*)$')
   return stream_of(lane, tonumber(number) or 0), id
@@ -61,7 +58,7 @@ local function append(lane, group, tenant, weight, frame)
   return route.number == 0 and id or id .. '~' .. route.number
 end
 
--- Moves up to `most` shards from todo to the lane, until it has twice as many as may run; returns how many.
+-- Moves up to `most` shards to the lane, until it has twice as many as may run; returns how many.
 local function refill(lane, group, most)
   local record, todo, in_lane = KEYS[1], KEYS[2], KEYS[3]
   local parallel = tonumber(redis.call('HGET', record, 'parallel') or 1)
@@ -77,13 +74,12 @@ local function refill(lane, group, most)
   return #found / 2
 end
 
--- Returns whether more rows have failed than may.
 local function has_failed(record)
   local failed, most = unpack(redis.call('HMGET', record, 'rows_failed', 'max_errors'))
   return tonumber(most) >= 0 and tonumber(failed) > tonumber(most)
 end
 
--- Adds an outcome to a job's counts, or subtracts it with a sign of -1.
+-- Adds an outcome to the counts; a sign of -1 subtracts it.
 local function count(record, outcome, sign)
   local rows, failed, given_up = string.match(outcome, '^(%d+) (%d+) (%d)')
   local function add(field, number) redis.call('HINCRBY', record, field, string.format('%d', sign * number)) end -- HINCRBY rejects -0

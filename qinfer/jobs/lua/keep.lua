@@ -1,7 +1,6 @@
 -- Replaces the note on a held shard, if the caller still owns it and has read the latest note.
--- KEYS: see job.lua, then the lane. ARGV: index, place, group, owner, the note that was read ('' = no note), the new note,
---   a line for the log ('' = no line), lines of the log to keep.
--- Returns 1, also for a repetition, or 0 if the caller does not own the shard or has read another note.
+-- KEYS: as in job.lua, lane. ARGV: index, place, group, owner, note that was read ('' = no note), new note, line for the log
+--   ('' = no line), log lines to keep. Returns 1, also for a repetition, or 0 for another owner or note.
 local record, in_lane, lane = KEYS[1], KEYS[3], KEYS[8]
 local index, place, group, owner, was, now, line, lines = unpack(ARGV)
 

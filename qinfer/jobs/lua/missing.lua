@@ -1,4 +1,4 @@
--- Returns the indices of shards that should be in the lane and are not. KEYS: in_lane (see job.lua), the lane.
+-- Returns the indices of shards that the lane lost. KEYS: in_lane, lane.
 local missing = {}
 
 local held = redis.call('HGETALL', KEYS[1])

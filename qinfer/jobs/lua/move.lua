@@ -1,5 +1,5 @@
--- Changes the state of a job if its state is expected; running to finalizing only if no shard is left to run.
--- KEYS: see job.lua. ARGV: id, the new state, the number of expected states, these, fields and values. Returns 1 or 0.
+-- Changes a job's state if expected; running to finalizing only if no shard is left.
+-- KEYS: as in job.lua. ARGV: id, new state, number of expected states, these, fields and values. Returns 1 or 0.
 local id, state, expected = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
 local was = redis.call('HGET', KEYS[1], 'state')

@@ -1,6 +1,6 @@
--- Adds shards to the todo of a job that is planning; by force also those that succeeded or are in the lane.
--- KEYS: see job.lua, then the lane. ARGV: id, group, whether these are the last (0|1), by force (0|1), the job's rows ('' =
---   unchanged), index and frame of each. Returns 1, or 0 if the job is not planning.
+-- Adds shards to todo; by force also those that succeeded or are in the lane.
+-- KEYS: as in job.lua, lane. ARGV: id, group, last ones (0|1), by force (0|1), the job's rows ('' = unchanged), index and
+--   frame of each. Returns 1, or 0 if the job is not planning.
 local record, todo, in_lane, outcomes, lane = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[8]
 local id, group, is_last, is_forced, rows = unpack(ARGV, 1, 5)
 

@@ -1,13 +1,14 @@
--- Records a shard's progress, or why it was put off; returns 1 if the job runs or is about to, else 0.
--- KEYS: see job.lua. ARGV: index, place, scored rows, why it can't go on now ('' = it goes on), lines of the log to keep.
-local LATEST = 20 -- a reason is not repeated within this many lines of the log
+-- Records a shard's progress, or why it was put off.
+-- KEYS: as in job.lua. ARGV: index, place, scored rows, why it was put off ('' = it goes on), log lines to keep.
+-- Returns 1 if the job runs or is about to, else 0.
+local LATEST = 20 -- a reason is not repeated within this many lines
 local record, in_lane, log = KEYS[1], KEYS[3], KEYS[5]
 local index, place, rows, reason, lines = unpack(ARGV)
 
 local state, known, was = unpack(redis.call('HMGET', record, 'state', scored(index), put_off(index)))
 if state ~= 'running' and state ~= 'planning' then return 0 end
 if redis.call('HGET', in_lane, index) ~= place then return 1 end
-local is_tried = rows == '0' and reason == '' -- says nothing about why the shard was put off
+local is_tried = rows == '0' and reason == '' -- tells no reason
 local has_news = not is_tried and (was or '') ~= reason
 if (known or '0') == rows and not has_news then return 1 end
 

@@ -1,6 +1,6 @@
--- Stops a job that has not ended: no more of its shards come to the lane.
--- KEYS: see job.lua. ARGV: id, its new state, the reason ('' = no reason), lines of the log to keep.
--- Returns 1, or 0 if it had ended in another state or is unknown.
+-- Stops a job: no more of its shards come to the lane.
+-- KEYS: as in job.lua. ARGV: id, new state, reason ('' = no reason), log lines to keep.
+-- Returns 1, or 0 if ended in another state or unknown.
 local id, state, reason, lines = unpack(ARGV)
 
 local was = redis.call('HGET', KEYS[1], 'state')

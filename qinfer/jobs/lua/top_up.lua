@@ -1,6 +1,6 @@
 -- Fills the lane of a running job and returns its standing; allows a new notice.
--- KEYS: see job.lua, then the lane. ARGV: number of workers, most shards to move, group.
--- Returns {state, moved, left in todo, in the lane, whether too many rows failed}, or nil if the job is unknown.
+-- KEYS: as in job.lua, lane. ARGV: number of workers, most shards to move, group.
+-- Returns {state, moved, in todo, in the lane, too many rows failed}, or nil for an unknown job.
 local record, todo, in_lane, lane = KEYS[1], KEYS[2], KEYS[3], KEYS[8]
 
 local state, most, was = unpack(redis.call('HMGET', record, 'state', 'max_parallel', 'parallel'))

@@ -1,6 +1,6 @@
--- Removes shards of a stopped job from the lane: waiting ones, undelivered or released, and held ones if asked.
--- KEYS: see job.lua, then the lane. ARGV: id, group, consumers of released shards and of suspects, held ones too (0|1), index
---   and place of each. Returns 1, or 0 if the job is not stopped any more.
+-- Removes waiting shards of a stopped job from the lane, and held ones if asked.
+-- KEYS: as in job.lua, lane. ARGV: id, group, consumers of released shards and of suspects, held ones too (0|1), index and
+--   place of each. Returns 1, or 0 if the job is not stopped any more.
 local record, in_lane, lane = KEYS[1], KEYS[3], KEYS[8]
 local id, group, released, suspects, in_hand = unpack(ARGV, 1, 5)
 
@@ -10,7 +10,7 @@ for i = 6, #ARGV, 2 do
   local index, place = ARGV[i], ARGV[i + 1]
   if redis.call('HGET', in_lane, index) == place then
     local stream, entry = entry_at(lane, place)
-    local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1) -- an error if nothing was ever delivered
+    local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1) -- an error without deliveries
     local owner = not pending.err and pending[1] and pending[1][2]
     if in_hand == '1' or not owner or owner == released or owner == suspects then
       if owner then redis.call('XACK', stream, group, entry) end

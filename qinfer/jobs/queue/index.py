@@ -1,7 +1,7 @@
-"""The index of all bulk jobs on Redis: jobs by creation, open jobs by deadline, and the location of each job's keys.
+"""The index of all bulk jobs on Redis: jobs by creation, open jobs by deadline, and the place of each job's keys.
 
-Its keys are in other slots than the jobs', so it may list jobs that have ended or lack a record. Readers remove these,
-the latter once they are older than a creation can take.
+It is in other slots than the jobs, so it may list ended jobs and jobs without a record. Readers remove these, the
+latter once they are older than a creation can take.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 _CREATION_S = 60.0
 _MOST_SKIPPED = 1000
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
-_LOOKS = 10  # batches of a listing: a page with few matches ends before it is full
+_LOOKS = 10  # a page with few matches ends before it is full
 _PAGE = 100
 _CURSOR = re.compile(r"([0-9]{1,15})-(.+)")
 _TOGETHER = 20
-_PAGE_BYTES = 8 * 2**20  # of specifications in a page: one may have megabytes
+_PAGE_BYTES = 8 * 2**20
 
 
 class JobIndex:
@@ -59,7 +59,7 @@ class JobIndex:
         return place
 
     async def _find_all(self, job_ids: Sequence[str]) -> list[JobAddress | None]:
-        """Looks locations up; they are not cached, since an id may be used again for another model."""
+        """Not cached: an id may be used again for another model."""
         if not job_ids:
             return []
         found = await self._send_command(b"HMGET", _PLACES, *job_ids)
@@ -148,7 +148,7 @@ class JobIndex:
             logger.error("job unreadable", extra={"job": job_id, "reason": error.message})
 
     async def drop_unrecorded(self, job_id: str, created_ms: int | None = None) -> None:
-        """Removes a job without a record, unless its creation may be in progress."""
+        """Removes a job without a record, unless it may be just being created."""
         if created_ms is None:
             score = await self._send_command(b"ZSCORE", _JOBS, job_id)
             if score is None:
@@ -164,7 +164,6 @@ class JobIndex:
         await self._send_command(b"HDEL", _PLACES, job_id)
 
     async def _behind(self, place: tuple[int, str] | None) -> tuple[list[tuple[int, str]], bool]:
-        """Returns jobs older than `place`, the newest first, and whether no more follow."""
         start = b"+inf" if place is None else place[0]
         skipped = 0
         while True:

@@ -3,8 +3,8 @@
     create ──▶ validating ─▶ planning ──plan──▶ running ──finish_shard …──▶ finalizing ─▶ completed
                                 │ todo ──advance──▶ bulk1 | bulk2 | bulk3 ──fetch──▶ lease
 
-A *shard* is an entry on a bulk lane of its model version, fetched, renewed, released and reclaimed like any entry. Its
-frame is opaque here. The promises, each with a test in `tests/contract/`:
+A *shard* is an entry on a bulk lane of its model version, leased like any entry; its frame is opaque here. The
+promises, each with a test in `tests/contract/`:
 
 1. `create` stores a record once; `move` changes an expected state in one step.
 2. `plan` is idempotent: it adds each shard once, skips shards that succeeded or are in the lane, and works only while
@@ -14,12 +14,12 @@ frame is opaque here. The promises, each with a test in `tests/contract/`:
 4. `finish_shard` is the only terminal step of a shard: it removes the entry regardless of its owner, records outcome
    and counts once, and leaves a notice when no shard is left or too many rows failed.
 5. A notice is a delivery of kind `JOBS`; a job has at most one unread notice.
-6. `stop` ends a job and removes its shards, and no others, from `todo` and lane; `requeue` makes it run again.
+6. `stop` ends a job and removes its shards from `todo` and lane; `requeue` makes it run again.
 7. Each change increments the record's `revision`.
 8. An ended job expires after `kept_s` seconds; other jobs never expire.
 
-A job's keys are in partition 0 of its model, in the slot of its lanes; only the index of all jobs (`JobIndex`) is
-elsewhere. `missing` names shards whose stream was deleted; requeue them from the plan.
+A job's keys are in partition 0 of its model, in the slot of its lanes. `missing` names shards whose stream was deleted;
+requeue them from the plan.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ _WITHDRAW = _load("withdraw", *_SHARED)
 
 
 class Jobs:
-    """Bulk jobs of a connected queue; coroutines raise `BrokerUnavailable` if Redis can't be reached."""
+    """Bulk jobs of a connected queue; raises `BrokerUnavailable` if Redis can't be reached."""
 
     def __init__(self, queue: Queue) -> None:
         self._router = queue.router
@@ -93,16 +93,13 @@ class Jobs:
         self._index = JobIndex(queue.router, queue.clock)
 
     async def create(self, record: JobRecord) -> bool:
-        """Stores a job as durably as the settings ask; False if its id exists.
-
-        After `BrokerUnavailable` it may be stored.
-        """
+        """Stores a job as durably as configured; false if its id exists. After `BrokerUnavailable` it may be stored."""
         place = JobAddress.from_record(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
         if not await self._index.add(place, created_ms, record.deadline_at):
             return False
         new = msgspec.structs.replace(record, created_at=created_ms / 1000)
-        # The script may run twice; the random word identifies this creation.
+        # identifies this creation, since the script may run twice
         words = (secrets.token_hex(8), *new_words(new, self._places.weigh(new.tenant)))
 
         async def write(call: Call) -> bool:
@@ -126,10 +123,7 @@ class Jobs:
         count: int = 100,
         wanted: Callable[[JobRecord], bool] = lambda _: True,
     ) -> Page:
-        """Returns up to `count` jobs, the newest first.
-
-        A page may be shorter although more follow.
-        """
+        """Returns jobs, the newest first; a page may be short although more follow."""
 
         def fits(record: JobRecord) -> bool:
             return tenant in (None, record.tenant) and state in (None, record.state) and wanted(record)
@@ -141,7 +135,7 @@ class Jobs:
         return await self._read_open(await self._index.open_ids())
 
     async def states(self, newest: int = 500) -> Mapping[str, int]:
-        """Counts jobs by state: open ones, and ended ones among the `newest`."""
+        """Counts open jobs, and ended ones among the `newest`, by state."""
         return await self._index.states(newest)
 
     async def open_rows(self) -> Sequence[OpenRows]:
@@ -157,19 +151,18 @@ class Jobs:
         return await self._read_open(await self._index.open_ids(due_at=self._clock.now_s()))
 
     async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[RecordChange]) -> bool:
-        """Changes a job's state if the current one is expected; False otherwise.
+        """Changes a job's state if the current one is expected; else returns false.
 
         `running` becomes `finalizing` only when no shard waits or is held. A terminal state also sets `ended_at`,
-        starts `kept_s` and queues the webhook; `stop` ends a `running` job, whose shards it takes back. The state may
-        stay the same.
+        starts `kept_s` and queues the webhook; use `stop` to end a `running` job.
         """
-        if unknown := change.keys() - RecordChange.__annotations__.keys():  # scripts maintain the counts
+        if unknown := change.keys() - RecordChange.__annotations__.keys():
             raise TypeError(f"the field {min(unknown)!r} of a job can't be set")
         place = await self._index.find(job_id)
         if place is None:
             return False
         reopens = state not in TERMINAL and (not TERMINAL.isdisjoint(expected) or "deadline_at" in change)
-        if reopens:  # before, so that every open job is listed; and after, since a reader may close it in between
+        if reopens:  # before, so that every open job is listed; after, since a reader may close it in between
             await self._reopen(place)
         moved = bool(await self._run_script(place, _MOVE, job_id, state, len(expected), *expected, *words_of(change)))
         if reopens:
@@ -181,30 +174,26 @@ class Jobs:
     async def add_shards(
         self, job_id: str, shards: Sequence[tuple[int, bytes]], rows: int = 0, *, complete: bool = False
     ) -> bool:
-        """Adds shards (index, frame) to `todo`; False, without an effect, if the job is not `planning`.
+        """Adds shards (index, frame) to `todo`; false, without effect, if the job is not `planning`.
 
-        It skips shards that succeeded or are in the lane, and forgets the outcome of failed ones. `complete` makes the
-        job `running` and leaves a notice, so that its lane is filled.
+        It skips shards that succeeded or are in the lane, and forgets failures. `complete` makes the job `running` and
+        leaves a notice.
         """
         return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
 
     async def requeue(
         self, job_id: str, shards: Sequence[tuple[int, bytes]], *, expected: Collection[str] = _REQUEUED
     ) -> bool:
-        """Runs shards again, settled or not, and thereby the job; False if the job's state is not expected.
+        """Runs shards again, settled or not, and thereby the job; false if its state is not expected.
 
-        The counts follow. Without shards, those in `todo` run. The job is `planning` meanwhile: if the caller dies, it
-        is planned again.
+        Without shards, those in `todo` run. The job is `planning` meanwhile: if the caller dies, it is planned again.
         """
         if not await self.move(job_id, expected, JobState.PLANNING):
             return False
         return await self._plan(job_id, shards, None, is_last=True, is_forced=True)
 
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
-        """Fills a job's lane and returns its standing; allows a new notice.
-
-        `workers` limits the running shards of a job without `max_parallel`.
-        """
+        """Fills a job's lane and returns its standing; allows a new notice."""
         record = await self.get(job_id)
         if record is None:
             return None
@@ -221,22 +210,19 @@ class Jobs:
         return await self._end_shard("finish", job_id, lease, outcome)
 
     async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
-        """Gives a shard up: records its outcome and moves its entry to the dead letters in one step.
-
-        False, without an effect, if the lease's consumer no longer owns the entry.
-        """
+        """Records a shard as given up and buries its entry in one step; false if the lease is lost."""
         lane = lease.entry.lane
         about = (lease.consumer, f"{lane.version}:{lane.name}", code, outcome.error, ttl_ms(MAX_AGE_S), MAX_BYTES)
         return await self._end_shard("bury", job_id, lease, outcome, *about)
 
     async def drop_shard(self, job_id: str, lease: Lease, index: int) -> None:
-        """Removes a shard's entry without an outcome; it returns to `todo` if its job still runs."""
+        """Removes a shard's entry without an outcome; a running job gets it back in `todo`."""
         await self._end_shard("drop", job_id, lease, ShardOutcome(index, 0))
 
     async def keep(self, job_id: str, lease: Lease, index: int, was: bytes, now: bytes, line: str = "") -> bool:
-        """Replaces the note on a held shard, which lasts until the shard ends, and logs `line`.
+        """Replaces the note on a held shard, and logs `line`.
 
-        False, without an effect, if the lease was lost or the stored note is not `was`.
+        False, without effect, if the lease was lost or the stored note is not `was`.
         """
         lane = lease.entry.lane
         place = JobAddress(lane.model, lane.partition, job_id)
@@ -258,7 +244,7 @@ class Jobs:
         return found
 
     async def missing(self, job_id: str) -> Sequence[int]:
-        """Returns the shards that the lane lost, since their stream was deleted."""
+        """Returns the shards whose stream in the lane was deleted."""
         record = await self.get(job_id)
         if record is None:
             return ()
@@ -267,7 +253,7 @@ class Jobs:
         return sorted(map(int, await run_script(self._call_for(place), _MISSING, names)))
 
     async def note(self, job_id: str, text: str) -> None:
-        """Adds a line to a job's log, which keeps the last `MAX_LOG_LINES`."""
+        """Adds a line to a job's log."""
         place = await self._index.find(job_id)
         if place is not None:
             await self._run_script(place, _NOTE, text[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
@@ -280,10 +266,10 @@ class Jobs:
         return [line_of(text) for text in await self._call_for(place)(b"LRANGE", place.part("log"), 0, -1)]
 
     async def stop(self, job_id: str, state: str, *, error: str = "", in_hand: bool = False) -> bool:
-        """Stops an open job: removes its waiting shards from `todo` and lane, in bounded steps; repeatable.
+        """Stops an open job: removes its waiting shards, in bounded steps; repeatable.
 
-        `state` is `cancelling`, or a terminal one. `in_hand` takes back held shards, too; workers learn of it at their
-        next renewal. A notice follows when the lane is empty. False if the job had ended in another state.
+        `in_hand` takes back held shards, too; workers learn of it at their next renewal. A notice follows when the lane
+        is empty. False if the job had ended in another state.
         """
         record = await self.get(job_id)
         if record is None:
@@ -309,10 +295,7 @@ class Jobs:
         return deleted > 0
 
     async def report(self, job_id: str, lease: Lease, index: int, rows: int, put_off: str = "") -> bool:
-        """Records a held shard's scored rows (0 = it no longer runs), and why it was put off.
-
-        Returns whether the job still wants the shard.
-        """
+        """Records a held shard's scored rows and why it was put off; returns whether it is wanted."""
         place = await self._index.find(job_id)
         if place is None:
             return False
@@ -368,7 +351,7 @@ class Jobs:
         await self._run_script(JobAddress.from_record(record), _WITHDRAW, *about, *shards, lane=record.lane)
 
     async def _read_open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
-        """Returns the open jobs among these; the others leave the index of open jobs."""
+        """Jobs that have ended leave the index of open jobs."""
         found = await asyncio.gather(*map(self._readable, job_ids))
         records = [record for record in found if not isinstance(record, CorruptEntry)]
         for job_id, record in zip(job_ids, found, strict=True):
@@ -377,12 +360,12 @@ class Jobs:
             elif isinstance(record, JobRecord) and record.is_over:
                 await self._index.close(job_id)
                 again = await self.get(job_id)
-                if again is not None and not again.is_over:  # it was resumed in between
+                if again is not None and not again.is_over:  # resumed in between
                     await self._index.open(job_id, again.deadline_at)
         return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
 
     async def _readable(self, job_id: str) -> JobRecord | CorruptEntry | None:
-        """Reads one of many records: a damaged one, or a newer qinfer's, must not hide the others."""
+        """A record that is damaged or of a newer qinfer must not hide the others."""
         try:
             return await self.get(job_id)
         except CorruptEntry as error:

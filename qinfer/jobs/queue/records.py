@@ -1,7 +1,7 @@
 """Records of bulk jobs in the queue: types, limits and storage.
 
-A record is a hash. `about` holds the fixed fields that no script reads. `spec`, `head` and `grant` are separate, since
-they may change and take megabytes. Scripts read and write the other fields, with instants in milliseconds.
+A record is a hash. `about` has the fixed fields that no script reads. `spec`, `head` and `grant` are separate, since
+they change and may have megabytes. Instants in fields are milliseconds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,12 +23,11 @@ from qinfer.queue.router import ttl_ms
 from qinfer.wire.versions import Record
 
 TOP_UP_COUNT = 200
-"""The most shards that one script call moves to a lane, or stores."""
+"""The most shards that one script moves or stores."""
 
 MAX_LOG_LINES = 200
 
 MAX_LINE_CHARACTERS = 2000
-"""The longest line of a log, and the longest error of a shard."""
 
 KEPT_S = 7 * 86400.0
 
@@ -39,9 +38,9 @@ _COUNTS = (
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
 _TEXTS = ("state", "error", "waiting", "webhook", "webhook_state", "endpoint")
 _BYTES = ("spec", "head", "grant")
-_SCORED = "scored:"  # + index of a running shard: its scored rows
-_PUT_OFF = "put_off:"  # + index of a shard that was put off: the reason
-_RESUME = "resume:"  # + index of an interrupted shard: the note for its next run
+_SCORED = "scored:"  # + index → scored rows
+_PUT_OFF = "put_off:"  # + index → the reason
+_RESUME = "resume:"  # + index → the note for the next run
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 
@@ -50,22 +49,20 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record of a job; instants are in seconds of the broker's time, 0 = not yet or never.
 
     Attributes:
-        priority: 1 … 3: the number of its bulk lane.
+        priority: The number of its bulk lane.
         rows_before: Rows that were settled at `resumed_at`.
         spec: The JSON of its `JobSpec`.
-        head: The part of its plan that workers need; opaque here.
-        grant: The JSON of its tenant's `UrlGrant` at its creation or last resumption.
+        head: The JSON of its `PlanHead`; opaque here.
+        grant: The JSON of its tenant's `UrlGrant`.
         rows_done: Rows of settled shards with an output.
-        rows_failed: Rows of settled shards with an error.
         rows_scored: Rows scored by running shards.
         in_lane: Shards in the lane, waiting or held.
         waiting: Why the job can't go on now.
         put_off: Why one of its shards can't go on now.
-        max_errors: Rows that may fail before the job does; -1 = all.
+        max_errors: -1 = all rows may fail.
         kept_s: How long it is kept after its end.
         trace: W3C `traceparent` of the creating request.
         webhook_state: `` | pending | delivered | failed.
-        endpoint: The endpoint that the job named.
         resumptions: Notes on interrupted shards, by index; opaque here.
     """
 
@@ -128,7 +125,7 @@ class ShardOutcome(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """State of a job, and its shards: just moved to the lane, in `todo`, and in the lane."""
+    """State of a job, and its shards: just moved to the lane, in `todo`, in the lane."""
 
     state: str
     moved: int
@@ -150,17 +147,14 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class Page(NamedTuple):
-    """Page of a listing; `after` begins the next page, if there is one."""
+    """Page of a listing; `after` begins the next one."""
 
     records: list[JobRecord]
     after: str
 
 
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
-    """Returns a job's remaining work, from the fields in `OPEN_FIELDS`.
-
-    Without a plan, it counts as one row, since it needs a worker.
-    """
+    """Returns a job's remaining work; without a plan 1 row, since it needs a worker."""
     settled = record.rows_done + record.rows_failed
     began_s = max(record.started_at, record.resumed_at)
     return OpenRows(
@@ -195,7 +189,7 @@ _ABOUT = Record(_About, "the record of a bulk job")
 
 
 class RecordChange(TypedDict, total=False):
-    """The fields of a record that `move` sets; see `JobRecord`."""
+    """Fields that `move` sets."""
 
     error: str
     waiting: str
@@ -232,14 +226,14 @@ class JobAddress(NamedTuple):
         return keys.job_part(*self, name).encode()
 
     def names(self) -> list[bytes]:
-        """Returns the first keys of all job scripts, as in job.lua."""
+        """Returns the first keys of all job scripts."""
         parts = (self.part(name) for name in ("todo", "in_lane", "outcomes", "log"))
         queues = (keys.deliveries(*self[:2], kind) for kind in (WEBHOOKS, JOBS.name))
         return [self.record, *parts, *(name.encode() for name in queues)]
 
 
 def new_words(record: JobRecord, weight: int) -> list[Argument]:
-    """Returns a new record for a script, with its tenant's `weight` in the lane (0 = unknown)."""
+    """Returns a new record for a script, with its tenant's `weight` (0 = unknown)."""
     about = _About(record.version, record.tenant, record.priority, record.created_at, record.trace)
     names = (*_TEXTS, *_BYTES, *_COUNTS, *_INSTANTS[:-1])
     owner = {"tenant": record.tenant, "weight": weight}
@@ -301,7 +295,7 @@ def spec_of(record: JobRecord) -> JobSpec:
 
 
 def granted(record: JobRecord, stores: StoreSettings) -> UrlGrant:
-    """Returns the URL prefixes that both the gateway's grant (if stored) and this process allow."""
+    """Returns the URL prefixes that the gateway's grant (if stored) and this process allow."""
     here = stores.grant_of(record.tenant)
     with damage_told(record.id):
         return msgspec.json.decode(record.grant, type=UrlGrant).narrowed(here) if record.grant else here
@@ -309,7 +303,7 @@ def granted(record: JobRecord, stores: StoreSettings) -> UrlGrant:
 
 @contextmanager
 def damage_told(job_id: str) -> Iterator[None]:
-    """Raises `CorruptEntry` for errors of decoding a record."""
+    """Raises `CorruptEntry` for a damaged record."""
     try:
         yield
     except (
@@ -325,7 +319,7 @@ def damage_told(job_id: str) -> Iterator[None]:
 
 
 def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:
-    """Returns why a job can't complete, if it can't; `max_errors` -1 = any row may fail."""
+    """Returns why a job can't complete; `max_errors` -1 = any row may fail."""
     settled = list(outcomes)
     failed_rows = sum(outcome.failed_rows for outcome in settled)
     given_up = [outcome for outcome in settled if outcome.error]

@@ -1,6 +1,6 @@
 """Row counts and memory needs of an Arrow file's record batches, from footer and headers.
 
-pyarrow needs whole batches to count rows, and allocates the declared size of a compressed buffer before it reads it. An
+pyarrow needs whole batches to count rows, and allocates a compressed buffer's declared size before it reads it. An
 Arrow file ends with a flatbuffer `Footer`, its length and `ARROW1`; the footer's blocks point to flatbuffers `Message`.
 """
 
@@ -15,24 +15,24 @@ from qinfer.jobs.rows.arrow_schema import check_schema, field_of, text_of, unsig
 _MAGIC = b"ARROW1"
 TAIL = struct.Struct("<i6s")
 END_BYTES = 64 * 1024
-"""The end of a file that is read at once; it contains most footers."""
+"""The end of a file that is read at once; it has most footers."""
 BLOCK = struct.Struct("<qi4xq")
 _CONTINUATION = b"\xff\xff\xff\xff"
 FOOTER_BYTES = 16 * 2**20
-_MAX_HEADER_BYTES = 16 * 2**20  # of a record batch
+_MAX_HEADER_BYTES = 16 * 2**20
 
 _FOOTER_SCHEMA, _FOOTER_DICTIONARIES, _FOOTER_BATCHES, _FOOTER_METADATA = 1, 2, 3, 4
-# Message: version, the header's type, the header, its body's length, metadata.
+# version, header type, header, body length, metadata
 _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH, _MESSAGE_METADATA = 2, 3, 4
 _KEY, _VALUE = 0, 1  # KeyValue
 _BATCH_LENGTH, _BATCH_BUFFERS, _BATCH_COMPRESSION, _BATCH_VARIADIC = 0, 2, 3, 4  # RecordBatch: length, nodes, …
 _DICTIONARY_DATA = 1  # DictionaryBatch: id, data
 _BUFFER = struct.Struct("<qq")  # offset within the body, length
-_LENGTH = struct.Struct("<q")  # before each compressed buffer: its decompressed length, -1 = not compressed
+_LENGTH = struct.Struct("<q")  # a compressed buffer's decompressed length, -1 = not compressed
 
 
 class MessageBlock(NamedTuple):
-    """The place of a message in a file: offset, header with prefix, body."""
+    """Place of a message: offset, header with prefix, body."""
 
     offset: int
     header: int
@@ -60,7 +60,7 @@ def batch_rows(file: BinaryIO, footer_bytes: int = FOOTER_BYTES) -> tuple[int, .
 
 
 def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
-    """Returns the metadata of a record batch without reading rows."""
+    """Returns a record batch's metadata."""
     try:
         message = _message(file, _blocks(file, _FOOTER_BATCHES)[number])
         pairs = _tables(message, unsigned(message, 0), _MESSAGE_METADATA)
@@ -70,7 +70,7 @@ def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
 
 
 class BatchSizes:
-    """The memory that reading some columns of record batches takes."""
+    """The memory that some columns of record batches take."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class BatchSizes:
             raise ValueError(f"its footer is damaged: {error}") from None
 
     def batch_bytes(self, number: int) -> int:
-        """Returns the bytes of a batch's stored and decompressed buffers, and of all dictionaries."""
+        """Returns the bytes of a batch's stored and decompressed buffers and all dictionaries."""
         try:
             own = _buffer_bytes(self._file, self._blocks[number], (self._schema, self._columns))
         except (struct.error, IndexError) as error:
@@ -99,7 +99,7 @@ class BatchSizes:
 def _buffer_bytes(
     file: BinaryIO | Any, block: MessageBlock, of: tuple[pa.Schema, Collection[str]] | None = None
 ) -> int:
-    """Returns the bytes of the buffers of a batch's columns, or without `of`, of a dictionary."""
+    """Returns a batch's bytes, or without `of`, a dictionary's."""
     message, table = _header(file, block)
     if of is None:
         table = _table(message, table, _DICTIONARY_DATA)
@@ -134,7 +134,7 @@ def _chosen(schema: pa.Schema, columns: Collection[str], variadic: Iterator[int]
 
 
 def _buffers(kind: pa.DataType, variadic: Iterator[int]) -> int:
-    """Returns how many buffers a column has; views have data buffers (`variadic`)."""
+    """Views have data buffers (`variadic`)."""
     if isinstance(kind, pa.BaseExtensionType):
         return _buffers(kind.storage_type, variadic)
     if pa.types.is_null(kind):
@@ -159,7 +159,7 @@ _OWN_BUFFERS = (
     (pa.types.is_large_string, 3),
     (pa.types.is_large_binary, 3),
 )
-"""Buffers of a type's columns, without those of child columns; other types have two."""
+"""Buffers of a type, without those of child columns; other types have two."""
 
 
 def _variadic(message: bytes, table: int) -> Iterator[int]:
@@ -231,7 +231,7 @@ def _message(file: BinaryIO, block: MessageBlock) -> bytes:
     message = data[8:] if data.startswith(_CONTINUATION) else data[4:]
     field = field_of(message, unsigned(message, 0), _MESSAGE_BODY_LENGTH)
     body = _LENGTH.unpack_from(message, field)[0] if field else 0
-    # pyarrow allocates this size before it compares the two.
+    # pyarrow allocates this size before it compares the two
     if body != block.body:
         raise ValueError(f"a record batch has {block.body} bytes by the footer, {body} by its header")
     return message

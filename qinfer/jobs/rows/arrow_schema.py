@@ -1,8 +1,8 @@
 """Measures the memory of an Arrow schema before pyarrow reads it.
 
 In the flatbuffer (https://github.com/apache/arrow/blob/main/format/Schema.fbs), fields, names and metadata are offsets:
-a thousand fields can share one name of a megabyte, of which pyarrow makes a thousand copies. A schema is in the footer
-of an Arrow file, in the first message of a stream, and as text `ARROW:schema` in a Parquet footer.
+a thousand fields can share one name of a megabyte, which pyarrow copies a thousand times. A schema is in an Arrow
+footer, in a stream's first message, and as text `ARROW:schema` in a Parquet footer.
 """
 
 import struct
@@ -16,7 +16,7 @@ from qinfer.tensors import Bytes
 MAX_METADATA_BYTES = 128 * 2**20
 """The approximate memory limit of a footer."""
 
-_TABLE_BYTES = 1000  # approximate cost of a field or metadata entry in Arrow and Python
+_TABLE_BYTES = 1000  # of a field or metadata entry in Arrow and Python
 _MAX_DEPTH = 128  # the limit of Arrow's verifier
 _HARMLESS_BYTES = 2048  # Arrow's verifier follows at most eight offsets a byte
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -26,7 +26,7 @@ Positions = npt.NDArray[np.int64]
 _MESSAGE_HEADER = 2
 _SCHEMA_FIELDS, _SCHEMA_METADATA = 1, 2
 _FIELD_NAME, _FIELD_KIND, _FIELD_TYPE, _FIELD_CHILDREN, _FIELD_METADATA = 0, 2, 3, 5, 6
-_TIMESTAMP, _UNION = 10, 14  # types with a time zone, and with a number for each child
+_TIMESTAMP, _UNION = 10, 14  # with a time zone; with a number for each child
 _TYPE_ITEMS = 1  # the field of either
 _TYPE_ITEM_BYTES = 4
 _KEY, _VALUE = 0, 1
@@ -37,12 +37,12 @@ class SchemaTooLarge(ValueError):
 
 
 def check_schema_text(text: bytes) -> None:
-    """Checks the memory of a schema in base64, as in a Parquet footer."""
+    """Checks a schema in base64, as in a Parquet footer."""
     check_schema_message(b64decode(text))
 
 
 def check_schema_message(data: Bytes) -> None:
-    """Checks the memory of the schema in a length-prefixed message."""
+    """Checks the schema in a length-prefixed message."""
     try:
         begin = 8 if bytes(data[:4]) == _CONTINUATION else 4
         message = bytes(data[begin : begin + unsigned(data, begin - 4)])
@@ -55,7 +55,7 @@ def check_schema_message(data: Bytes) -> None:
 
 
 def check_schema(footer: bytes, table: int, metadata: int) -> None:
-    """Checks the memory of a footer's schema, at `table`, and of the root's field `metadata`."""
+    """Checks a footer's schema at `table`, and the root's `metadata`."""
     if len(footer) > _HARMLESS_BYTES:
         size = _Size(footer)
         size.take_schema(table)
@@ -63,7 +63,7 @@ def check_schema(footer: bytes, table: int, metadata: int) -> None:
 
 
 class _Size:
-    """Adds up the memory of a schema; shared parts count at each reference.
+    """Adds up memory; shared parts count at each reference.
 
     It follows all tables of a level at once: int64[tables] are positions, 0 = absent.
     """
@@ -130,7 +130,7 @@ class _Size:
 
 
 def text_of(buffer: bytes, table: int, number: int) -> bytes:
-    """Returns a text field of a table."""
+    """Returns a table's text field."""
     field = field_of(buffer, table, number)
     if not field:
         return b""

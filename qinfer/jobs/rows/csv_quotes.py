@@ -1,8 +1,7 @@
 r"""Quotes in CSV: escape characters, and rows with unbalanced quotes. Pure.
 
 Spark and PostgreSQL write `\"` for a quote within quotes, and double the escape character. Such text is rewritten with
-doubled quotes, which every reader understands. A value with unbalanced quotes, such as `"a"b`, is ambiguous, so its row
-is not read.
+doubled quotes. A value with unbalanced quotes, such as `"a"b`, is ambiguous, so its row is not read.
 """
 
 import re
@@ -27,7 +26,7 @@ _DOUBLED = re.compile(rb'[^,;\t|\r\n"]""|""[^,;\t|\r\n"]')
 
 
 class UnescapedText:
-    """A CSV text with doubled quotes instead of an escape character."""
+    """CSV with doubled quotes instead of an escape character."""
 
     def __init__(self, text: ReadableFile, csv: Csv, block_bytes: int) -> None:
         self._text = text
@@ -43,12 +42,12 @@ class UnescapedText:
         return found
 
     def close(self) -> None:
-        """Closes the original text."""
+        """Closes the text."""
         self._text.close()
 
 
 def unescaped(rows: bytes, csv: Csv) -> bytes:
-    """Replaces escaped quotes of whole rows by doubled ones."""
+    """Replaces escaped quotes by doubled ones."""
     quote, escape = csv.quote.encode(), csv.escape.encode()
     if escape not in rows:
         return rows
@@ -63,7 +62,7 @@ def unescaped(rows: bytes, csv: Csv) -> bytes:
 
 
 def guessed_escape(url: str, head: bytes, csv: Csv, *, is_whole: bool) -> str:
-    """Guesses the escape character of a CSV file from its first rows, if there is one.
+    """Guesses the escape character of a CSV file from its first rows.
 
     It is a backslash if rows balance only with it, or if they do and a file named like Spark's has no doubled quotes.
     """
@@ -84,7 +83,7 @@ def is_balanced(rows: bytes, csv: Csv) -> bool:
 
 
 def mended(rows: bytes, csv: Csv, columns: int) -> tuple[bytes, list[int]]:
-    """Empties rows with unbalanced quotes; returns all rows, and the numbers of these."""
+    """Empties rows with unbalanced quotes; also returns their numbers."""
     if not csv.quote or _is_plainly_balanced(rows, csv):
         return rows, []
     empty = csv.delimiter.encode().join([csv.quote.encode() * 2] * columns) + b"\n"
@@ -94,7 +93,7 @@ def mended(rows: bytes, csv: Csv, columns: int) -> tuple[bytes, list[int]]:
 
 
 def _rows(text: bytes, csv: Csv) -> Iterator[tuple[bytes, bool]]:
-    """Yields rows, without blank lines, and whether they are unbalanced; an unterminated row is one line."""
+    """Yields rows without blank lines; an unterminated row is one line."""
     row, strict = row_pattern(csv), _strict(csv)
     place = 0
     while place < len(text):
@@ -138,7 +137,7 @@ class _Once:
 
 @lru_cache
 def _strict(csv: Csv) -> "re.Pattern[bytes]":
-    """Returns the grammar of a row in which only a delimiter or the row's end follows a closing quote."""
+    """Only a delimiter or the row's end may follow a closing quote."""
     quote, delimiter, quoted = re.escape(csv.quote.encode()), re.escape(csv.delimiter.encode()), quoted_value(csv)
     value = rb"(?>%s|(?!%s)[^%s\r\n]*+)" % (quoted, quote, delimiter)
     return re.compile(rb"[\r\n]*+%s(?:%s%s)*+[\r\n]*" % (value, delimiter, value))

@@ -1,7 +1,7 @@
-"""Fields of JSON lines with values of several kinds, such as a number in one line and a text in another. Pure.
+"""Fields of JSON lines with values of several kinds. Pure.
 
 pyarrow refuses such lines, unless it ignores the field. A field that the job does not name must not fail it, so another
-parser determines the types of the other fields, line by line, like pyarrow.
+parser determines the types of the other fields like pyarrow.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,10 +13,10 @@ import pyarrow as pa
 from qinfer.jobs.job import shown
 
 MAX_FIELDS = 10_000
-"""The most fields that are tracked, nested ones included."""
+"""Tracked fields, nested ones included."""
 
 Path = tuple[str, ...]
-"""The names of a field's ancestors, then its own."""
+"""Names of ancestors, then the field's."""
 
 _WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -31,10 +31,7 @@ _INT64 = range(-(2**63), 2**63)  # pyarrow reads larger numbers as floats
 
 
 class MixedField(NamedTuple):
-    """A field with values of two kinds; `line` is the first with the other kind.
-
-    Values in a list count for the list.
-    """
+    """A field with values of two kinds, also in its lists; `line` is the first with the other kind."""
 
     path: Path
     first: str
@@ -50,16 +47,13 @@ class MixedField(NamedTuple):
         return shown(".".join(self.path))
 
     def is_read(self, named: Collection[str]) -> bool:
-        """Returns whether a name is this field, contains it, or is within it."""
+        """Returns whether a name overlaps this field."""
         own = ".".join(self.path)
         return any(f"{own}.".startswith(f"{name}.") or name.startswith(f"{own}.") for name in named)
 
 
 class _Field:
-    """A field, or the items of a list, by the values seen so far.
-
-    `inner` has an object's fields by name, or a list's items under an empty name.
-    """
+    """`inner` has an object's fields by name, or a list's items under an empty name."""
 
     __slots__ = ("inner", "is_mixed", "kind")
 
@@ -70,7 +64,7 @@ class _Field:
 
 
 class JsonFields:
-    """Finds the fields of JSON lines after `known` ones; `declared` fields are text."""
+    """Finds fields after `known` ones; `declared` fields are text."""
 
     def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:
         self.rows = 0
@@ -97,7 +91,7 @@ class JsonFields:
         return without(pa.schema(list(_type(self._whole))), [each.path for each in self.mixed])
 
     def _add_value(self, field: _Field, value: Any, path: Path, owner: _Field | None) -> None:
-        """Adds a value; within lists, `path` and `owner` are those of the outermost list's field."""
+        """Within lists, `path` and `owner` are of the outermost list's field."""
         if value is None or (owner or field).is_mixed:
             return
         kind = float if type(value) is int and value not in _INT64 else type(value)

@@ -1,7 +1,7 @@
 """Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long ones. Pure.
 
-A copied field with such numbers is text: the numbers of a block are put in quotes, and pyarrow reads strings. Metadata
-on the field marks the text as a number, so that inputs parse it and JSON lines are written without the quotes.
+A copied field with such numbers is text: a block's numbers are put in quotes, and pyarrow reads strings. Metadata marks
+the field, so that inputs parse it and JSON lines are written without quotes.
 """
 
 import json
@@ -17,10 +17,10 @@ from qinfer.jobs.columns.texts import JSON_NUMBER, READ_AS, is_declared, leaf_of
 from qinfer.jobs.text_parts import json_texts
 
 Path = tuple[str, ...]
-"""The names of a field's ancestors, then its own; a list's items have an empty name."""
+"""Names of ancestors, then the field's; a list's items have an empty name."""
 
 _LARGE = 10**15
-"""Floats from here on are written with an exponent."""
+"""Floats from here on have an exponent."""
 
 _OF_NUMBERS = np.zeros(256, np.bool_)
 _OF_NUMBERS[np.frombuffer(b"0123456789+-.eE", np.uint8)] = True
@@ -113,7 +113,7 @@ def changed_in_lines(lines: bytes) -> tuple[set[Path], set[Path]]:
 
 
 def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa.Schema) -> pa.Table:
-    """Reads lines with `block`; keeps marked numbers as written."""
+    """Reads lines; keeps marked numbers as written."""
     raw, others = ([field for field in schema if bool(marks(field)) == is_raw] for is_raw in (True, False))
     texts = block(quoted(lines), texts_of(pa.schema([plain(field) for field in raw])))
     table = block(lines, pa.schema(others)) if others else texts
@@ -125,8 +125,6 @@ def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa
 
 
 class _Token(str):
-    """A number as written."""
-
     __slots__ = ()
 
 

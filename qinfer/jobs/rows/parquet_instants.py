@@ -1,8 +1,8 @@
 """Timestamps of Parquet's deprecated type INT96, which Spark, Hive and Impala write: read exactly, or refused.
 
-pyarrow reads INT96 as 64-bit nanoseconds, which end in 2262, and silently wraps later days around. Here such a column
-has microseconds, unless its file was written from Arrow nanoseconds (`ARROW:schema` in the footer). Each batch is read
-in both units, which reveals values that one of them can't represent.
+pyarrow reads INT96 as 64-bit nanoseconds, which silently wrap after 2262. Here such a column has microseconds, unless
+its file was written from Arrow nanoseconds (`ARROW:schema`). Each batch is read in both units, which reveals values
+that one of them can't represent.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from qinfer.jobs.columns.schemas import INT96_INSTANT, decode_schema
 
 INT96 = "INT96"
 ARROW_SCHEMA = b"ARROW:schema"
-"""The key of a footer's metadata under which Arrow stores its schema."""
+"""Key of the footer's metadata."""
 
 _NS_IN_US = 1000
 _MOST_US = (2**63 - 1) // _NS_IN_US
 
 
 def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
-    """Returns the columns of a Parquet file, with INT96 in the unit that fits."""
+    """Returns a file's columns, with INT96 in the unit that fits."""
     schema = metadata.schema.to_arrow_schema()
     if not any(metadata.schema.column(leaf).physical_type == INT96 for leaf in range(metadata.num_columns)):
         return schema
@@ -40,7 +40,7 @@ def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
 
 
 def exact(fine: pa.RecordBatch, coarse: pa.RecordBatch, schema: pa.Schema) -> tuple[dict[str, pa.Array], str]:
-    """Chooses the unit of each INT96 column from rows in nanoseconds (`fine`) and microseconds (`coarse`).
+    """Chooses INT96 columns from rows in nanoseconds (`fine`) and microseconds (`coarse`).
 
     Returns a message if a value has no exact form.
     """

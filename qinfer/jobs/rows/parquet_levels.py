@@ -1,8 +1,8 @@
 """The longest row of a Parquet column of lists, from the repetition levels of its pages.
 
-One row may have all values of a column chunk, which page headers do not show. A row begins where the repetition level
-is 0. Levels are runs and bit-packed groups (https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE),
-mostly of few bytes per row, where plain integers are faster than arrays.
+One row may have all values of a column chunk, which page headers do not show. A row begins at repetition level 0.
+Levels are runs and bit-packed groups (https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE), mostly of
+few bytes per row, where plain integers are faster than arrays.
 """
 
 import struct
@@ -16,12 +16,12 @@ from qinfer.jobs.columns.row_errors import Mask
 from qinfer.jobs.rows.parquet_pages import PageData, varint
 
 _LENGTH = struct.Struct("<I")
-_BIG_LENGTHS = struct.Struct(">II")  # of a block in Hadoop's LZ4: decompressed, compressed
+_BIG_LENGTHS = struct.Struct(">II")  # Hadoop's LZ4 block: decompressed, compressed
 _SHORT_BYTES = 16
 
 
 class RowLengths:
-    """Follows rows through the pages of a column chunk; `longest` is the most values of a row."""
+    """Rows of a column chunk; `longest` is the most values of a row."""
 
     def __init__(self, max_level: int) -> None:
         self.longest = 0
@@ -71,7 +71,7 @@ class RowLengths:
 
 
 def _levels_of(page: PageData, codec: str) -> bytes:
-    if page.levels_bytes >= 0:  # version 2 has them first, uncompressed
+    if page.levels_bytes >= 0:  # version 2: first, uncompressed
         return page.data[: page.levels_bytes]
     data = _decompressed(page, codec)
     size = _LENGTH.unpack_from(data)[0]
@@ -97,7 +97,7 @@ def _decompressed(page: PageData, codec: str) -> bytes:
 
 
 def _runs(data: bytes, bits: int) -> Iterator[tuple[Any, int]]:
-    """Yields the values of each run, with their number: one level, or flags (array or bits) of levels above 0."""
+    """Values are one level, or flags (array or bits) of levels above 0."""
     at, width = 0, (bits + 7) // 8
     while at < len(data):
         head, at = varint(data, at)

@@ -1,7 +1,7 @@
 """Reads and checks the sizes that a Parquet file declares, before anything is allocated for them.
 
-pyarrow allocates the decompressed size in a page header before it reads the page, so all headers of a column chunk are
-checked first. Headers and footers are Thrift structures in the compact protocol
+pyarrow allocates a page's declared size before it reads the page, so all headers of a column chunk are checked first.
+They are Thrift structures in the compact protocol
 (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), defined in parquet.thrift
 (https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift).
 """
@@ -19,11 +19,11 @@ from qinfer.jobs.rows.parquet_instants import ARROW_SCHEMA
 
 MAX_PAGES = 100_000
 PADDING_BYTES = 100
-"""Old parquet-mr leaves the dictionary's header out of a column chunk's size (PARQUET-816)."""
+"""Old parquet-mr omits the dictionary's header from a chunk's size (PARQUET-816)."""
 
 _ITEMS = 100_000
 _SMALL_FOOTER_BYTES = 128 * 1024  # too small to take much memory
-_ITEM_BYTES = (200, 800)  # Arrow's approximate cost of a schema element or row group, of a column chunk
+_ITEM_BYTES = (200, 800)  # of a schema element or row group, of a column chunk, in Arrow
 _INNER_ITEM_BYTES = 32
 _NEXT_IS_BINARY, _STOP = b"\x18", b"\0"
 _LONG_TEXT = 4096
@@ -36,21 +36,21 @@ _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 _TYPE, _DECOMPRESSED, _COMPRESSED = 1, 2, 3
 _HEADERS = {_DATA_PAGE: 5, _DICTIONARY_PAGE: 7, _DATA_PAGE_V2: 8}
 _VALUES = 1  # of all three
-_LEVELS_BYTES = 6  # of DataPageHeaderV2: repetition_levels_byte_length
+_LEVELS_BYTES = 6  # DataPageHeaderV2: repetition_levels_byte_length
 _ENCODINGS = {_DATA_PAGE: 2, _DICTIONARY_PAGE: 2, _DATA_PAGE_V2: 4}
 _PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8
 
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = (4, 5, 6)
-_LONG_LIST = 15  # stands for a length that follows
+_LONG_LIST = 15  # a length follows
 _MAX_DEPTH = 8
 
 ReadAt = Callable[[int, int], bytes]
-"""Reads `size` bytes at an offset, fewer at the file's end."""
+"""Reads `size` bytes at an offset, fewer at the end."""
 
 
 class ChunkPages(NamedTuple):
-    """The pages of a column chunk, decompressed; `value_bytes` is for pages without indices."""
+    """Decompressed pages; `value_bytes` is for pages without indices."""
 
     values: int = 0
     largest_bytes: int = 0
@@ -61,9 +61,9 @@ class ChunkPages(NamedTuple):
     begins_with_indices: bool = False
 
     def with_page(self, header: dict[int, Any]) -> "ChunkPages":
-        """Adds the page of a header."""
+        """Adds a page."""
         kind, size = header.get(_TYPE, -1), header[_DECOMPRESSED]
-        if kind not in _HEADERS:  # an index page, which readers skip
+        if kind not in _HEADERS:  # readers skip index pages
             return self
         own = header.get(_HEADERS[kind])
         if not isinstance(own, dict):
@@ -76,13 +76,13 @@ class ChunkPages(NamedTuple):
         pages = self._replace(values=self.values + values, largest_bytes=max(self.largest_bytes, size))
         if encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY):
             return pages._replace(has_indices=True, begins_with_indices=self.begins_with_indices or not self.values)
-        # Each value may share all bytes of the previous one.
+        # Each value may share the previous one's bytes.
         each = float(size) if encoding == _DELTA_BYTE_ARRAY else size / max(values, 1)
         return pages._replace(value_bytes=max(self.value_bytes, each))
 
 
 def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pq.FileMetaData:
-    """Reads an untrusted footer, which may take eight times `footer_bytes` in memory."""
+    """Reads an untrusted footer, which may take `footer_bytes` eightfold."""
     end = content.seek(0, 2)
     content.seek(max(0, end - END_BYTES))
     data = content.read(min(end, END_BYTES))
@@ -102,7 +102,7 @@ def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> 
 
 
 def _check_metadata(footer: bytes, footer_bytes: int) -> None:
-    """Refuses footers that take too much memory: a column chunk of three bytes takes 800."""
+    """A column chunk of three bytes takes 800."""
     items = _Items(footer, MAX_METADATA_BYTES * footer_bytes // FOOTER_BYTES)
     try:
         schemas = _arrow_schemas(footer)
@@ -122,7 +122,7 @@ def _check_metadata(footer: bytes, footer_bytes: int) -> None:
 
 
 def _arrow_schemas(footer: bytes) -> list[bytes] | None:
-    """Returns the Arrow schemas of a footer; `None` if a value may not follow its key."""
+    """`None` = a value may not follow its key."""
     found = []
     place = footer.find(ARROW_SCHEMA)
     while place >= 0:
@@ -138,7 +138,7 @@ def _arrow_schemas(footer: bytes) -> list[bytes] | None:
 
 
 class _Items:
-    """Adds up the memory of list items in a footer; collects `texts` that may be a large schema."""
+    """Adds up the memory of a footer's list items; collects `texts` that may be a large schema."""
 
     def __init__(self, data: bytes, limit_bytes: int) -> None:
         self.texts: list[bytes] = []
@@ -176,7 +176,7 @@ class _Items:
 
 
 class PageData(NamedTuple):
-    """A stored data page; `levels_bytes` -1 = a length precedes the repetition levels."""
+    """A stored page; `levels_bytes` -1 = a length precedes the repetition levels."""
 
     data: bytes
     decompressed_bytes: int
@@ -185,7 +185,7 @@ class PageData(NamedTuple):
 
 
 def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
-    """Reads and checks all page headers of a `pyarrow.parquet.ColumnChunkMetaData`."""
+    """Reads and checks a chunk's page headers."""
     found = ChunkPages()
     for header, _ in _headers(read_at, chunk):
         found = found.with_page(header)
@@ -193,7 +193,7 @@ def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
 
 
 def data_pages(read_at: ReadAt, chunk: Any) -> Iterator[PageData]:
-    """Reads the data pages of a chunk that `read_pages` has checked."""
+    """Reads the data pages of a checked chunk."""
     for header, place in _headers(read_at, chunk):
         kind = header[_TYPE]
         if kind in (_DATA_PAGE, _DATA_PAGE_V2):
@@ -281,7 +281,7 @@ def _after_list(data: bytes, at: int, depth: int) -> int:
     head = data[at]
     count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else varint(data, at + 1)
     for _ in range(count):
-        # In a list, a boolean is a byte.
+        # in a list, a boolean is a byte
         at = _within(data, at + 1) if head & 15 in (_TRUE, _FALSE) else _read_value(data, at, head & 15, depth)[1]
     return at
 
@@ -293,7 +293,7 @@ def _within(data: bytes, at: int) -> int:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a ULEB128 number of up to 64 bits; returns it and its end."""
+    """Reads a ULEB128 number of up to 64 bits, and its end."""
     number = shift = 0
     while (byte := data[at]) & 0x80:
         number |= (byte & 0x7F) << shift

@@ -1,8 +1,8 @@
 """Reads the rows of a Parquet file in bounded memory, regardless of its layout.
 
-Pages are read through buffers while they are decoded, or fetched before from a remote store (`parquet_windows`). Page
-headers determine how many rows are decoded at a time. A column of byte arrays whose dictionary has long values is read
-as indices and a dictionary, and rows are split before they get their values (`qinfer.jobs.columns.decoded_sizes`).
+Pages are read while they are decoded, or fetched before (`parquet_windows`). Page headers determine how many rows are
+decoded at a time. A column of byte arrays whose dictionary has long values is read as indices and dictionary, and split
+before rows get values (`decoded_sizes`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +21,9 @@ from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, data_pages, read_
 from qinfer.jobs.rows.parquet_windows import Windows, spans_of
 from qinfer.jobs.rows.source import ReadLimits, SourceBroken
 
-_MOST_ROWS = 65_536  # decoded at a time
-_MOST_TEXT_ROWS = 8192  # if a column's dictionary may be much smaller than its values
-_FEW_ROWS = 256  # fewer rows at a time are slow: indices are read instead of values
+_MOST_ROWS = 65_536
+_MOST_TEXT_ROWS = 8192  # a dictionary may be much smaller than the values
+_FEW_ROWS = 256  # fewer rows are slow: indices are read instead of values
 
 _BUFFERS_BYTES = 16 * 2**20
 _FAR_BUFFERS_BYTES = 128 * 2**20
@@ -31,14 +31,14 @@ _LEAST_BUFFER_BYTES = 64 * 1024
 _MOST_BUFFER_BYTES = 2**20
 _FAR_LEAST_BUFFER_BYTES = 2**20
 _FAR_MOST_BUFFER_BYTES = 16 * 2**20
-_FETCHED_BYTES = 96 * 2**20  # the largest compressed row group that is fetched before decoding
+_FETCHED_BYTES = 96 * 2**20  # compressed row groups up to this are fetched before decoding
 _THREADS = 16
 _PEEKED_ROWS = 1024
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, INT96: 24}  # INT96 is read twice
 _LEVELS_BYTES = 4
-_TEXT_BYTES = 16  # an entry of a decoder's dictionary: pointer and length
-_INDEX_BYTES = 48  # an entry of a rebuilt dictionary, with its hash
+_TEXT_BYTES = 16  # in a decoder: pointer and length
+_INDEX_BYTES = 48  # rebuilt, with its hash
 
 
 class _Leaf(NamedTuple):
@@ -46,10 +46,10 @@ class _Leaf(NamedTuple):
 
     Attributes:
         width: The bytes of each value; 0 = they differ.
-        max_level: Its highest repetition level; 0 = each row has one value.
-        longest_bytes: The dictionary's longest value, unless values are short.
-        longest_row: The most values of a row, unless rows are short.
-        is_distinct: Whether the dictionary has no value twice, which pyarrow's indices require.
+        max_level: The highest repetition level; 0 = each row has one value.
+        longest_bytes: The dictionary's longest value, unless short.
+        longest_row: The most values of a row, unless short.
+        is_distinct: The dictionary has no value twice, as pyarrow's indices require.
     """
 
     path: str
@@ -70,14 +70,14 @@ class _Leaf(NamedTuple):
         return each + _LEVELS_BYTES
 
     def row_bytes(self, rows: int, *, as_indices: bool) -> float:
-        """Returns the most bytes of a row, or the average for short lists."""
+        """The average for short lists."""
         if not self.max_level:
             return self.value_bytes(as_indices=as_indices)
         values = self.longest_row or max(self.pages.values / max(rows, 1), 1.0)
         return self.value_bytes(as_indices=as_indices) * values
 
     def held_bytes(self, *, as_indices: bool) -> int:
-        """Returns the memory of a decoder: a page, and the dictionary in stored and decoded form."""
+        """A page, and the dictionary in stored and decoded form."""
         pages = self.pages
         copies, entry = (4, _INDEX_BYTES) if as_indices else (2, _TEXT_BYTES)
         return self.width + pages.largest_bytes + copies * pages.dictionary_bytes + entry * pages.dictionary_values
@@ -91,7 +91,7 @@ class _Reading(NamedTuple):
 class ParquetGroups:
     """The row groups of a Parquet file; closes `content` with itself.
 
-    `names` may be paths of struct fields; empty `wanted` = all row groups.
+    Empty `wanted` = all row groups.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ParquetGroups:
         self._windows = self._fetched(set(wanted).intersection(groups) if wanted else groups) if self._far else None
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
-        """Reads a row group from its first row; byte arrays may be indices and a dictionary."""
+        """Reads from the group's first row; byte arrays may be indices and dictionary."""
         group = wanted.row_group
         if not 0 <= group < self._metadata.num_row_groups:
             raise SourceBroken(f"'{self._url}' has no row group {group}")
@@ -127,7 +127,7 @@ class ParquetGroups:
         instants = self._open_file((), "us").iter_batches(reading.rows, [group], self._int96, use_threads=False)
         for record in file.iter_batches(reading.rows, [group], self._names, use_threads=False):
             if has_indices:
-                record.validate(full=True)  # pyarrow does not check that each index has a value
+                record.validate(full=True)  # pyarrow does not check indices
             yield self._exact(record, next(instants)) if self._int96 else record
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class ParquetGroups:
             return list(pool.map(leaf_of, self._leaves))
 
     def _with_longest(self, leaf: _Leaf, group: int, rows: int, most: int) -> _Leaf:
-        """Adds the longest value of a leaf's dictionary; assumes the worst of a small dictionary."""
+        """Assumes the worst of a small dictionary."""
         pages = leaf.pages
         count = pages.values if leaf.max_level else min(rows, most)
         if not leaf.is_text or count * pages.dictionary_bytes <= self._rows_bytes:
@@ -217,7 +217,7 @@ class ParquetGroups:
         return leaf._replace(longest_bytes=longest, is_distinct=len(values) >= pages.dictionary_values)
 
     def _with_longest_row(self, leaf: _Leaf, number: int, group: int, *, as_indices: bool) -> _Leaf:
-        """Adds the length of the longest list, unless the column chunk is small; refuses too long ones."""
+        """Refuses too long rows; small column chunks are not measured."""
         each = leaf.value_bytes(as_indices=as_indices)
         if not leaf.max_level or each * leaf.pages.values <= self._page_bytes / 2:
             return leaf

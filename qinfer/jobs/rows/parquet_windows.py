@@ -1,7 +1,7 @@
 """Fetches the column chunks of a remote Parquet file in few large reads before they are decoded.
 
-Each read of a store takes tens of milliseconds, and may be billed. So neighbouring chunks, of one row group or several,
-are fetched together as a window, and the next window meanwhile.
+A read of a store takes tens of milliseconds, and may be billed. So neighbouring chunks are fetched together as a
+window, and the next window meanwhile.
 """
 
 import io
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from qinfer.jobs.rows.parquet_pages import PADDING_BYTES, ReadAt, chunk_begin
 
-_MOST_BYTES = 48 * 2**20  # of a window, unless one chunk is larger
-_SMALL_GAP_BYTES = 256 * 1024  # fetching it between two chunks is faster than another read
+_MOST_BYTES = 48 * 2**20  # unless one chunk is larger
+_SMALL_GAP_BYTES = 256 * 1024  # faster than another read
 _MOST_GAP_BYTES = 4 * 2**20
 _FETCHES = 16  # of one file at once
 
@@ -27,7 +27,7 @@ class ByteRange(NamedTuple):
 
 
 def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRange]:
-    """Returns the column chunks of leaf columns of a `pyarrow.parquet.RowGroupMetaData`."""
+    """Returns the column chunks of a row group's leaf columns."""
     found = []
     for chunk in map(group.column, leaves):
         begin = min(max(0, chunk_begin(chunk)), file_bytes)
@@ -37,7 +37,7 @@ def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRan
 
 
 def windows_of(spans: Iterable[ByteRange]) -> list[ByteRange]:
-    """Returns few windows that cover the spans with little else."""
+    """Returns few windows that cover the spans."""
     windows: list[ByteRange] = []
     useful = 0
     for span in sorted(spans):
@@ -53,7 +53,7 @@ def windows_of(spans: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 class Windows(io.RawIOBase):
-    """A file whose spans are fetched ahead, for one thread; closes `content` with itself."""
+    """A file with spans fetched ahead, for one thread; closes `content` with itself."""
 
     def __init__(self, content: Any, read_at: ReadAt, groups: Mapping[int, Sequence[ByteRange]]) -> None:
         self._content, self._read_at = content, read_at
@@ -66,7 +66,7 @@ class Windows(io.RawIOBase):
         self._at = 0
 
     def prepare(self, group: int) -> None:
-        """Starts fetching the windows of a row group and the next one; drops earlier ones."""
+        """Starts fetching a row group and the next; drops earlier windows."""
         needed = set(self._of[group])
         following = max(needed, default=-1) + 1
         wanted = needed | ({following} if following < len(self._windows) else set())
@@ -77,7 +77,7 @@ class Windows(io.RawIOBase):
             self._held[number] = self._pool.submit(self._read_at, end - begin, begin)
 
     def read_at(self, size: int, place: int) -> bytes:
-        """Reads up to `size` bytes, within a window or from the file."""
+        """Reads up to `size` bytes."""
         number = self._window_at(place)
         held = self._held.get(number)
         if held is None or place >= self._windows[number].end:
@@ -95,7 +95,7 @@ class Windows(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves this position, not the file's, which threads may use."""
+        """Moves this position; threads may use the file's."""
         self._at = self._size + offset if whence == io.SEEK_END else offset + self._at * whence
         return self._at
 
@@ -112,7 +112,7 @@ class Windows(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Closes the file without waiting for fetches."""
+        """Closes the file; does not wait for fetches."""
         if not self.closed:
             self._pool.shutdown(wait=False, cancel_futures=True)
             for fetch in self._held.values():

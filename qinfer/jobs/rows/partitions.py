@@ -1,4 +1,4 @@
-"""Partition columns of a job's inputs, and the folders of its output (`qinfer.storage.hive`). Pure."""
+"""Partition columns of a job (`qinfer.storage.hive`). Pure."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -12,10 +12,7 @@ from qinfer.storage.hive import Values, number_columns, partition_folders, parti
 
 
 class Partitions:
-    """The partition columns of a job's files, if it asks for them.
-
-    Files whose folders have different names raise `InvalidRequest`.
-    """
+    """A job's partition columns; files with different names raise `InvalidRequest`."""
 
     def __init__(self, urls: Sequence[str], spec: JobSpec, types: TextTypes) -> None:
         self._output = spec.output.partition_by
@@ -53,7 +50,7 @@ class Partitions:
 
 
 def partition_arrays(url: str, schema: pa.Schema, rows: int) -> dict[str, pa.Array]:
-    """Returns the partition columns of `rows` rows of a file."""
+    """Returns the partition columns of a file's rows."""
     values = partition_values(url)
     arrays = {}
     for field in schema:
@@ -84,7 +81,7 @@ def _schema(urls: Sequence[str], types: TextTypes) -> pa.Schema:
 
 
 def _changes(value: str | None) -> bool:
-    """Returns whether writing would change a whole number, such as `07`."""
+    """A whole number such as `07` would change."""
     return value is not None and value.isascii() and value.lstrip("+-").isdigit() and str(int(value)) != value
 
 

@@ -1,8 +1,6 @@
 """One open input file of a shard: its rows as Arrow batches, in bounded memory.
 
-Parquet is read by pages (`qinfer.jobs.rows.parquet_rows`), Arrow by the file's record batches, CSV and JSON lines by
-blocks. Rows are split before dictionaries, run lengths and other types are decoded, so that decoded rows are bounded,
-too.
+Rows are split before dictionaries, run lengths and other types are decoded, so that decoded rows are bounded, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +41,7 @@ class WantedColumns(NamedTuple):
 
 
 class FileRows(NamedTuple):
-    """Rows of a file; with a `fault` they are null, and if too large, their largest columns."""
+    """Rows of a file; with a `fault` they are null."""
 
     record: pa.RecordBatch
     size_bytes: int
@@ -54,7 +52,7 @@ class FileRows(NamedTuple):
 def open_rows(
     content: Any, format_: FileFormat, wanted: WantedColumns, url: str, *, far: bool, limits: ReadLimits
 ) -> "RowFile":
-    """Opens a Parquet or Arrow file, which is closed with the rows."""
+    """Opens a Parquet or Arrow file; the rows close it."""
     if format_ == "parquet":
         return _Parquet(content, wanted, url, far=far, limits=limits)
     return _Arrow(content, wanted, url, limits)
@@ -92,7 +90,7 @@ class _Arrow:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
         self._check_batch(wanted.row_group)
         whole = self._reader.get_batch(wanted.row_group)
-        whole.validate(full=True)  # damaged offsets could point anywhere in memory
+        whole.validate(full=True)  # damaged offsets could point anywhere
         for record in _within(iter([whole]), wanted.first_in_group, wanted.rows, self._url):
             yield from self._columns.decode_batch(record)
 
@@ -110,7 +108,7 @@ class _Arrow:
 
 
 class TextRows:
-    """CSV or JSON lines in the plan's types, from the first range's cut point."""
+    """CSV or JSON lines from the first range's cut point."""
 
     def __init__(
         self, content: TextStream, format_: TextFormat, wanted: WantedColumns, url: str, limits: ReadLimits, csv: Csv
@@ -121,7 +119,7 @@ class TextRows:
         self._row = -1  # the first unread row
 
     def batches(self, wanted: Range) -> Iterator[FileRows]:
-        """Reads the next range, as `RowFile` says."""
+        """Reads the next range."""
         if self._row < 0:
             self._row = wanted.first_row - wanted.first_in_group
             if isinstance(self._reader, CsvReader):
@@ -144,16 +142,14 @@ class TextRows:
 
 
 RowFile = _Parquet | _Arrow | TextRows
-"""An open input file; close it.
+"""An open input file.
 
-`batches` reads a range in order. It raises `SourceBroken` if the range is not in the file or values do not fit,
+`batches` reads a range. It raises `SourceBroken` if the range is not in the file or values do not fit,
 `pyarrow.ArrowException` and `OSError` if the file is damaged or can't be read.
 """
 
 
 class _Columns:
-    """Converts a file's batches to the job's columns and types."""
-
     def __init__(self, there: pa.Schema, wanted: WantedColumns, url: str, rows_bytes: int) -> None:
         self.wanted = wanted.columns
         self._url = url
@@ -200,7 +196,7 @@ class _Columns:
 
 
 def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
-    """Splits a batch by size; a row that is too large loses its largest columns."""
+    """A row that is too large loses its largest columns."""
     for part in cut(record, max_bytes):
         record = part.record
         for name in part.too_large:

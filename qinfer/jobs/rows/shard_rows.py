@@ -1,7 +1,6 @@
-"""Reads the rows of a shard in batches of the requested size, across row groups and files.
+"""Reads the rows of a shard in batches, across row groups and files.
 
-A file's etag is compared with the plan before its first and after its last row. Small files in a remote store are
-fetched ahead, several at a time.
+A file's etag is compared with the plan before its first and after its last row. Small remote files are fetched ahead.
 """
 
 from collections import deque
@@ -37,7 +36,7 @@ _SMALL_BYTES = 4 * 2**20
 _LOST_ROWS = 4096
 _ANY_JOB = JobSpec(model="", inputs=(), output=Output(""))
 _REMEDY = "a new job can skip such files with 'bad_files': \"skip\""
-_OF_STORE = "AWS Error"  # marks errors of Arrow's S3 client among the `OSError`s of damaged files
+_OF_STORE = "AWS Error"  # tells S3 errors from `OSError`s of damaged files
 
 
 class SourceChanged(StoreChanged):
@@ -45,7 +44,7 @@ class SourceChanged(StoreChanged):
 
 
 class Segment(NamedTuple):
-    """Rows of a batch from one row group of a file; `first_row` counts within the file."""
+    """Rows from one row group; `first_row` counts within the file."""
 
     url: str
     row_group: int
@@ -54,7 +53,7 @@ class Segment(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Rows of a batch that can't be read."""
+    """Unreadable rows of a batch."""
 
     first: int
     rows: int
@@ -62,7 +61,7 @@ class Fault(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Rows of a shard and their origins; `too_large` ones lack their largest columns, `faults` lack all."""
+    """Rows and origins; `too_large` ones lack their largest columns, `faults` lack all."""
 
     record: pa.RecordBatch
     segments: tuple[Segment, ...]
@@ -71,7 +70,7 @@ class RowBatch(NamedTuple):
 
 
 class ShardReader:
-    """Reads the rows of one shard in order; blocking, for one thread. Close it.
+    """Reads a shard's rows; blocking, for one thread. Close it.
 
     `store` also finds kept pieces (`InputForm.kept_url`).
     """
@@ -100,7 +99,7 @@ class ShardReader:
         self._rest: _Chunk | None = None
 
     def read(self, rows: int) -> RowBatch | None:
-        """Reads up to `rows` next rows, fewer at the memory limit; `None` after the last."""
+        """Reads the next rows, fewer at the memory limit; `None` = the end."""
         records: list[pa.RecordBatch] = []
         segments: list[Segment] = []
         too_large: list[int] = []
@@ -150,7 +149,7 @@ class ShardReader:
                 left.popleft()
 
     def _unread(self, source: "_Source", left: deque[Range], why: str) -> Generator["_Chunk", None, None]:
-        """Yields null rows for the rest of a row group, or of a file without row groups."""
+        """Null rows for the rest of a row group, or of a file without row groups."""
         is_last = False
         while left and not is_last:
             lost = left.popleft()
@@ -213,7 +212,7 @@ def _extend(segments: list[Segment], new: Segment) -> None:
 
 
 class _Source:
-    """A planned file of a shard; `is_far` = each read takes long."""
+    """`is_far` = each read takes long."""
 
     def __init__(self, planned: Stat, store: Store) -> None:
         self.url, self.etag = planned.url, planned.etag
@@ -237,12 +236,12 @@ class _Source:
             self.check()
 
     def content(self, format_: FileFormat) -> Any:
-        """Opens the file for pyarrow, checked unless reads do it; reads a small remote file whole."""
+        """Small remote files are read whole."""
         found, sequential = self._planned if self._is_seen else self.check(), is_text(format_)
         if not self.is_far:
             return self._store.open(self.url) if sequential else pa.OSFile(str(local_path(self.url)))
         if found.size_bytes > _SMALL_BYTES:
-            is_native = self.url.startswith("s3://") and format_ == "arrow"  # Parquet fetches large parts at once
+            is_native = self.url.startswith("s3://") and format_ == "arrow"  # Parquet fetches large parts
             native = open_native(self._store, self.url) if is_native else None
             self._is_seen = self._is_seen and native is None  # Arrow's client sends no condition
             return native or self._store.open_known(found, sequential=sequential)
@@ -271,7 +270,7 @@ class _SourceFiles:
         self._ahead: deque[tuple[_Source, Future[Any]]] = deque()
 
     def __iter__(self) -> Iterator[tuple[_Source, tuple[Range, ...]]]:
-        """Yields the files; each must be opened before the next."""
+        """Each must be opened before the next."""
         waiting = iter(self._list)
         several = len(self._list) > 1 and self._list[0][0].is_far
         for source, ranges in self._list:
@@ -335,5 +334,5 @@ def _explained(source: _Source) -> Iterator[None]:
 
 def _close(future: "Future[Any]") -> None:
     if not future.cancelled():
-        with suppress(Exception):  # its result is not needed
+        with suppress(Exception):  # no longer needed
             future.result().close()

@@ -1,4 +1,4 @@
-"""The inputs of a job: finds the files of its URLs and patterns, and reads their footers."""
+"""The inputs of a job: lists files, and reads their footers."""
 
 import math
 import re
@@ -39,9 +39,9 @@ TEXT_FORMATS = ("csv", "jsonl")
 _THREADS = 16
 _SMALL_BATCH_BYTES = 256 * 1024
 _REASON_CHARACTERS = 200
-_CHUNKS = 6  # held by a worker at once: three, as rows and as tensors
+_CHUNKS = 6  # a worker holds three at once, as rows and tensors
 _TOO_MANY = f"the inputs are more than {MAX_FILES} files; make several jobs"
-_HIDDEN = "(?![._])"  # as is usual for readers of folders: `_SUCCESS`, `.part-0.crc`
+_HIDDEN = "(?![._])"  # as usual: `_SUCCESS`, `.part-0.crc`
 _HIDDEN_BELOW = re.compile(r"/[._]")
 
 
@@ -50,7 +50,7 @@ class SourceBroken(InvalidRequest):
 
 
 class ReadLimits(NamedTuple):
-    """Memory limits of reading a file: decoded rows, encoded pages or a record batch, and the footer."""
+    """Memory limits: decoded rows, encoded pages or record batch, footer."""
 
     rows_bytes: int
     page_bytes: int
@@ -63,10 +63,7 @@ class ReadLimits(NamedTuple):
 
 
 class Footer(NamedTuple):
-    """Schema and row counts of a file.
-
-    Text has `cuts` instead of row `groups`; `mixed` fields of several kinds are no columns.
-    """
+    """Text has `cuts` instead of row `groups`; `mixed` fields of several kinds are no columns."""
 
     schema: pa.Schema
     rows: int
@@ -76,7 +73,7 @@ class Footer(NamedTuple):
 
 
 CheckRead = Callable[[str], None]
-"""Raises `Forbidden` unless a file or folder may be read; follows links of directories."""
+"""Raises `Forbidden` for files or folders that may not be read; follows links."""
 
 
 def find_files(
@@ -93,13 +90,12 @@ def find_files(
     `.` match such names. A file or folder with the pattern as its name takes precedence. A folder means all files below
     it.
 
-    `check_read` is called before a file or folder is opened, and for each match. The listing of a folder stops after
-    `enough` files, if each pattern has a match.
+    `check_read` is called before a file or folder is opened, and for each match. The listing stops after `enough`
+    files, if each pattern has a match.
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
-        # The listing of an object store shows whether an object has a pattern's name; that of a directory may stop
-        # before.
+        # An object store's listing shows whether an object has a pattern's name; a directory's may stop before.
         literal = [url for url in inputs if "*" not in url or local_path(url)]
         for url in literal:
             check_read(url)
@@ -142,7 +138,7 @@ def _stats(urls: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, Stat | No
 
 
 def format_of(url: str, input_format: InputFormat) -> FileFormat:
-    """Returns a file's format: the job's, else by its extension."""
+    """Returns a file's format: the job's, or by its extension."""
     if input_format:
         return input_format
     *_, inner, extension = ("", *url.rpartition("/")[2].lower().split("."))
@@ -169,11 +165,11 @@ def read_footer(
     on_block: OnBlock = lambda *_: None,
     footer_bytes: int = FOOTER_BYTES,
 ) -> Footer:
-    """Reads columns and row counts of a file; reads CSV and JSON lines to their end.
+    """Reads columns and row counts; reads text to its end.
 
-    With `columns_only`, rows may be missing, and text is read up to its first block.
+    With `columns_only`, rows may be missing, and one block of text suffices.
     """
-    if not file.size_bytes:  # some tools leave empty files in folders
+    if not file.size_bytes:  # some tools leave empty files
         return Footer(pa.schema([]), 0, None if is_text(format_) else ())
     try:
         with store_for(file.url).open_known(file, sequential=is_text(format_) and not columns_only) as content:
@@ -197,7 +193,7 @@ def read_footer(
             f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason_of(error)}"
         ) from None
     except StoreDenied:
-        if local_path(file.url) is None:  # expired credentials are not the fault of one file
+        if local_path(file.url) is None:  # expired credentials are not one file's fault
             raise
         raise SourceBroken(f"'{file.url}' may not be read by this server; change its permissions") from None
     return footer
@@ -210,7 +206,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _read_names(schema: pa.Schema) -> None:
-    """Reads all names, which pyarrow decodes late; `ValueError` if one is not UTF-8."""
+    """Raises `ValueError` for names that are not UTF-8, which pyarrow decodes late."""
     types = [pa.struct(list(schema))]
     while types:
         found = types.pop()
@@ -233,7 +229,7 @@ def _arrow(content: BinaryIO, file: Stat, footer_bytes: int, *, columns_only: bo
     count = reader.num_record_batches
     if columns_only:
         return Footer(reader.schema, 0, ())
-    if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each batch would take longer
+    if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each batch takes longer
         with store_for(file.url).open_known(file, sequential=True) as whole:
             groups = batch_rows(whole, footer_bytes)
     else:
@@ -290,7 +286,7 @@ def _is_pattern(url: str) -> bool:
 
 
 def _folder(url: str) -> str:
-    is_shown = "*" in url and not local_path(url)  # the listing of the parent shows it
+    is_shown = "*" in url and not local_path(url)
     if not _is_pattern(url) or (not is_shown and next(iter(store_for(url).scan(url)), None) is not None):
         return url
     scheme, separator, path = url.partition("://")
@@ -299,10 +295,7 @@ def _folder(url: str) -> str:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern below its folder.
-
-    Atomic groups (`(?>…)`) match the text after a `*` at its first place only, so that no name takes long.
-    """
+    """Atomic groups (`(?>…)`) match the text after a `*` at its first place only: no name takes long."""
     *folders, last = pattern.split("/")
     groups = [""]
     for segment in folders:

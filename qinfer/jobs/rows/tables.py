@@ -1,7 +1,6 @@
 """Refuses folders of Delta, Iceberg and Hudi tables: only the log of a table says which files belong to it.
 
-A table's folder may contain files whose rows were deleted or rewritten, so reading all files gives duplicate and
-deleted rows. A job may still name files one by one.
+Other files in the folder may have deleted or rewritten rows. A job may still name files one by one.
 """
 
 import re
@@ -25,7 +24,7 @@ _MOST_NAMES = 1000
 
 
 def table_of_log(name: str) -> tuple[str, str] | None:
-    """Returns the folder and kind of the table whose log has a file."""
+    """Returns folder and kind of the table that a log file belongs to."""
     found = _OF_LOG.fullmatch(name)
     if found is None:
         return None
@@ -40,7 +39,7 @@ def table_of_log(name: str) -> tuple[str, str] | None:
 
 
 def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[str]) -> None:
-    """Raises `InvalidRequest` if a file to be read belongs to a table below a folder."""
+    """Raises `InvalidRequest` if a file belongs to a table below a folder."""
     known = list(tables)
     for name in names:
         for root, kind in known:
@@ -51,7 +50,7 @@ def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[
 
 
 def check_above(folder: str, check_read: Callable[[str], None]) -> None:
-    """Raises `InvalidRequest` if a readable parent folder is a table."""
+    """Raises `InvalidRequest` if a readable parent is a table."""
     for above in _above(folder):
         with suppress(StoreError, Forbidden):
             check_read(above)
@@ -70,8 +69,8 @@ def _above(folder: str) -> Iterator[str]:
     scheme, separator, path = folder.partition("://")
     parts = path.rstrip("/").split("/")
     is_local = not separator or scheme == "file"
-    least = 2 if is_local else 1  # a folder beneath the root, or a bucket
-    for end in range(len(parts) - (not is_local), least - 1, -1):  # listings of directories leave hidden folders out
+    least = 2 if is_local else 1  # beneath the root, or a bucket
+    for end in range(len(parts) - (not is_local), least - 1, -1):  # hidden folders are not listed
         yield f"{scheme}{separator}{'/'.join(parts[:end])}"
 
 

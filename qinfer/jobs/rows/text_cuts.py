@@ -1,7 +1,7 @@
-"""Finds the ends of rows in CSV and JSON lines, where a text can be cut. Pure.
+"""Finds the ends of rows in CSV and JSON lines. Pure.
 
-A row of CSV may have line ends in quotes, as pyarrow's parser interprets them: a quote at the beginning of a value
-opens it, a doubled one within stands for one, and after the closing quote they are plain characters.
+A row of CSV may have line ends in quotes, as pyarrow interprets them: a quote at the beginning of a value opens it, a
+doubled one within stands for one, and after the closing quote they are plain characters.
 """
 
 import re
@@ -55,12 +55,12 @@ def row_blocks(text: Readable, format_: Literal["csv", "jsonl"], csv: Csv, block
 
 
 def first_row(text: bytes, csv: Csv) -> bytes:
-    """Returns the first row of a CSV file, with blank lines before it."""
+    """Returns a CSV file's first row, with blank lines before it."""
     return text[: _end_of(row_pattern(csv).match(text))]
 
 
 def _last_end(text: bytes) -> int:
-    """Returns the end of the last whole line; a final carriage return may be half of a line end."""
+    """A final carriage return may be half of a line end."""
     return max(text.rfind(b"\n"), text.rfind(b"\r", 0, -1)) + 1
 
 
@@ -70,8 +70,8 @@ def _quoted_end(text: bytes, csv: Csv) -> int:
     opening = quotes[::2]
     before = data[opening[1 if opening[0] == 0 else 0 :] - 1]
     if before.tobytes().translate(None, f"{csv.delimiter}{csv.quote}\r\n".encode()):
-        return _end_of(_rows(csv).match(text))  # quotes within values are plain characters
-    for begin in (max(0, len(text) - _TAIL_BYTES), 0):  # try the end first, which suffices for short rows
+        return _end_of(_rows(csv).match(text))  # quotes within values are plain
+    for begin in (max(0, len(text) - _TAIL_BYTES), 0):  # from the end, which suffices for short rows
         tail = data[begin : len(text) - text.endswith(b"\r")]
         ends = np.flatnonzero((tail == ord("\n")) | (tail == ord("\r"))) + begin
         ends = ends[np.searchsorted(quotes, ends) % 2 == 0]

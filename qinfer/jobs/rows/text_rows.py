@@ -1,7 +1,7 @@
-"""CSV and JSON lines: columns, rows, row counts, and cut points from which rows can be read.
+"""CSV and JSON lines: columns, rows, row counts and cut points.
 
-The first row of a CSV file names its columns, unless the job does. Quoted values may contain line ends; blank lines are
-no rows. `text_types` decides the types, `text_streams` decodes the text.
+Quoted values of CSV may contain line ends; blank lines are no rows. `text_types` decides the types, `text_streams`
+decodes the text.
 
 A pyarrow reader reads ahead in its own thread, even after it is closed: never use its text again.
 """
@@ -37,12 +37,12 @@ from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_decl
 MAX_COLUMNS = 10_000
 
 NESTING_LIMIT = 100
-"""The guaranteed depth; twice the depth is refused. Between, it depends on the cuts of blocks."""
+"""Guaranteed; twice the depth is refused. Between, it depends on the cuts of blocks."""
 
 _CELLS_BYTES = 8 * 2**20
-"""The size of JSON cells decoded at a time; each line has one in each column."""
-_PLANNED_CELLS_BYTES = 512 * 2**20  # while columns are unknown, and each colon may begin one
-_COPIES = 4  # of cells, where numbers are compared with their texts
+"""Decoded at a time; each line has a cell in each column."""
+_PLANNED_CELLS_BYTES = 512 * 2**20  # each colon may begin a column
+_COPIES = 4  # of cells with their texts
 _CELL_BYTES = 8
 
 _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
@@ -51,7 +51,7 @@ _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
 
 class Contents(NamedTuple):
-    """Columns, rows and cut points of a text; `mixed` fields of several kinds are no columns."""
+    """Columns, rows and cut points; `mixed` fields of several kinds are no columns."""
 
     schema: pa.Schema
     rows: int
@@ -60,11 +60,11 @@ class Contents(NamedTuple):
 
 
 OnBlock = Callable[[bytes, Cut | None], None]
-"""Receives each block of whole rows, with the cut point before it if there is one."""
+"""Receives blocks of whole rows, with the cut point before."""
 
 
 def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.Schema:
-    """Returns a text's columns from its first block; CSV is only peeked at."""
+    """Returns columns from the first block; CSV is only peeked at."""
     if format_ == "csv":
         return _csv_schema(text.peek(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
     lines = _Json(text, types)
@@ -77,10 +77,10 @@ def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.S
 
 
 def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
-    """Reads a whole text: counts its rows and merges its columns.
+    """Counts the rows of a text and merges its columns.
 
-    Values of CSV matter in the first block only. JSON fields with values of several kinds are left out; one that the
-    job names raises `NotText`.
+    CSV columns are known from the first block. JSON fields of several kinds are left out, or raise `NotText` if the job
+    names them.
     """
     counting = _Csv(text, types) if format_ == "csv" else _Json(text, types)
     cuts, begin, uncut = [Cut(0, 0)], 0, 0
@@ -100,7 +100,7 @@ class _Csv:
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
         self.rows = 0
-        self.mixed: dict[Path, MixedField] = {}  # always empty: a column of CSV has one type
+        self.mixed: dict[Path, MixedField] = {}  # a column of CSV has one type
         self._text, self._csv = text, types.form.csv
         self._lines = 0
         options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
@@ -156,7 +156,6 @@ class _Json:
             self._lines += part.count(b"\n") or part.count(b"\r")
 
     def finish(self) -> None:
-        """Turns copied numbers into text if writing would change them."""
         found = {path: kind for field in self.schema for path, kind in numbers(field).items()}
         floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
         texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
@@ -174,9 +173,9 @@ class _Json:
         return schema, table.num_rows
 
     def _add_mixed(self, part: bytes, error: pa.ArrowInvalid) -> int:
-        """Adds lines that pyarrow refuses, or that conflict with earlier lines; returns their number of rows.
+        """Adds lines that pyarrow refuses, or that conflict with earlier lines.
 
-        `NotText` means that the job names a field of several kinds.
+        `NotText` = the job names a field of several kinds.
         """
         fields = JsonFields(self.schema, self._lines, self._types.declared)
         try:
@@ -207,7 +206,7 @@ class _Json:
 def open_text(
     text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv
 ) -> "CsvReader | NumbersReader | Any | None":
-    """Returns a reader of batches, which keeps the text; `None` if the text is empty."""
+    """Returns a reader, which keeps the text; `None` = an empty text."""
     if format_ == "csv":
         return CsvReader(text, types, csv)
     if any(marks(field) for field in types):
@@ -215,7 +214,7 @@ def open_text(
     try:
         return pyarrow.json.open_json(
             _Objects(text, max_lines=_max_lines(len(types))),
-            # Each thread, one a core, would hold a decoded block.
+            # each thread would hold a decoded block
             read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
             parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
         )
@@ -226,9 +225,9 @@ def open_text(
 
 
 class CsvReader:
-    """Reads CSV block by block; rows with unbalanced quotes are null, in separate batches.
+    """Reads CSV by blocks; rows with unbalanced quotes are null, in separate batches.
 
-    `lines` counts the lines before the next rows, without blank ones.
+    `lines` counts lines before the next rows, without blank ones.
     """
 
     def __init__(self, text: TextStream, types: pa.Schema, csv: Csv) -> None:
@@ -257,11 +256,11 @@ class CsvReader:
             yield from table.slice(place).combine_chunks().to_batches()
 
     def close(self) -> None:
-        """Does nothing: the caller closes the text."""
+        """Does nothing."""
 
 
 class NumbersReader:
-    """Reads JSON lines block by block, and keeps some numbers as written."""
+    """Reads JSON lines by blocks; keeps some numbers as written."""
 
     def __init__(self, text: TextStream, types: pa.Schema) -> None:
         self._text, self._types = text, types
@@ -272,11 +271,11 @@ class NumbersReader:
             yield from read(read_lines, block, self._types).combine_chunks().to_batches()
 
     def close(self) -> None:
-        """Does nothing: the caller closes the text."""
+        """Does nothing."""
 
 
 FAULT = b"fault"
-"""Metadata of a batch: why its rows are null."""
+"""Metadata of a batch of null rows: the reason."""
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -297,14 +296,14 @@ def csv_names(head: bytes, csv: Csv) -> list[str]:
         raise NotText(f"its first row can't be read: {UNBALANCED}")
     options = pyarrow.csv.ReadOptions(use_threads=False, autogenerate_column_names=not csv.header)
     try:
-        rows = pa.BufferReader(row + b"\n" + row)  # twice, since a file without a second row counts as empty
+        rows = pa.BufferReader(row + b"\n" + row)  # a file without a second row counts as empty
         return list(pyarrow.csv.read_csv(rows, options, _parse_options(csv)).schema.names)
     except UnicodeDecodeError:
         raise NotText(f"its first row is no UTF-8 text; {_SET_ENCODING}") from None
 
 
 def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv: Csv) -> pa.Table:
-    """Reads rows of CSV without a header; without `types`, guesses types."""
+    """Reads CSV rows; without `types`, guesses them."""
     try:
         return pyarrow.csv.read_csv(
             pa.BufferReader(block),
@@ -325,7 +324,7 @@ def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv:
 
 
 def header_of(text: TextStream, format_: TextFormat, csv: Csv) -> bytes:
-    """Returns the bytes that must precede rows from within a text."""
+    """Returns the bytes to put before rows from within a text."""
     return first_row(text.peek(BLOCK_BYTES), csv) if format_ == "csv" and csv.header else b""
 
 
@@ -336,7 +335,7 @@ _CSV_ERROR = re.compile(
 
 
 def located(error: pa.ArrowInvalid, csv: Csv, lines: int) -> pa.ArrowInvalid:
-    """Adds the row's place in the file to a CSV error of a reader that began after `lines`."""
+    """Adds the row's place in the file to a reader's CSV error."""
     found = _CSV_ERROR.fullmatch(str(error))
     if found is None:
         return error
@@ -399,7 +398,7 @@ def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:
 
 
 def _check_header(head: bytes, csv: Csv) -> None:
-    """Refuses too many columns, each of which takes kilobytes to read."""
+    """Each column takes kilobytes."""
     parts = head.split(csv.quote.encode())[::2] if csv.quote else [head]
     row = b"".join(parts).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
     if row.count(csv.delimiter.encode()) >= MAX_COLUMNS:
@@ -407,7 +406,7 @@ def _check_header(head: bytes, csv: Csv) -> None:
 
 
 class _Objects(ForwardOnly):
-    """JSON lines, about `max_lines` a read (0 = all), without nulls and deep nesting, which crash pyarrow."""
+    """Reads about `max_lines` (0 = all); refuses nulls and deep nesting, which crash pyarrow."""
 
     def __init__(self, text: TextStream, *, max_lines: int = 0) -> None:
         self._text = text
@@ -437,14 +436,14 @@ class _Objects(ForwardOnly):
 
 
 class Nesting:
-    """Checks the nesting of JSON lines before a recursive parser overflows its stack."""
+    """Refuses deep nesting, which overflows a recursive parser's stack."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._begins = b""  # an open string's quote, and backslashes that may belong to the next block
 
     def check(self, block: bytes) -> None:
-        """Checks the next block; invalid JSON may pass, since the parser rejects it."""
+        """Checks the next block; the parser finds other faults."""
         text = self._begins + block
         whole = text.rstrip(b"\\")
         rest = text[len(whole) :] if (len(text) - len(whole)) % 2 else b""

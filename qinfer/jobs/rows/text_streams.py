@@ -1,7 +1,7 @@
 """CSV and JSON lines as streams of UTF-8 text, from any compression and encoding.
 
-Decoding can't begin in the middle of a text. So planning decodes the whole text once, and keeps pieces of it for the
-shards, from the first cut point on (docs/explanation/decisions/0017-decoded-text-is-kept.md). Its size is limited.
+Decoding can't begin in the middle. So planning decodes the text once, and keeps pieces of it for the shards
+(docs/explanation/decisions/0017-decoded-text-is-kept.md).
 """
 
 import codecs
@@ -30,7 +30,7 @@ MAX_DECODED_BYTES = 64 * 2**30
 BOM = codecs.BOM_UTF8
 
 KEPT_FOLDER = "_input"
-"""The folder of kept pieces, in the output folder."""
+"""Folder of kept pieces."""
 
 COMPRESSED_EXTENSIONS: Mapping[str, InputCompression] = {
     "gz": "gzip", "gzip": "gzip", "zst": "zstd", "zstd": "zstd", "bz2": "bz2",
@@ -61,7 +61,7 @@ class NotText(ValueError):
 
 
 class InputForm(NamedTuple):
-    """The form of a job's input files; an empty format or compression = by their extensions."""
+    """Form of input files; empty = by extension."""
 
     format: InputFormat = ""
     compression: InputCompression = ""
@@ -72,8 +72,7 @@ class InputForm(NamedTuple):
     def from_spec(cls, spec: JobSpec) -> "InputForm":
         """Returns the form that a job names.
 
-        Jobs that overwrite keep pieces in a folder named by the form, since an earlier job may have decoded
-        differently.
+        Jobs that overwrite name the pieces' folder by the form, since an earlier job may have decoded differently.
         """
         kept_url = f"{spec.output.url.rstrip('/')}/{KEPT_FOLDER}"
         if spec.overwrite:
@@ -86,7 +85,7 @@ class InputForm(NamedTuple):
         return self.compression or COMPRESSED_EXTENSIONS.get(url.rpartition(".")[2].lower(), "none")
 
     def is_decoded(self, url: str, format_: TextFormat) -> bool:
-        """Returns whether a file is other than UTF-8 text with doubled quotes."""
+        """Returns whether a file is not plain UTF-8 with doubled quotes."""
         is_other = format_ == "csv" and (self.csv.encoding != UTF_8 or bool(self.csv.escape))
         return self.compression_of(url) != "none" or is_other
 
@@ -95,7 +94,7 @@ PLAIN = InputForm()
 
 
 class ForwardOnly:
-    """Methods that pyarrow expects of a file that can't seek."""
+    """Methods of files that can't seek."""
 
     closed = False
 
@@ -109,14 +108,14 @@ class ForwardOnly:
 
 
 class TextStream(ForwardOnly):
-    """A text that can't seek: `head`, then `file`, which is closed with the stream."""
+    """Text that can't seek: `head`, then `file`, which it closes."""
 
     def __init__(self, file: ReadableFile, head: bytes = b"") -> None:
         self._file = file
         self._head = head
 
     def peek(self, size: int) -> bytes:
-        """Returns up to `size` next bytes without consuming them."""
+        """Returns up to `size` next bytes; they stay."""
         while len(self._head) < size and (more := self._file.read(size - len(self._head))):
             self._head += more
         return self._head[:size]
@@ -133,7 +132,7 @@ class TextStream(ForwardOnly):
 
 
 def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: InputForm) -> TextStream:
-    """Returns the decoded text of a file at its beginning; the text closes the file."""
+    """Returns a file's decoded text; it closes the file."""
     raw = TextStream(file)
     compression = form.compression_of(url)
     encoding = form.csv.encoding if format_ == "csv" else UTF_8
@@ -155,7 +154,7 @@ def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: Input
 
 
 def check_text(stream: TextStream, format_: TextFormat) -> None:
-    """Raises `NotText` if a text begins like a file of another kind."""
+    """Raises `NotText` if a text begins like another kind of file."""
     head = stream.peek(64)
     _check_kind(head)
     if format_ == "jsonl" and _ARRAY.match(head):
@@ -188,7 +187,7 @@ class _BoundedStream:
 
 
 class _Gzip:
-    """Reads gzip like the command: members follow one another, and zeros after the last are padding."""
+    """Like the command: members follow one another, and zeros after the last are padding."""
 
     def __init__(self, raw: TextStream) -> None:
         self._raw = raw
@@ -251,7 +250,7 @@ def _piece_url(folder: str, url: str, etag: str, begin: int) -> str:
 
 
 class PieceKeeper:
-    """Stores compressed pieces of a file's text, from its first cut point on."""
+    """Stores compressed pieces of a text, from its first cut point on."""
 
     def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str) -> None:
         self._store_for = store_for
@@ -270,7 +269,7 @@ class PieceKeeper:
             self._piece.write(rows)
 
     def finish(self) -> None:
-        """Stores the open piece, unless an earlier attempt has."""
+        """Stores the open piece, unless it exists."""
         if self._piece is not None:
             self._piece.close()
             self._piece = None
@@ -278,7 +277,7 @@ class PieceKeeper:
 
 
 class KeptText:
-    """The text of a file from the piece at `begin` to the last piece."""
+    """A file's text from the piece at `begin`."""
 
     def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str, begin: int) -> None:
         self._store_for = store_for

@@ -1,8 +1,8 @@
-"""Types of the columns of CSV and JSON lines: types that a job needs, else types of the values. Pure.
+"""Types of the columns of CSV and JSON lines. Pure.
 
-CSV has no types. A copied column stays text. A column that feeds an input has the input's type, or the type of its
-values in the first block; if it is copied as well, it is text that `InputColumns` converts. A column in the job's
-`types` is text that `TypedColumns` converts. A field of JSON lines has a type that fits the values of all lines.
+A copied column of CSV stays text. A column that feeds an input has the input's type, or the type of its first values;
+if it is copied as well, it is text that `InputColumns` converts. A column in the job's `types` is text that
+`TypedColumns` converts. A JSON field has a type that fits all lines.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,8 @@ class TextTypes(NamedTuple):
 
     Attributes:
         wanted: Column → the type for its inputs; `None` = inputs need different types.
-        named: Columns that the job names: inputs, the key, and copied columns.
+        named: Inputs, key, and copied columns.
         copied: Copied columns with the key; `*` = all.
-        declared: The job's `types`.
     """
 
     wanted: Mapping[str, pa.DataType | None]
@@ -57,17 +56,17 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:
-    """Returns a CSV file's columns, guessed from its first values, in the types to read."""
+    """Returns CSV columns, guessed from first values, in the types to read."""
     return pa.schema([_decided(field, types) for field in guessed])
 
 
 def without_null(schema: pa.Schema) -> pa.Schema:
-    """Replaces the null type, of columns without a known value, by text."""
+    """Replaces the null type by text."""
     return pa.schema([field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema])
 
 
 def json_schema(guessed: pa.Schema) -> pa.Schema:
-    """Returns fields of JSON lines in the types to read: dates are text."""
+    """Returns JSON fields in the types to read: dates are text."""
     return pa.schema([(field.name, _as_text(field.type)) for field in guessed])
 
 
@@ -79,7 +78,7 @@ def json_texts(schema: pa.Schema, types: TextTypes) -> pa.Schema:
 
 
 def json_declared(schema: pa.Schema, types: TextTypes) -> pa.Schema:
-    """Marks text and null fields with their declared types."""
+    """Marks text and null fields with declared types."""
     kinds = (pa.string(), pa.null())
     return _at_declared(
         schema, types, lambda field, name: declared(field, name, is_json=True) if field.type in kinds else field
@@ -123,13 +122,13 @@ def _decided(guessed: pa.Field, types: TextTypes) -> pa.Field:
     kind = guessed.type
     if guessed.name in types.declared:
         return declared(guessed, types.declared[guessed.name])
-    if pa.types.is_binary(kind):  # bytes that are not UTF-8 are no string
+    if pa.types.is_binary(kind):  # bytes that are not UTF-8
         return guessed
     if guessed.name not in types.wanted:
         return guessed.with_type(pa.string())
     wanted = types.wanted[guessed.name]
     can_be = pa.types.is_null(kind) or (wanted == pa.float64() and pa.types.is_integer(kind)) or wanted == pa.string()
-    kind = wanted if wanted is not None and can_be else kind  # an unsuitable type is refused later
+    kind = wanted if wanted is not None and can_be else kind  # refused later if unsuitable
     if not types.is_copied(guessed.name) or not (is_number(kind) or pa.types.is_boolean(kind)):
         return guessed.with_type(kind)
     return pa.field(guessed.name, pa.string(), metadata={READ_AS: str(kind)})

@@ -1,8 +1,8 @@
 """The bulk worker's composition root: `python -m qinfer_workers.jobs`.
 
 One Celery worker, with beat embedded unless `bulk.beat` is off; `QINFER_…` variables configure it. Any number may run.
-SIGTERM and SIGINT end it, and its tasks go back to the queue. It also ends when it can't do its work any more
-(`Watchdog`), to be restarted. At the start it waits for Redis.
+SIGTERM and SIGINT end it, and its tasks go back to the queue. It also ends when it can't work any more (`Watchdog`), to
+be restarted.
 
 Exit codes: 0 after a stop, 2 for a wrong setting, others after a failure.
 """
@@ -44,11 +44,11 @@ from qinfer_workers.liveness import exit_process
 logger = logging.getLogger("qinfer_workers.jobs")
 
 _LEVELS = {
-    "celery.beat": logging.WARNING,  # these log several lines for each task
+    "celery.beat": logging.WARNING,  # several lines for each task
     "celery.worker.strategy": logging.WARNING,
     "celery.app.trace": logging.WARNING,
     "celery.worker.request": logging.WARNING,
-    "kombu.transport.virtual.base": logging.ERROR,  # it warns of tasks handed back at the end, which is intended
+    "kombu.transport.virtual.base": logging.ERROR,  # warns of tasks handed back at the end, which is intended
 }
 
 
@@ -58,7 +58,7 @@ async def _connect(settings: Settings) -> tuple[Queue, ControlStore]:
 
 
 def serve(settings: Settings) -> int:
-    """Runs a worker until SIGTERM or SIGINT; returns the exit code."""
+    """Runs a worker until a signal; returns the exit code."""
     broker_of(settings)
     loop = EventLoop()
     _stop_on_signals(loop)
@@ -66,7 +66,7 @@ def serve(settings: Settings) -> int:
         loop.start(health.run())
     try:
         delivery, store = loop.run(_connect(settings), threading.TIMEOUT_MAX)
-    except WorkStopped:  # by a signal, while it waits for Redis
+    except WorkStopped:  # by a signal, while waiting for Redis
         return os.EX_OK
     try:
         services = JobServices(
@@ -92,17 +92,17 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
         SWEEP: Sweeper(services, tasks).run,
     }
     app = make_app(settings, loop, use_cases)
-    app.set_default()  # threads of the pool find their tasks there
+    app.set_default()  # the pool's threads find tasks there
     name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
     worker = app.WorkController(
         hostname=name,
-        pool_cls="threads",  # drivers of stores have threads, which do not survive a fork
+        pool_cls="threads",  # threads of stores' drivers do not survive a fork
         concurrency=TASKS_AT_ONCE,
         queues=QUEUE,
         without_mingle=True,
         without_gossip=True,
     )
-    # The plain scheduler needs no file.
+    # needs no file
     beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler") if settings.bulk.beat else None
     watchdog = Watchdog(loop, services, partial(_stop, loop, os.EX_SOFTWARE), tasks.waiting, beat)
     loop.start(services.examiners.run())
@@ -122,7 +122,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways; child processes ignore it, too
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for gateways; child processes ignore it, too
     try:
         settings = load_settings()
         logs.configure(settings.log, "bulk", unknown=settings.unknown)
@@ -133,7 +133,7 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_workers.jobs", error.message)
         return 2
-    except Exception:  # the boundary: threads that wait for a store would keep the process alive
+    except Exception:  # threads that wait for a store would keep the process alive
         logger.exception("bulk worker failed")
         return os.EX_SOFTWARE
 

@@ -1,4 +1,4 @@
-"""The Celery app of the bulk worker: settings, and tasks that call the use cases.
+"""The Celery app of the bulk worker.
 
 Tasks are small and idempotent; their argument is a job's id. A task is acknowledged at its end. If its worker died, it
 is delivered again: by the broker after `visibility_timeout`, and much earlier by `qinfer_workers.jobs.sweep`.
@@ -17,11 +17,11 @@ from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, celery_app
 from qinfer_workers.jobs.event_loop import EventLoop, WorkStopped
 
 UseCase = Callable[[str], Coroutine[None, None, None]]
-"""The work of a task on a job; a `retryable` error retries it later."""
+"""Work on a job; a `retryable` error repeats it later."""
 
 SWEEP_LIMIT_S = 120.0
 
-_TASK_MARGIN_S = 60.0  # a step ends itself after `plan_timeout_s`; this limit is for hanging tasks
+_TASK_MARGIN_S = 60.0  # steps end themselves after `plan_timeout_s`; this is for hanging tasks
 _VISIBILITY_MARGIN_S = 600.0
 _SOCKET_MARGIN_S = 2.0
 _FIRST_PAUSE_S = 0.5
@@ -71,7 +71,7 @@ def plain_app(settings: Settings) -> Celery:
 
 
 def longest_pause_s(settings: Settings) -> float:
-    """Returns the longest pause before a retry, short enough for the sweep."""
+    """Returns the longest pause before a retry, bounded by the sweep."""
     return 2 * settings.bulk.sweep_every_s
 
 
@@ -87,7 +87,7 @@ def _register(app: Celery, name: str, work: Callable[[str], None], longest_s: fl
         except WorkStopped:
             raise Reject("the worker stops", requeue=True) from None
         except QinferError as error:
-            if not error.retryable or name == SWEEP:  # the next sweep is due anyway
+            if not error.retryable or name == SWEEP:  # the next sweep is due
                 raise
             later_s = pause_s(task.request.retries + 1, _FIRST_PAUSE_S, longest_s)
             raise task.retry(exc=error, countdown=later_s) from None

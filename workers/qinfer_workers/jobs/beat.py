@@ -1,7 +1,7 @@
 """Beat's composition root: `python -m qinfer_workers.jobs.beat`.
 
 It sends a sweep to the bulk workers every `bulk.sweep_every_s` seconds; `QINFER_…` variables configure it. Run one; a
-second is harmless. Without beat, stuck jobs wait until it is back.
+second is harmless. Without beat, stuck jobs wait.
 
 Exit codes: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 if it can't send any more and has to be restarted.
 """
@@ -33,23 +33,23 @@ from qinfer_workers.liveness import exit_process
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 
 QUIET_S = 300.0
-"""How long it may send nothing while Redis is reachable."""
+"""It may send nothing for this long while Redis is reachable."""
 
 MOST_WAITING = 100
-"""It sends nothing while this many tasks wait; else, without bulk workers, Redis would fill."""
+"""It sends nothing while this many tasks wait: without bulk workers, Redis would fill."""
 
 _QUIET_SWEEPS = 5
 _LEVELS = {"celery.beat": logging.WARNING}  # it logs each sweep
 
 
 class Beat:
-    """Celery's beat in a thread, and the time of its last sending."""
+    """Celery's beat in a thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._sent_s = time.monotonic()
         outer, tasks = self, BulkTasks(settings)
 
-        class Telling(Scheduler):  # the plain scheduler keeps its schedule in memory
+        class Telling(Scheduler):  # keeps its schedule in memory
             """Sends tasks while few are waiting, and reports each round."""
 
             def apply_async(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Beat:
 
 
 async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, longest_s: float) -> int:
-    """Reports liveness until `stop` is set or beat fails; returns the exit code."""
+    """Reports liveness until `stop` or a failure; returns the exit code."""
     name = f"qinfer-beat-{os.getpid()}@{socket.gethostname()}"
     while not stop.is_set():
         if not beat.is_alive:
@@ -95,7 +95,7 @@ async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, lo
         try:
             await store.report_liveness(BEAT, name, HOLDS_S)
         except BrokerUnavailable:
-            beat.excuse()  # a restart would not bring Redis back
+            beat.excuse()  # a restart does not bring Redis back
         if (quiet_s := beat.quiet_s()) > longest_s:
             logger.error("beat ends", extra={"reason": f"nothing could be sent for {quiet_s:.0f} s"})
             return os.EX_SOFTWARE
@@ -108,7 +108,7 @@ async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, lo
 
 
 async def serve(settings: Settings) -> int:
-    """Runs beat until SIGTERM or SIGINT; returns the exit code."""
+    """Runs beat until a signal; returns the exit code."""
     beat = Beat(settings)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -131,7 +131,7 @@ async def serve(settings: Settings) -> int:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for gateways
     try:
         settings = load_settings()
         logs.configure(settings.log, "beat", unknown=settings.unknown)
@@ -142,7 +142,7 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_workers.jobs.beat", error.message)
         return 2
-    except Exception:  # the boundary: the thread that waits for a broker would keep the process alive
+    except Exception:  # the thread that waits for a broker would keep the process alive
         logger.exception("beat failed")
         return os.EX_SOFTWARE
 

@@ -1,7 +1,7 @@
-"""Documents that a job writes beside its parts: `_plan.json` first, `_manifest.json` and `_SUCCESS` last.
+"""Documents beside a job's parts: `_plan.json` first, `_manifest.json` and `_SUCCESS` last.
 
-All functions block. Each document is made by a conditional create; a second process or attempt accepts an existing
-document of the same content. An incomplete output has `_manifest.partial.json` instead.
+All functions block. Documents are made by conditional creates; a second process or attempt accepts an existing document
+of the same content. An incomplete output has `_manifest.partial.json` instead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ StoreFor = Callable[[str], Store]
 PARTIAL_NAME = "_manifest.partial.json"
 
 MAX_BYTES = 2**30
-"""More than any plan or manifest: a million files are about 200 MB."""
+"""a million files are about 200 MB"""
 
 _TRIES = 5
 
@@ -54,7 +54,7 @@ def expected(plan: JobPlan, shards: Iterable[Shard], grant: UrlGrant) -> Expecte
 
 
 def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:
-    """Reads a job's plan, unless there is none, or one that the job will overwrite."""
+    """Reads a job's plan; none if the job will overwrite it."""
     spec = spec_of(record)
     url = url_of(spec.output.url, PLAN_NAME)
     data = _read_document(store_for(url), url)
@@ -74,12 +74,12 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:
 
 
 def is_of(names: PlanNames, record: JobRecord) -> bool:
-    """Returns whether a plan is the job's, and not an earlier one's with its id."""
+    """Returns whether a plan is this job's, not an earlier one's of its id."""
     return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
 
 
 def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
-    """Writes `_manifest.json` and then `_SUCCESS`, which completes the output."""
+    """Writes `_manifest.json`, then `_SUCCESS`."""
     manifest = make_manifest(plan, parts, now_s)
     data = encode_manifest(manifest)
     manifest_url, success_url = (url_of(plan.spec.output.url, name) for name in (MANIFEST_NAME, SUCCESS_NAME))
@@ -111,7 +111,7 @@ def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo]
 def write_partial(
     store_for: StoreFor, plan: JobPlan, found: Sequence[tuple[Shard, PartInfo]], ended_at: float, now_s: float
 ) -> None:
-    """Writes `_manifest.partial.json` with the validated parts of a job that ended early."""
+    """Writes `_manifest.partial.json` for a job that ended early."""
     shards = tuple(shard for shard, _ in found)
     there = msgspec.structs.replace(plan, shards=shards, rows=sum(shard.rows for shard in shards))
     manifest = make_manifest(there, [part for _, part in found], now_s)

@@ -1,8 +1,8 @@
-"""The event loop of the bulk worker, for queue, control store and examiners; and the watchdog of its process.
+"""The bulk worker's event loop, for the coroutines of Celery's threads, and its watchdog.
 
-Celery's threads run coroutines on the loop. The watchdog ends a process, to be restarted, if the event loop hangs,
-threads wait for a dead store, beat is dead, or Celery takes no tasks. With an embedded beat, a sweep arrives every few
-seconds. Without it, other workers may take all sweeps, so only waiting tasks count. Tasks may be repeated.
+The watchdog ends a process, to be restarted, if the event loop hangs, threads wait for a dead store, beat is dead, or
+Celery takes no tasks. With an embedded beat, a sweep arrives every few seconds. Without it, other workers may take all
+sweeps, so only waiting tasks count. Tasks may be repeated.
 """
 
 import asyncio
@@ -30,24 +30,24 @@ CLOSE_S = 2.0
 
 
 TASKS_AT_ONCE = 8
-"""Tasks mostly wait for stores and Redis."""
+"""Tasks mostly wait."""
 
 LOOK_EVERY_S = 5.0
 ANSWER_S = 30.0
-"""The loop hangs after this silence; it never blocks, but may be late on a busy machine."""
+"""The loop never blocks, but may be late on a busy machine."""
 HANGING_S = 600.0
-"""Longer than drivers of stores wait for a response, including retries."""
+"""Longer than drivers of stores wait, including retries."""
 STOP_S = 10.0
 
 WAITING_LOOKS = 12
-"""Consecutive looks with waiting tasks: after an outage of Redis, kombu pauses up to half a minute."""
+"""Consecutive looks: after an outage of Redis, kombu pauses up to half a minute."""
 
 _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
 
 
 class WorkStopped(Exception):
-    """The process ends; another one has to do the work."""
+    """The process ends; another has to do the work."""
 
 
 class TimedOut(Exception):
@@ -69,15 +69,15 @@ class EventLoop:
 
     @property
     def running(self) -> int:
-        """The number of coroutines that run for threads."""
+        """How many coroutines run for threads."""
         return len(self._running)
 
     def quiet_s(self) -> float:
-        """Returns the time since the last one began."""
+        """Returns the seconds since the last one began."""
         return time.monotonic() - self._begun_s
 
     def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """Runs a coroutine on the loop and waits for it; for other threads.
+        """Runs a coroutine for another thread.
 
         At its limit it is cancelled, but not awaited, since the loop may hang.
         """
@@ -108,12 +108,12 @@ class EventLoop:
         return answered.wait(within_s)
 
     def stop(self) -> None:
-        """Cancels all work, for good; safe in signal handlers."""
+        """Cancels all work; safe in signal handlers."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
 
     def close(self, *last: Coroutine[Any, Any, None]) -> None:
-        """Runs the last coroutines and ends the loop."""
+        """Runs the last coroutines, then ends the loop."""
         for one in self._beside:
             one.cancel()
         for work in last:
@@ -130,7 +130,7 @@ class EventLoop:
         except (CancelledError, asyncio.CancelledError):
             raise WorkStopped from None
         except TimeoutError:
-            if not future.cancel():  # it ended with its own `TimeoutError`, or just now
+            if not future.cancel():  # its own `TimeoutError`, or ended just now
                 return future.result()
             raise TimedOut(f"it took more than {limit_s:g} s, and was cancelled") from None
 
@@ -143,10 +143,7 @@ class EventLoop:
 
 
 class Watchdog:
-    """Watches a bulk worker, in a thread that lives as long as the process.
-
-    `stop` requests an orderly stop.
-    """
+    """Watches a bulk worker, in a thread that lives as long as the process."""
 
     def __init__(
         self,
@@ -161,7 +158,7 @@ class Watchdog:
         self._stop = stop
         self._waiting = waiting
         self._beat = beat
-        self._looks = 0  # consecutive looks that found silence and waiting tasks
+        self._looks = 0  # consecutive looks at silence and waiting tasks
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -169,11 +166,11 @@ class Watchdog:
         threading.Thread(target=self._watch_loop, name="bulk-watchdog", daemon=True).start()
 
     def stop_watching(self) -> None:
-        """Ends the watch, since the process stops."""
+        """Ends the watch."""
         self._ended.set()
 
     def problem(self) -> str:
-        """Returns why the process has to end, if it has."""
+        """Returns why the process has to end."""
         settings = self._services.settings
         if not self._loop.answers(ANSWER_S):
             return "the event loop hangs"

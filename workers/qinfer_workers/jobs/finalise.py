@@ -1,4 +1,4 @@
-"""The use case of the task `finalise`: completes the output of a job whose shards are all settled, or fails the job.
+"""The task `finalise` completes the output of a job whose shards are all settled, or fails the job.
 
     check every part ──▶ _manifest.json ──▶ _SUCCESS ──▶ completed
            └── broken or gone: set aside, run again
@@ -6,7 +6,7 @@
 The parts determine the counts. Each step can be repeated, even by two processes at once: documents are made by
 conditional creates, and the job's state changes by compare-and-set.
 
-For a job that ended early, `_manifest.partial.json` lists the existing parts, and names the end for its readers.
+For a job that ended early, `_manifest.partial.json` lists the existing parts.
 """
 
 import logging
@@ -23,7 +23,7 @@ from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PLANNING, JobSer
 logger = logging.getLogger("qinfer_workers.jobs")
 
 MAX_ROUNDS = 3
-"""Rounds of making broken parts again, after which the job fails."""
+"""The job fails after this many rounds of making broken parts again."""
 
 _BROKEN = "parts are made again: "
 
@@ -103,7 +103,7 @@ async def leave_partial(services: JobServices, job_id: str) -> None:
                 raise
             logger.warning("no partial manifest", extra={"job": record.id, "reason": error.message})
         listed_at = record.ended_at
-        record = await services.jobs.get(job_id)  # it may have been resumed and have ended again
+        record = await services.jobs.get(job_id)  # it may have ended again
 
 
 async def _list_parts(services: JobServices, record: JobRecord) -> None:
@@ -120,7 +120,7 @@ async def _list_parts(services: JobServices, record: JobRecord) -> None:
 
 
 async def _read_parts(services: JobServices, parts: ExpectedParts) -> list[PartInfo | str]:
-    """Reads all parts; counts deaths here, since an ended job has no attempts in its log."""
+    """Counts deaths here: an ended job has no attempts in its log."""
     reason = ""
     for deaths in range(MAX_DEATHS):
         try:

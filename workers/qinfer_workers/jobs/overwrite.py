@@ -24,7 +24,7 @@ _SET_ASIDE = re.compile(rf"(?P<folder>(?:.*/)?){BROKEN}/(?P<name>[^/]+)-[0-9]+")
 
 
 class EarlierOutput(NamedTuple):
-    """The output of an earlier job: its folder and files."""
+    """The files of an earlier job."""
 
     job_id: str
     url: str
@@ -32,7 +32,7 @@ class EarlierOutput(NamedTuple):
 
 
 def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | None:
-    """Lists the files of an earlier job in a job's output folder."""
+    """Lists an earlier job's files in the output folder."""
     spec = spec_of(record)
     plan_url, form = url_of(spec.output.url, PLAN_NAME), InputForm.from_spec(spec)
     store = store_for(plan_url)
@@ -53,13 +53,13 @@ def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | No
         for file in store.scan(spec.output.url)
         if _is_own(file.url.removeprefix(base), parts) and not file.url.startswith(f"{form.kept_url}/")
     )
-    # Another process may have cleared the folder for the same job: then the files are the new job's.
+    # Another process may have cleared the folder for this job: then the files are the new job's.
     now = store.stat(plan_url)
     return EarlierOutput(names.job_id, spec.output.url, files) if now == found else None
 
 
 def clear(store_for: StoreFor, earlier: EarlierOutput, threads: int) -> None:
-    """Removes the unchanged files of an earlier output; repeatable."""
+    """Removes unchanged files; repeatable."""
     files = {file.url.removeprefix(url_of(earlier.url, "")): file for file in earlier.files}
     first = [files.pop(name) for name in _FIRST if name in files]
     plan = files.pop(PLAN_NAME)

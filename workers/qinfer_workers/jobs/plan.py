@@ -1,8 +1,8 @@
-"""The use case of the task `plan`: splits a job's inputs into shards that wait for workers.
+"""The task `plan` splits a job's inputs into shards that wait for workers.
 
     footers ──▶ plan ──conditional create──▶ <output>/_plan.json ──▶ todo ──▶ lane
 
-The plan is written once. A repeated task, or a resumption, reads the existing plan, so shards and parts stay the same.
+A repeated task, or a resumption, reads the existing plan, so shards and parts stay the same.
 """
 
 import logging
@@ -51,13 +51,13 @@ class JobPlanner:
         self._limits = limits
 
     async def run(self, job_id: str) -> None:
-        """Plans a job that is `planning`; lists the parts of one that ended early."""
+        """Plans a job; lists the parts of one that ended early."""
         await self._await_model(job_id)
         await self._services.attempt(PLANNING, job_id, self._plan)
         await leave_partial(self._services, job_id)
 
     async def _await_model(self, job_id: str) -> None:
-        """Pins a job's model version; `ModelNotReady` until workers report what they execute.
+        """Pins the version; `ModelNotReady` until workers report what they execute.
 
         This is no attempt at planning, and has no time limit.
         """
@@ -66,7 +66,7 @@ class JobPlanner:
         if record is None or record.state != JobState.PLANNING:
             return
         await services.pin(record)
-        await services.store.wake()  # a worker may have to load the version again, now that it is pinned
+        await services.store.wake()  # a worker may have to load the pinned version again
         if record.head:
             return
         stored = await services.store.model(record.model)
@@ -106,7 +106,7 @@ class JobPlanner:
         if not await jobs.add_shards(record.id, frames, plan.rows, complete=True):
             raise NotWanted
         if again:
-            running = {JobState.RUNNING, JobState.FINALIZING}  # not a job that was cancelled meanwhile
+            running = {JobState.RUNNING, JobState.FINALIZING}  # not if it was cancelled meanwhile
             await jobs.requeue(record.id, [frames[shard.index] for shard in again], expected=running)
         if is_new:
             for file in plan.skipped[:SHOWN_FILES]:
@@ -171,7 +171,7 @@ class JobPlanner:
         await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
     async def _check_model(self, record: JobRecord, plan: JobPlan) -> None:
-        """Refuses a plan of an earlier qinfer if the model has changed: one output would mix two models."""
+        """A plan of an earlier qinfer is refused if the model changed: one output would mix two models."""
         if is_executed(plan.model_hash):
             return
         stored = await self._services.store.model(record.model)
@@ -183,9 +183,9 @@ class JobPlanner:
     async def _to_be_made_again(
         self, record: JobRecord, plan: JobPlan, outcomes: Mapping[int, ShardOutcome], readers: int
     ) -> list[Shard]:
-        """Sets broken parts of a resumed job aside; returns the shards of broken and missing parts.
+        """Sets broken parts aside; returns the shards of broken and missing parts.
 
-        `InvalidRequest` means that an input of these is gone or changed.
+        `InvalidRequest` = their input is gone or changed.
         """
         if not outcomes:
             return []

@@ -1,4 +1,4 @@
-"""Services that the bulk worker's use cases share: ports, threads for blocking calls, and attempts at a job's steps.
+"""Services that the bulk worker's use cases share.
 
 A job's log records the beginning and outcome of each attempt, and deaths of processes that read files. A killed bulk
 worker logs nothing: a beginning after a beginning means that it died in between.
@@ -41,18 +41,18 @@ _IDLE_S = 600.0
 
 PIN_REASON = "job"
 PIN_TTL_S = 3600.0
-"""How long a pin holds a job's model version unless a bulk worker renews it."""
+"""A pin holds a version this long unless renewed."""
 
 MAX_DEATHS = 5
 """A job fails after this many deaths of processes."""
 
 
 class NotWanted(Exception):
-    """The job's state has changed, or this process already works on the job."""
+    """The job's state has changed, or it is in work here."""
 
 
 class JobStep(NamedTuple):
-    """A step: the job's state during it, and the states to which the step itself moves the job."""
+    """The state during a step, and states to which it moves the job."""
 
     name: str
     state: JobState
@@ -60,12 +60,12 @@ class JobStep(NamedTuple):
 
     @property
     def began(self) -> str:
-        """The log line of a beginning."""
+        """The line of a beginning."""
         return f"{self.name} began"
 
     @property
     def waits(self) -> str:
-        """The prefix of the log line of a failed attempt."""
+        """The prefix of a failure's line."""
         return f"{self.name} is tried again: "
 
 
@@ -74,7 +74,7 @@ FINISHING = JobStep("finishing", JobState.FINALIZING, frozenset({JobState.RUNNIN
 
 
 class Attempts(NamedTuple):
-    """The attempts so far: since when (0 = none), deaths of processes, and the last failure."""
+    """Attempts: since when (0 = none), deaths of processes, and the last failure."""
 
     since_at: float = 0.0
     deaths: int = 0
@@ -82,7 +82,7 @@ class Attempts(NamedTuple):
 
 
 def attempts_of(step: JobStep, log: Sequence[LogLine]) -> Attempts:
-    """Returns the attempts since the job reached this step."""
+    """Returns the attempts since this step began."""
     lines: list[LogLine] = []
     for line in reversed(log):
         if line.text != step.began and not line.text.startswith(step.waits):
@@ -98,11 +98,11 @@ def attempts_of(step: JobStep, log: Sequence[LogLine]) -> Attempts:
 
 
 Work = Callable[[JobRecord, int], Awaitable[None]]
-"""The work of a step, on a job and the number of attempts in which a process died."""
+"""Works on a job; gets the number of deadly attempts."""
 
 
 class JobServices:
-    """The ports and the threads; jobs get stores by `inputs_of` and `outputs_of`."""
+    """Ports and threads of the use cases."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class JobServices:
         self.examiners = examiners
         self.stale_s = _STALE_ROUNDS * self.settings.sweep_every_s
         self._in_hand: set[str] = set()
-        self._left_s: dict[Future[Any], float] = {}  # abandoned threads → when they were abandoned
+        self._left_s: dict[Future[Any], float] = {}  # abandoned threads → since when
         self._threads = ThreadPoolExecutor(self.settings.plan_threads, thread_name_prefix="bulk")
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
@@ -138,11 +138,11 @@ class JobServices:
             raise
 
     async def plan_of(self, record: JobRecord) -> JobPlan | None:
-        """Reads a job's plan, if it is planned."""
+        """Reads a job's plan, if planned."""
         return await self.in_thread(read_plan, self.outputs_of(record), record)
 
     async def plan_there(self, record: JobRecord) -> JobPlan:
-        """Reads the plan of a planned job."""
+        """Reads a planned job's plan."""
         plan = await self.plan_of(record)
         if plan is None:
             raise InvalidRequest("the job's plan is gone from its output; make a new job")
@@ -170,15 +170,15 @@ class JobServices:
         return sum(since_s < before_s for since_s in list(self._left_s.values()))
 
     def readers(self, deaths: int) -> int:
-        """Returns how many files to read at once: fewer need less memory, and show which one kills the process."""
+        """Returns how many files to read at once: fewer need less memory, and show which one is deadly."""
         return max(1, self.settings.plan_threads >> deaths)
 
     async def workers_for(self, record: JobRecord) -> int:
-        """Returns the live workers with a job's model version, at least 1."""
+        """Returns the live workers with a job's model, at least 1."""
         return max(1, capacity_of(await self.store.workers(), record.model, record.version).workers)
 
     def age_s(self, record: JobRecord) -> float:
-        """Returns the time since a job's last change."""
+        """Returns the seconds since a job's last change."""
         return self.clock.now_s() - record.updated_at
 
     def is_stale(self, record: JobRecord) -> bool:
@@ -186,13 +186,13 @@ class JobServices:
         return record.id not in self._in_hand and self.age_s(record) > self.stale_s
 
     async def note_idle(self, record: JobRecord) -> None:
-        """Logs a long absence of bulk workers, which does not count as the step's time."""
+        """Logs a long absence of workers, which does not count as the step's time."""
         age_s = self.age_s(record)
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
     def pins_of(self, record: JobRecord) -> list[Pin]:
-        """Returns the pins of a job on its model version, or those of an ensemble's steps."""
+        """Returns a job's pins: its model version, or an ensemble's steps."""
         executes: tuple[ExecutedVersion, ...] = ()
         if record.head:
             head = decode_plan_head(record.head)
@@ -212,23 +212,23 @@ class JobServices:
         ]
 
     async def pin(self, record: JobRecord) -> None:
-        """Pins a job's model version; the sweep removes the pins."""
+        """Pins a job's model version."""
         for pin in self.pins_of(record):
             await self.store.put_pin(pin, PIN_TTL_S)
 
     def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, DesiredState]) -> str:
-        """Returns why a job's model version is unavailable or changed, if known."""
+        """Returns why the version is unavailable or changed, if known."""
         reasons = (why_lost(pin, workers, desired.get(pin.model)) for pin in self.pins_of(record))
         return next(filter(None, reasons), "")
 
     async def say_waiting(self, record: JobRecord, why: str) -> None:
-        """Sets why a job waits (empty = it goes on), and keeps its record fresh."""
+        """Sets why a job waits (empty = it goes on), and refreshes its record."""
         if why != record.waiting:
             await self.jobs.note(record.id, f"waits: {why}" if why else "goes on")
         await self.jobs.move(record.id, {record.state}, record.state, waiting=why)
 
     async def fail(self, record: JobRecord, why: str) -> None:
-        """Fails a job, in its log and record."""
+        """Fails a job."""
         await self.jobs.stop(record.id, JobState.FAILED, error=why)
         logger.warning("job failed", extra={"job": record.id, "reason": why})
 
@@ -247,7 +247,7 @@ class JobServices:
                 await self._run_work(step, record, attempts, work)
         except NotWanted:
             return
-        except asyncio.CancelledError:  # the process was asked to end: another takes over
+        except asyncio.CancelledError:  # the process ends: another takes over
             await self.jobs.note(record.id, f"{step.waits}the bulk worker was stopped")
             raise
         except QinferError as error:
@@ -263,7 +263,7 @@ class JobServices:
             await self.jobs.move(record.id, {record.state}, record.state, waiting=step.waits + error.message)
             await self.store.add_stats(record.model, record.version, {PUT_OFF + error.code: 1})
             raise
-        except Exception as error:  # the boundary: otherwise it would be retried without end
+        except Exception as error:  # otherwise it would be retried without end
             logger.exception("a job's step failed", extra={"job": record.id, "step": step.name})
             await self.fail(record, f"{step.name} failed: {type(error).__name__}; the bulk worker's log says more")
 
@@ -288,9 +288,9 @@ class JobServices:
 
     @contextlib.asynccontextmanager
     async def _hold(self, record: JobRecord, leads_to: frozenset[JobState]) -> AsyncIterator[None]:
-        """Keeps a job's record fresh during a step, so that sweeps skip the job.
+        """Sweeps skip jobs with a fresh record.
 
-        `NotWanted` means that its state changed, or it is being worked on here.
+        `NotWanted` = its state changed, or it is in work here.
         """
         if record.id in self._in_hand:
             raise NotWanted

@@ -1,8 +1,7 @@
-"""The use case of the task `sweep`: revives jobs that are stuck because a process died at a bad moment.
+"""The task `sweep` revives jobs that are stuck because a process died at a bad moment.
 
-Tasks, workers and notices move a job on, and update its record. If that has not changed for `JobServices.stale_s`, the
-sweep sends the task again, fills the lane, or ends the job. It also renews the pins of open jobs on their model
-versions, and removes other jobs' pins.
+If a job's record has not changed for `JobServices.stale_s`, the sweep sends the task again, fills the lane, or ends the
+job. It also renews the pins of open jobs on their model versions, and removes other jobs' pins.
 """
 
 import logging
@@ -20,13 +19,13 @@ from qinfer_workers.jobs.services import PIN_REASON, PIN_TTL_S, JobServices
 logger = logging.getLogger("qinfer_workers.jobs")
 
 RESUMED_S = 45.0
-"""Workers that could not load a pinned version retry within this time."""
+"""Workers retry to load a pinned version within this time."""
 CREATION_S = 600.0
-"""Creating a job, which lists its inputs, takes less than this."""
+"""Creating a job takes less than this."""
 
 
 class Sweeper:
-    """Revives stuck jobs; `tasks` sends tasks again."""
+    """Revives stuck jobs."""
 
     def __init__(self, services: JobServices, tasks: BulkTasks) -> None:
         self._services = services
@@ -34,10 +33,7 @@ class Sweeper:
         self._is_running = False
 
     async def run(self, _: str = "") -> None:
-        """Checks all open jobs, unless a sweep is running in this process.
-
-        Errors of one job do not affect the others.
-        """
+        """Checks all open jobs, unless a sweep is running here."""
         if self._is_running:
             return
         self._is_running = True
@@ -48,7 +44,7 @@ class Sweeper:
 
     async def _sweep(self) -> None:
         services = self._services
-        # Read first: jobs that are resumed later are among the unfinished.
+        # First: jobs that are resumed later are among the unfinished.
         held = {pin.id: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}
         for record in await services.jobs.overdue():
             await self._attend(self._expire, record)
@@ -72,9 +68,9 @@ class Sweeper:
             await services.pin(record)
 
     async def _check_version(self, record: JobRecord, why: str) -> None:
-        """Sets or clears why a job's model version is unavailable; fails the job if it asks for that.
+        """Sets or clears why the version is unavailable, or fails the job if it asks for that.
 
-        Failing takes two sweeps, since files may be changing, and time after a resumption, for workers to load.
+        Failing takes two sweeps, since files may be changing, and after a resumption, time for workers to load.
         """
         if record.state not in (JobState.PLANNING, JobState.RUNNING):
             return
@@ -92,7 +88,7 @@ class Sweeper:
             raise
         except QinferError as error:
             logger.warning("job can't be moved on now", extra={"job": record.id, "reason": error.message})
-        except Exception:  # the boundary: the other jobs still need the sweep
+        except Exception:  # the other jobs need the sweep
             logger.exception("a job can't be checked", extra={"job": record.id})
 
     async def _expire(self, record: JobRecord) -> None:
@@ -116,7 +112,7 @@ class Sweeper:
                 await self._end_job(record, JobState.CANCELLED, "")
 
     async def _send_again(self, record: JobRecord) -> None:
-        """Sends a lost task again; the fresh record keeps other sweeps from it."""
+        """The fresh record keeps other sweeps from it."""
         await self._services.note_idle(record)
         if not await self._services.jobs.move(record.id, {record.state}, record.state):
             return

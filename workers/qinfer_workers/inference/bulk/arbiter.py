@@ -1,8 +1,7 @@
 """Access to a device: online requests of any model first, bulk batches in between.
 
 Bulk takes *turns*. A turn begins when no model with an instance on the device has online work, which is checked again
-after each batch. So an online request waits for at most one bulk batch of each instance. Jobs of several models take
-turns in order.
+after each batch. So an online request waits for at most one bulk batch of each instance.
 
 Under continuous online load bulk gets one batch all the same:
 
@@ -11,8 +10,7 @@ Under continuous online load bulk gets one batch all the same:
   waits as long as its last such batch took;
 - else after `PATIENCE_S`: the device has no time to spare.
 
-Batches should be small if there were online requests lately. An ensemble uses the devices of its steps' models, and the
-steps of its batch end its turn.
+An ensemble uses the devices of its steps' models, and the steps of its batch end its turn.
 """
 
 import asyncio
@@ -25,20 +23,20 @@ from qinfer.models.spec import Device
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 
 JobBatcher = Batcher | EnsembleBatcher
-"""The batcher of a model version whose jobs run here."""
+"""The batcher of a version with jobs."""
 
 PATIENCE_S = 1.0
-"""How long bulk waits on a device without time to spare."""
+"""Bulk waits this long on a device without time to spare."""
 
 LATELY_S = 2.0
-"""How long a device counts as shared after online work."""
+"""A device counts as shared this long after online work."""
 
 TURN_S = 0.1
-"""How long a turn lasts if another model's job waits for the device."""
+"""A turn's length if another model's job waits for the device."""
 
 
 class Turn:
-    """Permission to use devices, for one thread at a time; ends if the owner's model is reloaded.
+    """Permission to use devices, for one thread; ends if the owner's model is reloaded.
 
     `batchers` have online work that ends it, `lines` are the queues for the devices. A forced turn began despite online
     work, and ends after one batch.
@@ -97,10 +95,10 @@ class DeviceArbiter:
         self._batch_s = PATIENCE_S
         """How long the last forced turn took."""
         self._online_s = float("-inf")
-        """When a job last saw online work, on any device, since most workers have one."""
+        """When online work was last seen, on any device, since most workers have one."""
 
     def place(self, batcher: JobBatcher, devices: Collection[Device]) -> None:
-        """Registers the devices of a model version's instances."""
+        """Registers a version's devices."""
         self._places[batcher] = frozenset(devices)
 
     def remove_batcher(self, batcher: JobBatcher) -> None:
@@ -109,7 +107,7 @@ class DeviceArbiter:
 
     @asynccontextmanager
     async def turn(self, batcher: JobBatcher) -> AsyncIterator[Turn]:
-        """Waits until the devices have no online work, or bulk has waited long enough."""
+        """Waits for devices without online work, or long enough."""
         devices = self._devices(batcher)
         lines = [self._lines.setdefault(device, _DeviceLock()) for device in sorted(devices)]
         async with AsyncExitStack() as mine:

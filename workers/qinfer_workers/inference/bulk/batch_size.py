@@ -1,7 +1,7 @@
-"""Finds the size of bulk batches: the fewest rows at nearly the best speed, within a time limit. Pure arithmetic.
+"""Finds the size of bulk batches: the fewest rows at nearly the best speed, within a time limit. Pure.
 
-The search begins with one row and grows while larger batches make a row cheaper. Larger ones would only delay online
-requests; beside them, batches are smaller. Now and then a neighbouring size is tried, since speeds may change.
+The search begins with one row and grows while larger batches make a row cheaper, since they delay online requests. Now
+and then a neighbouring size is tried, since speeds may change.
 
 If a single row exceeds the limit, batches may take twice as long while there are no online requests; otherwise a model
 that scores many rows as fast as one would score single rows.
@@ -10,26 +10,25 @@ that scores many rows as fast as one would score single rows.
 _TRIALS = 3
 _MOST_TRIALS = 32
 _ENOUGH_S = 0.03
-"""Batches of a size must take this long together; on a busy machine one says little."""
+"""Batches of a size must take this long together."""
 _HOPELESS = 4
 _SINGLE_ROWS = 2
 _QUICK = 4
 _SLOW = 2
 _GAIN = 0.97
-"""A better size has at most this share of a smaller one's cost per row."""
+"""A better size costs at most this share of a smaller one's, per row."""
 _SHARED_GAIN = 0.85
 """The same beside online requests."""
 _SHARED_TIME = 0.25
-"""The share of the limit that a batch takes beside online requests."""
+"""The share of the limit beside online requests."""
 _MISSES = 2
-"""Sizes without improvement that end the search; one may be chance."""
+"""Sizes without improvement that end the search."""
 _EVERY = 64
-"""Batches between trials of a neighbouring size."""
 _RECENT = 8
 
 
 class BatchSize:
-    """Chooses the size of batches; for one thread at a time."""
+    """Chooses batch sizes; for one thread at a time."""
 
     def __init__(self, most: int, limit_s: float) -> None:
         self.rows = 1
@@ -82,7 +81,7 @@ class BatchSize:
             self.rows = min(self.rows * factor, self._most)
 
     def _longest_s(self) -> float:
-        """Returns the time limit, regardless of the share beside online requests."""
+        """Returns the time limit without online requests."""
         return self._limit_s if self.is_shared else max(self._limit_s, _SINGLE_ROWS * self._row_s.get(1, 0.0))
 
     def _note(self, seconds: float) -> None:
@@ -106,7 +105,7 @@ class BatchSize:
             return
         self._note(_usual(self._seconds))
         self._seconds.clear()
-        if self._home not in self._row_s:  # it takes too long now: a slower device, or larger rows
+        if self._home not in self._row_s:  # a slower device, or larger rows
             self._row_s = {rows: row_s for rows, row_s in self._row_s.items() if rows < self._home}
             self._row_s.setdefault(max(self._home // _SLOW, 1), 0.0)
             self._home = self.rows = max(self._home // _SLOW, 1)
@@ -118,7 +117,7 @@ class BatchSize:
 
 
 def _usual(seconds: list[float]) -> float:
-    """Returns the mean without the slowest, which may be the first of its size."""
+    """The mean without the slowest, which may be the first of its size."""
     if len(seconds) < _TRIALS:
         return min(seconds)
     return (sum(seconds) - max(seconds)) / (len(seconds) - 1)

@@ -5,7 +5,7 @@
                        ▼         │
                     instance threads, a slice each
 
-One condition guards everything, since threads enter it only once or twice per batch.
+One condition guards everything: threads enter it once or twice per batch.
 """
 
 import threading
@@ -25,20 +25,20 @@ from qinfer.jobs.rows.shard_rows import RowBatch
 from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3
-"""One chunk is read, one is scored and one is written."""
+"""One is read, one scored, one written."""
 
 AHEAD_S = 0.05
-"""The next shard begins this long before the end of scoring, to read its first rows."""
+"""The next shard begins this long before the end, to read its first rows."""
 
 SHARED_AHEAD_S = 1.0
-"""The same beside online requests, which slow down reading."""
+"""Online requests slow down reading."""
 
 Outputs = Mapping[str, Array]
-"""Output tensor → array, rows first; for decoupled models as in `ScoredRows.outputs`."""
+"""Output → array, rows first; decoupled as in `ScoredRows.outputs`."""
 
 
 class Slice(NamedTuple):
-    """Rows of a piece, executed as one batch; `is_apart` = part of a failed batch."""
+    """Rows executed as one batch; `is_apart` = part of a failed batch."""
 
     chunk: "Chunk"
     piece: int
@@ -54,7 +54,7 @@ class Slice(NamedTuple):
     def inputs(self) -> Mapping[str, Array]:
         """Returns the rows' tensors."""
         whole = self.chunk.pieces[self.piece].inputs
-        # Filled nulls may be a broadcast view; backends expect contiguous arrays.
+        # Backends expect contiguous arrays; filled nulls may be a broadcast view.
         return {name: np.ascontiguousarray(array[self.start : self.stop]) for name, array in whole.items()}
 
     def halves(self) -> "tuple[Slice, Slice]":
@@ -67,14 +67,13 @@ class Slice(NamedTuple):
 
 
 class Chunk:
-    """Rows that were read together, and their tensors."""
+    """Rows read together, and their tensors."""
 
     def __init__(self, batch: RowBatch, decoded: DecodedBatch) -> None:
         self.batch = batch
         self.errors = decoded.errors
         self.pieces: tuple[Piece, ...] = decoded.pieces
         self.left = sum(piece.count for piece in decoded.pieces)
-        """Rows without outputs or an error."""
         self._done: list[list[_Done]] = [[] for _ in decoded.pieces]
 
     def put(self, part: Slice, outputs: Outputs) -> None:
@@ -137,8 +136,7 @@ def _first_row(done: _Done) -> int:
 class Chunks:
     """The chunks of a shard; callbacks come in any thread.
 
-    `on_work` is called when work has no consumer, and when all was read; `on_last_rows` once, when the remaining rows
-    will soon be scored.
+    `on_work` is called when work has no consumer, and when all was read; `on_last_rows` once, near the end.
     """
 
     def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:
@@ -151,7 +149,7 @@ class Chunks:
         self._changed = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._to_cut: deque[Slice] = deque()
-        """Pieces, or rests of pieces, that are not in a batch yet."""
+        """Pieces, or rests, that are in no batch yet."""
         self._again: deque[Slice] = deque()
         self._takers = 0
         self._reserved = 0
@@ -159,7 +157,7 @@ class Chunks:
         self.is_stopped = False
 
     def reserve(self) -> bool:
-        """Waits for room for a chunk; false = stop reading."""
+        """Waits for room; false = stop reading."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_stopped or len(self._chunks) + self._reserved < DEPTH)
             self._reserved += 1
@@ -186,14 +184,14 @@ class Chunks:
         self._on_work()
 
     def stop(self) -> None:
-        """Ends all waiting, and gives out no more rows."""
+        """Ends all waiting."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()
         self._on_work()
 
     def wait_stopped(self, longest_s: float) -> bool:
-        """Waits for a `stop`; returns whether it came."""
+        """Waits for `stop`; returns whether it came."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_stopped, longest_s)
 
@@ -233,7 +231,7 @@ class Chunks:
             self._on_work()
 
     def next_batch(self) -> Slice | None:
-        """Returns the rows of the next batch, if there are any now."""
+        """Returns the next batch, if there is one now."""
         with self._changed:
             if self.is_stopped:
                 return None
@@ -261,7 +259,7 @@ class Chunks:
         self._tell_of_last_rows()
 
     def cut(self, part: Slice) -> None:
-        """Queues the halves of a failed batch."""
+        """Queues a failed batch's halves."""
         with self._changed:
             self._again.extendleft(reversed(part.halves()))
 
@@ -285,7 +283,7 @@ class Chunks:
             return None if self.is_stopped or not self._chunks else self._chunks[0]
 
     def rest(self) -> Iterator[tuple[Chunk, int]]:
-        """Yields, after a `stop`, unwritten chunks with the number of their scored first rows."""
+        """Yields, after `stop`, unwritten chunks with the number of their scored first rows."""
         while self._chunks:
             chunk = self._chunks.popleft()
             is_whole = not chunk.left

@@ -1,7 +1,7 @@
-"""Context that a worker's shard loops share: its slots for shards, and the types of a shard's run.
+"""Context that a worker's shard loops share.
 
-A worker holds any number of healthy shards, or one suspect alone. A suspect may kill this worker as well, and shards
-held beside it would count an execution without fault.
+A worker holds any number of healthy shards, or one suspect alone: it may kill the worker, and shards beside it would
+count an execution without fault.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class HeldShard:
-    """A held shard, whose lease is renewed (`publisher.HeldWork`) until `deadline_s`.
+    """A held shard, renewed until `deadline_s`.
 
-    `lost` means that another worker runs it, or its job does not want it.
+    `lost` = another worker runs it, or its job does not want it.
     """
 
     def __init__(self, lease: Lease, deadline_s: float) -> None:
@@ -50,7 +50,7 @@ class HeldShard:
 
 
 class ShardSlots:
-    """The slots of a worker for shards; for the event loop."""
+    """A worker's slots for shards; for the event loop."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -70,7 +70,7 @@ class ShardSlots:
             return
 
     def take_slot(self, *, is_suspect: bool = False) -> bool:
-        """Takes a slot; false if a suspect is to be alone."""
+        """Takes a slot; false = a suspect is to be alone."""
         if self._alone.locked() and not is_suspect:
             return False
         self._count += 1
@@ -78,7 +78,7 @@ class ShardSlots:
         return True
 
     def on_suspect(self, holder: object, stop: Callable[[], None] | None) -> None:
-        """Registers how to stop a shard that waits for its store, if a suspect comes."""
+        """Registers how to stop a shard that waits for its store."""
         if stop is None:
             self._waiting.pop(holder, None)
         elif self._alone.locked():
@@ -94,7 +94,7 @@ class ShardSlots:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Waits until all slots are free, and keeps them free."""
+        """Waits for all slots, and keeps them free."""
         async with self._alone:
             for stop in list(self._waiting.values()):
                 stop()
@@ -109,8 +109,8 @@ class ScoredVersion:
 
     Attributes:
         hurry: Set when running executions are no longer waited for.
-        spool: A folder for parts until they are committed.
-        line: Held by the shard that is scored; the next one is read meanwhile.
+        spool: A folder for uncommitted parts.
+        line: Held by the scored shard; the next one is read meanwhile.
         is_open: Set while the model has open jobs.
     """
 
@@ -147,7 +147,7 @@ class ShardContext:
 
 
 class PutOff(Exception):
-    """A shard can't be run now; `code` is for the metric."""
+    """A shard can't run now; `code` is for the metric."""
 
     def __init__(self, text: str, code: ErrorCode = ErrorCode.MODEL_NOT_READY) -> None:
         super().__init__(text)
@@ -160,7 +160,7 @@ class PutOff(Exception):
 
 
 class GivenUp(Exception):
-    """A shard kills workers again and again."""
+    """A shard kills workers repeatedly."""
 
 
 class Abandoned(Exception):
@@ -168,4 +168,4 @@ class Abandoned(Exception):
 
 
 MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Awaitable["ShardRun"]]
-"""Makes the run of a shard, which sets the event when the next shard may begin."""
+"""Makes a run, which sets the event when the next shard may begin."""

@@ -4,8 +4,8 @@
           ▲                            │
           └───────── outputs ──────────┘
 
-A job's batches run the planned versions; outputs of a model that changed meanwhile are discarded. Jobs neither read nor
-fill the response cache.
+Batches run the planned versions; outputs of a model that changed meanwhile are discarded. Jobs do not use the response
+cache.
 """
 
 import asyncio
@@ -36,37 +36,37 @@ from qinfer_workers.inference.executor import InstanceBorrower
 T = TypeVar("T")
 
 AT_ONCE = 2
-"""While one batch is in a step, another may be in the next."""
+"""One batch may be in a step, another in the next."""
 
 _LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
-"""Failures of steps that say nothing about the rows, besides retryable ones."""
+"""Failures that say nothing about the rows, besides retryable ones."""
 
 _LEFT = "the batch was abandoned"
 _CHANGED = "a model of a step has changed while rows were scored"
 
 
 class EnsembleParts(NamedTuple):
-    """The parts of a worker that run ensembles."""
+    """Parts of a worker for ensembles."""
 
     planner: EnsemblePlanner
     caller: WorkerCaller
 
 
 class BulkSteps:
-    """Submits a job's steps to their models, with the lowest priority."""
+    """Submits steps with the lowest priority."""
 
     def __init__(self, caller: WorkerCaller) -> None:
         self._caller = caller
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
-        """Submits a step, as `run.StepSubmitter` says."""
+        """Submits a step."""
         batching = step.model.batching
         request.priority = 0 if batching is None else batching.priority_levels
         return self._caller.submit_step(step, request, sink, timeout_s, cached=False)
 
 
 class EnsembleInstance:
-    """A `Backend` for a shard's thread that runs batches on the event loop."""
+    """Runs batches of a shard's thread on the event loop."""
 
     short_on_loop = False
 
@@ -81,7 +81,7 @@ class EnsembleInstance:
         """Does nothing."""
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs a batch as one request; decoupled, a request per row."""
+        """Runs a batch as one request; decoupled, each row."""
         if ctx.is_decoupled:
             self._wait(self._lent.stream(batch, ctx))
         else:
@@ -98,7 +98,7 @@ class EnsembleInstance:
 
 
 class EnsembleExecutor:
-    """The executor of an ensemble for one shard; for the event loop."""
+    """Executes an ensemble for one shard; for the event loop."""
 
     count = AT_ONCE
 
@@ -114,19 +114,19 @@ class EnsembleExecutor:
         self._is_stopped = False
 
     def lend(self, borrower: InstanceBorrower, done: Callable[[InstanceBorrower], None]) -> None:
-        """Lends an instance in its own thread, then calls `done` on the event loop."""
+        """Lends an instance in a thread, then calls `done` on the event loop."""
 
         def use() -> None:
             borrower.run(EnsembleInstance(self, self._loop))
             try:
                 self._loop.call_soon_threadsafe(done, borrower)
             except RuntimeError:
-                return  # the loop is closed: the process ends
+                return  # the process ends
 
         threading.Thread(target=use, name=f"bulk-{self.spec.name}", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends all batches; no new one begins."""
+        """Ends all batches."""
         self._is_stopped = True
         for run, ended in self._open.items():
             run.stop()
@@ -149,7 +149,7 @@ class EnsembleExecutor:
                 await self._run_request(item, partial(_RowResponses, ctx, number))
             except QinferError as error:
                 answer = error
-            with suppress(Cancelled):  # the row has failed already
+            with suppress(Cancelled):  # the row has failed
                 ctx.offer(number, answer)
 
         await asyncio.gather(*[row(number) for number in range(len(batch.requests))])
@@ -205,7 +205,7 @@ class EnsembleExecutor:
 
 
 class _RowResponses:
-    """The `EnsembleResponses` to one row, which never make the steps wait."""
+    """Responses to one row, which never make the steps wait."""
 
     def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
         self._ctx = ctx
@@ -213,7 +213,7 @@ class _RowResponses:
         self._left = left
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Passes a response on; the caller sends the final one once all count."""
+        """The caller sends the final one once all count."""
         del final
         try:
             self._ctx.offer(self._number, outputs, final=False)

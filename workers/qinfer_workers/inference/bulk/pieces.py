@@ -1,4 +1,4 @@
-"""The pieces of an unfinished shard, in the output folder's `_resume`. All calls block.
+"""The pieces of an unfinished shard, in the folder `_resume`. All calls block.
 
 Readers never mistake a piece for a part: they skip the folder, and its metadata names more rows than it has.
 """
@@ -25,7 +25,7 @@ class PieceLost(StoreError):
 def store_piece(
     store_for: StoreFor, output_url: str, folder: str, writer: PartWriter, faults: Sequence[str]
 ) -> KeptPiece:
-    """Stores a written piece under new names."""
+    """Stores a piece under new names."""
     name = secrets.token_hex(8)
     files = []
     for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):

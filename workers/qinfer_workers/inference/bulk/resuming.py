@@ -1,7 +1,7 @@
 """Continues interrupted runs of a shard, as `qinfer.jobs.resumption` decides; for the event loop.
 
-Notes are fenced: the queue accepts them only from the shard's owner, and only if the owner has read the latest one. So
-an owner that lost its lease can't record its work.
+Notes are fenced: the queue accepts them only from the shard's owner who has read the latest one. So an owner that lost
+its lease can't record its work.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from qinfer_workers.inference.executor import in_thread
 logger = logging.getLogger(__name__)
 
 Note = Callable[[bytes, bytes, str], Awaitable[bool]]
-"""Replaces the note on a shard and adds a line to the job's log; false = the shard has another owner."""
+"""Replaces the note on a shard and logs a line; false = it has another owner."""
 
 
 class Resuming:
-    """The notes of one run; `bound` identifies the plan and the model (`bound_to`)."""
+    """The notes of one run."""
 
     def __init__(self, lease: Lease, shard: Shard, bound: str, noted: bytes) -> None:
         self.note: Note
@@ -53,7 +53,7 @@ class Resuming:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Descriptions of unreadable inputs among the kept rows."""
+        """Unreadable inputs among the kept rows."""
         return tuple(fault for piece in self.known.pieces for fault in piece.faults)
 
     async def next_step(self) -> RowSpan | None:
@@ -73,11 +73,11 @@ class Resuming:
         return step
 
     async def finish_step(self, take: Callable[[], KeptPiece | None]) -> None:
-        """Keeps the scored rows of the whole step."""
+        """Keeps the step's scored rows."""
         await self._finish(self._store_step(take))
 
     async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:
-        """Keeps the scored rows of a step before the shard is released."""
+        """Keeps a step's scored rows before the shard is released."""
         if self._work is not None and not self._work.done():
             await self._work
         if self._step is not None:
@@ -89,12 +89,12 @@ class Resuming:
             logger.info("shard interrupted", extra={"rows_kept": known.done, "rows": self.rows})
 
     async def let_go(self) -> None:
-        """Removes the mark of a step that ended without a death."""
+        """Removes the mark of a step without a death."""
         if self._step is not None and self.known.begun is not None:
             await self._put(self.known.broken_off(self._step, None, has_scored=False))
 
     async def discard_kept(self) -> None:
-        """Drops the kept rows, since a piece is gone."""
+        """Drops the kept rows."""
         await self._put(self.known.forgotten())
 
     async def _store_step(self, take: Callable[[], KeptPiece | None]) -> None:
@@ -109,7 +109,7 @@ class Resuming:
         self._step = None
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work that continues when its caller is cancelled; `broken_off` waits for it."""
+        """Continues when its caller is cancelled; `broken_off` waits for it."""
         self._work = asyncio.ensure_future(work)
         await asyncio.shield(self._work)
 

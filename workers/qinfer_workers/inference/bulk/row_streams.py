@@ -1,4 +1,4 @@
-"""The responses of a decoupled model to the rows of a bulk batch: each row is a request with any number of them."""
+"""A decoupled model's responses to a bulk batch: each row is a request with any number of them."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, InferRequest, Response
 from qinfer.errors import Cancelled, DeadlineExceeded, OutputMismatch, PayloadTooLarge, QinferError
 from qinfer.tensors import Tensor, to_numpy
 
-_LOOK_S = 0.5  # between two checks whether the shard is stopped
+_LOOK_S = 0.5  # between checks whether the shard is stopped
 
 
 class StreamBounds(NamedTuple):
@@ -35,7 +35,7 @@ class _RowStream:
 
 
 class RowStreams:
-    """The `Context` of a decoupled model's bulk batch; an item is a row. Thread-safe."""
+    """The `Context` of a decoupled bulk batch; an item is a row. Thread-safe."""
 
     def __init__(
         self, rows: int, bounds: StreamBounds, problem: Callable[[Sequence[Tensor]], str | None], calls: Context
@@ -62,13 +62,13 @@ class RowStreams:
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Stores a response without waiting."""
+        """Stores a response."""
         self.offer(item, outputs, final=final, parameters=parameters)
 
     def offer(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Stores a response; an error ends its row, even if it is not final."""
+        """Stores a response; an error ends its row, even if not final."""
         del parameters
         row = self._rows[item]
         with self._changed:
@@ -84,11 +84,11 @@ class RowStreams:
                 raise Cancelled(row.error.message)
 
     def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Refuses, since a row is executed once."""
+        """Refuses: a row is executed once."""
         self._calls.reschedule(item, states)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Registers a callback for when the row is abandoned."""
+        """Calls back when the row is abandoned."""
         with self._changed:
             self._callbacks[item] = callback
 
@@ -101,11 +101,11 @@ class RowStreams:
         return self._calls.call(request)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        """Runs another model with any number of responses."""
+        """Runs another decoupled model."""
         return self._calls.stream(request)
 
     def wait(self, progress: Callable[[], None]) -> None:
-        """Waits for the final response of each row; late rows fail."""
+        """Waits for final responses; late rows fail."""
         with self._changed:
             while any(row.is_open for row in self._rows):
                 if self._calls.cancelled(0):
@@ -126,7 +126,7 @@ class RowStreams:
             callback(0)
 
     def outputs(self, names: Sequence[str], *, is_batched: bool) -> dict[str, Array]:
-        """Returns each output as `[rows]` of tuples with an array per response."""
+        """Returns outputs as `[rows]` of tuples with an array per response."""
         arrays = {}
         for name in names:
             arrays[name] = np.empty(len(self._rows), object)
@@ -136,7 +136,7 @@ class RowStreams:
         return arrays
 
     def errors(self) -> dict[int, QinferError]:
-        """Returns the errors of failed rows, by position in the batch."""
+        """Returns errors by position in the batch."""
         return {number: row.error for number, row in enumerate(self._rows) if row.error is not None}
 
     def _add_response(self, row: _RowStream, outputs: Answer) -> None:
@@ -152,7 +152,7 @@ class RowStreams:
         elif outputs and (problem := self._problem(outputs)) is not None:
             row.error = OutputMismatch(problem)
         elif outputs:
-            # Copied, since it may be memory of the model's process, which waits for its return.
+            # Copied: it may be memory of the model's process, which waits for the return.
             row.responses.append({tensor.name: np.array(to_numpy(tensor)) for tensor in outputs})
 
     def _give_up(self) -> None:

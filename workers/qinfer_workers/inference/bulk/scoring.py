@@ -1,7 +1,7 @@
 """Executes slices of a shard on a model instance; a failing row does not cost other rows their outputs.
 
-A batch that raises is halved repeatedly, down to the rows that fail alone (`batching.halves` does the same for
-requests). With a decoupled model, each row is a request of the batch, with the outputs of all its responses.
+A batch that raises is halved repeatedly, down to the rows that fail alone. With a decoupled model, each row is a
+request of the batch.
 """
 
 import logging
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXECUTION_FAILED = "execution_failed"
-"""The `error_code` of rows on which the model raised."""
+"""The `error_code` of rows whose execution failed."""
 
 _OWN_WORK = 0.2
-"""A thread that works for a smaller share of the time waits for a device or another process."""
+"""A thread that works a smaller share of the time waits for a device or another process."""
 
 _LATER = (Overloaded, DeliveryError, Cancelled)
-"""Errors of the server's state; they put the shard off."""
+"""Errors of the server put the shard off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Purpose:
 
 
 class Scorer:
-    """Scores the slices of one shard, from several instance threads."""
+    """Scores a shard's slices, from several instance threads."""
 
     def __init__(self, purpose: Purpose, chunks: Chunks) -> None:
         self.chunks = chunks
@@ -95,7 +95,7 @@ class Scorer:
             outputs, failed = self._execute(instance, part, watch)
         except _LATER as error:
             self._stop(error)
-        except OutputMismatch as error:  # not the fault of a single row
+        except OutputMismatch as error:  # not a row's fault
             self.chunks.fail(part, error.code.value, error.message)
         except QinferError as error:
             self._handle_failure(part, error)
@@ -168,7 +168,7 @@ class Scorer:
         return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
     def _settle_slice(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
-        """Stores a slice's outputs; rows that failed beside others run again alone."""
+        """Rows that failed beside others run again alone."""
         start = 0
         for place in (*sorted(failed), part.rows):
             if start < place:
@@ -205,7 +205,7 @@ class Scorer:
 
 
 class Executions:
-    """Counts the executions of one shard; thread-safe."""
+    """Counts a shard's executions; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -214,7 +214,7 @@ class Executions:
         self._began_ns = self._ended_ns = 0
 
     def add(self, rows: int, laps_ns: Sequence[int], now_s: float) -> None:
-        """Counts an execution; the laps are of inputs, model and outputs."""
+        """Counts an execution with laps of inputs, model and outputs."""
         input_ns, infer_ns, output_ns = laps_ns
         ended_ns, whole_ns = time.perf_counter_ns(), input_ns + infer_ns + output_ns
         with self._lock:
@@ -224,7 +224,7 @@ class Executions:
             self._ended_ns = ended_ns
 
     def drain(self) -> dict[str, int]:
-        """Returns the statistics since the last drain."""
+        """Returns the statistics since the last call."""
         with self._lock:
             counted = {JOB_ROWS_SCORED: self._rows, JOB_SCORING_NS: self._ended_ns - self._began_ns}
             self._rows, self._began_ns = 0, self._ended_ns
@@ -249,21 +249,21 @@ class DeviceStopwatch:
         self._lap_ns, self._lap_worked_s = now_ns, worked_s
 
     def seconds(self) -> float:
-        """Returns the running time, after the laps of inputs and model."""
+        """Returns the running time, after two laps."""
         if self._worked_laps_s[1] > _OWN_WORK * self.laps_ns[1] / 1e9:
             return time.thread_time() - self._worked_s
         return time.perf_counter() - self._began_s
 
 
 class BorrowedInstance:
-    """An instance lent to a shard for one turn (`ThreadExecutor.lend`)."""
+    """An instance lent to a shard for one turn."""
 
     def __init__(self, scorer: Scorer, turn: Turn) -> None:
         self._scorer = scorer
         self._turn = turn
 
     def run(self, instance: Backend) -> None:
-        """Scores slices until the turn is over, or no slice is left."""
+        """Scores slices until the turn or the slices end."""
         chunks = self._scorer.chunks
         chunks.add_consumer()
         watch = DeviceStopwatch()
@@ -279,7 +279,7 @@ class BorrowedInstance:
 
 
 class _BulkContext(OneResponse):
-    """The `Context` of a bulk batch, an item with many rows."""
+    """An item has many rows."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.answer: Answer | None = None

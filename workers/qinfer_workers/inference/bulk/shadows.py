@@ -1,8 +1,8 @@
-"""Shadows of a worker: copies of requests that another target has answered, executed while a device is idle.
+"""Shadows of a worker: copies of answered requests, executed while a device is idle.
 
-They wait in the shadow lane of their model version, which is read only while an endpoint declares it a shadow. They
-execute like bulk batches, in turns of the arbiter (`arbiter.py`), of at most `bulk.batch_ms`, and never together with
-online requests. Shadows of dead workers are dropped.
+They wait in their model version's shadow lane, which is read only while an endpoint declares it a shadow. They execute
+in turns of the arbiter, of at most `bulk.batch_ms`, and never together with online requests. Shadows of dead workers
+are dropped.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ Key = tuple[str, int]
 
 
 class ShadowLoops:
-    """The shadow loops of a worker, started and stopped with its models; for the event loop."""
+    """A worker's shadow loops; for the event loop."""
 
     def __init__(
         self, context: ShardContext, batch_s: float, endpoints: EndpointStore, publisher: Publisher, intake: LeaseIntake
@@ -52,7 +52,7 @@ class ShadowLoops:
         self._loops: dict[Key, ShadowLoop] = {}
 
     async def follow_declarations(self) -> None:
-        """Follows the endpoints' declarations of shadows until cancelled."""
+        """Follows the endpoints' declarations until cancelled."""
         outage = OutageLog(logger, "declarations of shadows not read", "declarations of shadows are read again")
         while True:
             try:
@@ -68,7 +68,7 @@ class ShadowLoops:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def serve(self, batcher: JobBatcher, arbiter: DeviceArbiter, tasks: asyncio.TaskGroup) -> None:
-        """Executes a model version's shadows from now on, if it supports them."""
+        """Executes a version's shadows from now on."""
         spec, key = batcher.model.spec, (batcher.model.spec.name, batcher.model.version)
         if not isinstance(batcher, Batcher) or why_no_shadow(spec) or self.context.hurry.is_set():
             return
@@ -81,14 +81,14 @@ class ShadowLoops:
             loop.task = tasks.create_task(loop.run())
 
     async def retire(self, batcher: JobBatcher) -> None:
-        """Releases a model version's shadows, and fetches no more."""
+        """Releases a version's shadows, and fetches no more."""
         loop = self._loops.pop((batcher.model.spec.name, batcher.model.version), None)
         if loop is not None:
             await _cancel_loops([loop])
             await self.queue.close_reader([loop.lane])
 
     async def pause_shadows(self) -> None:
-        """Releases waiting shadows and waits for executing ones, until `serve`."""
+        """Releases waiting shadows and ends executing ones, until `serve`."""
         await _cancel_loops(self._loops.values())
 
     def tasks(self) -> "list[asyncio.Task[None]]":
@@ -100,7 +100,7 @@ class ShadowLoops:
 
 
 class ShadowLoop:
-    """The shadow loop of a model version; without a task it is paused.
+    """A version's shadow loop; without a task it is paused.
 
     `is_open` is set while an endpoint declares the version as a shadow.
     """
@@ -118,14 +118,14 @@ class ShadowLoop:
         self._outage = OutageLog(logger, "no shadows fetched", "shadows are fetched again")
 
     async def run(self) -> None:
-        """Serves until cancelled; then releases waiting shadows."""
+        """Serves until cancelled, then releases waiting shadows."""
         try:
             while True:
                 await self.is_open.wait()
                 try:
                     await self._step()
                     self._outage.over()
-                except QinferError as error:  # an outage or a refusal of the broker; either may pass
+                except QinferError as error:  # an outage or a refusal, which may pass
                     self._outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
         finally:
@@ -205,7 +205,7 @@ class ShadowLoop:
         return has_room and item.key == first.key and not (item.alone or first.alone)
 
     async def _lend(self, execution: Execution, responder: Responder) -> None:
-        """Executes on an instance and waits for it, even if cancelled, unless `hurry` is set."""
+        """Waits for the execution, even if cancelled, unless `hurry` is set."""
         batcher, executor = self._batcher, self._batcher.model.executor
         assert isinstance(executor, ThreadExecutor), "all models with lanes have thread executors"
         back = asyncio.get_running_loop().create_future()

@@ -38,20 +38,20 @@ from qinfer_workers.inference.bulk.pieces import fetched, store_piece
 from qinfer_workers.inference.bulk.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
-"""The prefix of files of parts that are not committed yet."""
+"""Prefix of files of uncommitted parts."""
 
 MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
 )
 
 DEADLY = "the row kills workers: two of them died, or passed the execution limit, while it was executed alone"
-"""The `error_message` of rows that kill workers."""
+"""The `error_message` of deadly rows."""
 
 _FIRST_ROWS = 256
 _MOST_ROWS = 65_536
 _MOST_SHARED_ROWS = 8192
 _STREAMED_ROWS = 64
-"""Rows of a decoupled model that are read together; few, since their responses may be large."""
+"""Few, since a decoupled model's responses may be large."""
 _STREAMED_SHARE = 16
 _GROWTH = 8
 _COMMITS = 5
@@ -72,7 +72,7 @@ class TooManyFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTask:
-    """A shard to score; `model_hash` is that of the files here, `max_errors` the job's limit (-1 = none)."""
+    """A shard to score; `model_hash` is of the files here, `max_errors` the job's limit (-1 = none)."""
 
     job_id: str
     spec: JobSpec
@@ -105,8 +105,8 @@ class ScoringTask:
 class ShardFiles:
     """Reads and writes the files of a task.
 
-    `faults` describe unreadable inputs that the job skips. `on_delay` is called in a thread when the commit is delayed.
-    `keeps` saves the scored rows of stopped chunks for `take_piece`.
+    `on_delay` is called in a thread when the commit is delayed. `keeps` saves the scored rows of stopped chunks for
+    `take_piece`.
     """
 
     def __init__(self, task: ScoringTask) -> None:
@@ -126,7 +126,7 @@ class ShardFiles:
         return ShardOutcome(shard.index, rows, rows, error)
 
     def existing(self) -> ShardOutcome | None:
-        """Returns the outcome of a whole part that was committed before."""
+        """Returns the outcome of a part that is already committed."""
         task = self._task
         try:
             info = validate_part(
@@ -142,14 +142,14 @@ class ShardFiles:
         return ShardOutcome(task.shard.index, info.rows, info.errors)
 
     def read(self, chunks: Chunks) -> None:
-        """Reads all rows into chunks, until these are stopped."""
+        """Reads all rows into chunks, unless stopped."""
         task = self._task
         task.outputs.check(task.url)  # before rows are scored in vain
         if task.model_hash != task.head.model_hash:
             raise Conflict(MODEL_CHANGED.format(model=task.model.name))
         schema = decode_schema(task.head.schema)
         urls = [part.url for part in task.shard.ranges]
-        # First, since it checks all names.
+        # first, since it checks all names
         self._outputs = OutputColumns(task.spec, task.model, typed(schema), urls)
         inputs = InputColumns(task.spec, task.model, typed(schema))
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
@@ -194,7 +194,7 @@ class ShardFiles:
         writer = self._new_writer(self._outputs)
         try:
             self._write_all(writer, first, chunks)
-            # An exception in a store's driver may keep this frame alive for long.
+            # a driver's exception may keep this frame alive for long
             del first
             is_stopped, is_whole = chunks.is_stopped, self.step == (0, self._task.shard.rows, False)
             if self.keeps if is_stopped else not is_whole:
@@ -228,7 +228,7 @@ class ShardFiles:
             chunk = chunks.next_scored()
 
     def take_piece(self, chunks: Chunks) -> KeptPiece | None:
-        """Stores the step's scored rows as a piece; waits for the store unless the chunks are stopped."""
+        """Stores the scored rows as a piece; waits for the store unless stopped."""
         task, writer, self._piece = self._task, self._piece, None
         if writer is None:
             return None
@@ -250,7 +250,7 @@ class ShardFiles:
             writer.abort()
 
     def join(self, pieces: Sequence[KeptPiece], chunks: Chunks) -> ShardOutcome | None:
-        """Makes the part from its pieces and commits it, unless the chunks are stopped."""
+        """Joins the pieces into the part and commits it."""
         task = self._task
         schema = typed(decode_schema(task.head.schema))
         writer = self._new_writer(
@@ -265,7 +265,7 @@ class ShardFiles:
             writer.abort()
 
     def forget_pieces(self) -> None:
-        """Deletes the shard's pieces; the end of the job deletes the rest."""
+        """Deletes the shard's pieces."""
         url = url_of(self._task.spec.output.url, self._pieces)
         with suppress(QinferError):
             self._task.outputs(url).delete_folder(url)
@@ -306,13 +306,13 @@ class ShardFiles:
 
 
 def streamed_bytes(read_bytes: int) -> int:
-    """Returns the limit of a decoupled model's responses to one row."""
-    # A chunk's responses become one array of lists with 32-bit offsets.
+    """Returns the limit of responses to a row."""
+    # a chunk's responses become one array with 32-bit offsets
     return min(read_bytes // _STREAMED_SHARE, 2**31 // _STREAMED_ROWS)
 
 
 def clear_spool(folder: Path, older_than_at: float) -> None:
-    """Deletes old files of dead workers."""
+    """Deletes files of dead workers."""
     with suppress(OSError):
         for path in folder.glob(f"{SPOOL_PREFIX}*"):
             with suppress(OSError):
@@ -335,7 +335,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Beside online requests, admits one thread of this process, which takes a core."""
+    """Beside online requests, admits one thread, which takes a core."""
     if not chunks.is_shared:
         yield
         return

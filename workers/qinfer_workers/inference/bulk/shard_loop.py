@@ -1,7 +1,7 @@
 """The shard loop of a model version fetches shards; a shard task takes each one to its end.
 
-One shard is scored at a time. The next is fetched just before the end, to read its first rows meanwhile; it begins
-while the previous part is still being committed. Other shards are left to idle workers.
+One shard is scored at a time. The next is fetched just before the end, and begins while the previous part is still
+being committed. Other shards are left to idle workers.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALLED_S = 1800.0
-"""A shard without progress goes to another worker after this time, which also limits a batch and an upload."""
+"""A shard without progress goes to another worker after this; also limits a batch and an upload."""
 
 WANTED_EVERY_S = 2.0
-"""The interval of progress reports to the job."""
+"""Interval of reports to the job."""
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -41,7 +41,7 @@ _RETRY_S = 0.5
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 30.0
 _LEFT_TO_OTHERS_S = 5.0
-"""The longest rest in the lane, since other workers may be able to run the shard."""
+"""The longest rest in the lane; other workers may run the shard."""
 
 T = TypeVar("T")
 
@@ -50,14 +50,14 @@ class JobRests:
     """Jobs whose shards could not be run here rest for a while.
 
     A rest doubles from a second to half a minute, and is never shorter than the last attempt, so that other jobs get as
-    much of the model's time.
+    much time.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._delayed: Counter[str] = Counter()
         self._jobs: dict[str, tuple[float, int]] = {}
-        """Job → the end of its rest, and how often in a row its shards could not be run."""
+        """Job → the end of its rest, and failures in a row."""
 
     def left_s(self, job_id: str) -> float:
         """Returns how long a job still rests."""
@@ -66,26 +66,26 @@ class JobRests:
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
 
     def begin_rest(self, job_id: str, tried_s: float) -> None:
-        """Begins a rest after a failed attempt."""
+        """Begins a rest."""
         now_s = self._now_s()
         self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
         count = self._jobs.get(job_id, (0.0, 0))[1] + 1
         self._jobs[job_id] = now_s + max(pause_s(count, _FIRST_REST_S, _LAST_REST_S), tried_s), count
 
     def delay(self, job_id: str, count: int) -> None:
-        """Adds to a job's number of delayed commits."""
+        """Counts delayed commits of a job."""
         self._delayed += Counter({job_id: count})  # drops counts that are not positive
 
     def end_rest(self, job_id: str) -> None:
-        """Ends a job's rests, after one of its shards was run."""
+        """Ends a job's rests."""
         self._jobs.pop(job_id, None)
 
 
 class ShardTask:
     """One lease on a shard, taken to its end: run and finished, or dropped, buried, released.
 
-    Each end is one step in the queue, retried during an outage while the lease holds. `free` is set when the next shard
-    may begin, `left` when this one has ended or its part waits for its store.
+    Each end is one step in the queue, retried while the lease holds. `free` is set when the next shard may begin,
+    `left` when this one has ended or its part waits for its store.
     """
 
     def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:
@@ -101,7 +101,7 @@ class ShardTask:
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
     async def run(self) -> None:
-        """Takes the shard to its end; cancelled, it releases the shard with an unchanged delivery count."""
+        """Runs to the end; cancelled, it releases the shard with an unchanged delivery count."""
         self._context.keeper.hold([self._held])
         about = {"entry_id": self._lease.entry.entry_id}
         try:
@@ -110,7 +110,7 @@ class ShardTask:
             if self._shard_run is None or not self._shard_run.is_stuck:
                 await self._release()
             raise
-        except QinferError as error:  # refused by the broker: the lease will expire
+        except QinferError as error:  # refused: the lease will expire
             logger.error("shard not finished", extra={**about, "reason": error.message})
         finally:
             self._context.keeper.drop([self._held])
@@ -295,7 +295,7 @@ class ShardTask:
 
 
 class ShardLoop:
-    """The shard loop of a model version, idle unless `is_open` is set; cancelling `run` releases its shards."""
+    """Idle unless `is_open` is set; cancelling `run` releases its shards."""
 
     def __init__(self, context: ShardContext, lanes: Sequence[Lane], make_run: MakeRun, is_open: asyncio.Event) -> None:
         self._context = context
@@ -317,7 +317,7 @@ class ShardLoop:
                 try:
                     await self._step()
                     self._outage.over()
-                except QinferError as error:  # an outage or a refusal of the broker; either may pass
+                except QinferError as error:  # an outage or a refusal, which may pass
                     self._outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
         finally:
@@ -333,7 +333,7 @@ class ShardLoop:
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + context.lease_s / 2
             if leases := await self._reclaim():
-                # They stay suspects while this waits for all slots to be free.
+                # They stay suspects while this waits for all slots.
                 await context.delivery.release(leases)
                 await self._run_suspect()
                 return
@@ -357,7 +357,7 @@ class ShardLoop:
         return [lease for lease in leases if not context.keeper.holds(lease.entry)]
 
     async def _start_shard(self, lease: Lease) -> None:
-        """Runs a held shard; returns just before it is scored, once the previous one has ended."""
+        """Returns just before the shard is scored, once the previous one has ended."""
         shard = ShardTask(self._context, lease, self._make_run, self._rests)
         before = list(self._shards)
         self._shards.add(shard)
@@ -371,12 +371,12 @@ class ShardLoop:
     async def _run_task(self, shard: ShardTask) -> None:
         try:
             await shard.run()
-        except Exception:  # the loop boundary: the lease will expire, and count as an execution
+        except Exception:  # the lease will expire, and count as an execution
             logger.exception("shard task failed")
         finally:
             self._shards.discard(shard)
             self._context.slots.free_slot()
-        # It holds the run. While shards follow one another, they reuse the memory.
+        # It holds the run; shards in a row reuse the memory.
         del shard
         if self._context.slots.is_empty:
             await _release_memory()

@@ -1,4 +1,4 @@
-"""Runs one shard: rows are read ahead and parts written behind, while the model's instances score the rows between.
+"""Runs one shard: rows are read ahead and parts written behind.
 
     read thread ─▶ chunks ─▶ instance threads, turn after turn ─▶ chunks ─▶ write thread ─▶ commit
 
@@ -38,24 +38,24 @@ from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor, 
 logger = logging.getLogger(__name__)
 
 WAITS_S = 30.0
-"""A shard waits this long for the previous one before it goes to other workers."""
+"""A shard waits this long for the previous one before others get it."""
 
 MODEL_LOADS_WITHIN_S = 600.0
-"""So long after a job's start, the planned model may still be loading."""
+"""After a job's start, the planned model may load for this long."""
 
 KEEPS_WITHIN_S = 120.0
-"""The time limit for storing scored rows when the shard is handed back."""
+"""The limit for storing scored rows of a released shard."""
 
 _BROKEN = "the shard could not be run; the worker's log says why"
 
-# its own threads would take cores from online requests
+# more threads would take cores from online requests
 pa.set_cpu_count(1)
 
 
 class ShardRun:
     """The run of a shard; `free` is set when the next shard may begin.
 
-    `is_stuck` = an execution did not end after a cancellation; `on_delay` is called when the commit is delayed.
+    `is_stuck` = an execution did not end after a cancellation.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShardRun:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
-        self._patience: asyncio.Timeout | None = None  # while it waits for the previous shard
+        self._patience: asyncio.Timeout | None = None  # waits for the previous shard
         self._files = files
         self._purpose = purpose
         self._served = served
@@ -87,16 +87,16 @@ class ShardRun:
 
     @property
     def rows_scored(self) -> int:
-        """The number of rows with an output or an error."""
+        """Rows with an output or an error."""
         return self.resuming.known.done + self._chunks.rows_scored
 
     def statistics(self) -> dict[str, int]:
-        """Returns the statistics of executions since the last call."""
+        """Returns the statistics since the last call."""
         return self._scorer.executions.drain()
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Descriptions of unreadable inputs that the job skips."""
+        """Unreadable inputs that the job skips."""
         return tuple(dict.fromkeys((*self.resuming.faults, *self._files.faults)))
 
     def stop(self) -> None:
@@ -196,7 +196,7 @@ class ShardRun:
             raise
         finally:
             if not all(part.done() for part in parts):
-                self._stop_scoring()  # the threads end when they see it, and commit nothing any more
+                self._stop_scoring()  # the threads end, and commit nothing any more
                 await _stopped(scoring)
         for part in parts:
             if part.done() and not part.cancelled() and (error := part.exception()) is not None:
@@ -206,7 +206,7 @@ class ShardRun:
         return await writing
 
     async def _rest(self) -> ShardOutcome | None:
-        """Keeps the scored rows, unless `hurry` is set; returns the outcome of a running commit."""
+        """Keeps scored rows unless `hurry` is set; returns a running commit's outcome."""
         keeping = asyncio.ensure_future(self._keep_progress())
         hurry = asyncio.ensure_future(self._served.hurry.wait())
         await asyncio.wait((keeping, hurry), timeout=KEEPS_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -259,7 +259,7 @@ class ShardRun:
             line.release()
 
     async def _lend(self, turn: Turn) -> None:
-        """Lets every instance score during the turn; cancelled, it waits unless `hurry` is set."""
+        """Lets every instance score; cancelled, it waits unless `hurry` is set."""
         executor, batcher = self._ensemble or self._executor(self._purpose.model), self._served.batcher
         left = executor.count
         back = asyncio.get_running_loop().create_future()
@@ -294,8 +294,8 @@ class ShardRun:
 
 
 async def release_memory() -> None:
-    """Returns memory of ended shards to the system, within milliseconds; without it, a worker grows."""
-    # In the main thread: only there mimalloc reclaims the memory of ended threads.
+    """Returns memory of ended shards to the system; without it, a worker grows."""
+    # only in the main thread mimalloc reclaims the memory of ended threads
     pa.default_memory_pool().release_unused()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
         await in_thread("bulk-trim", lambda: trim(0))
@@ -304,7 +304,7 @@ async def release_memory() -> None:
 async def make_run(
     served: ScoredVersion, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> ShardRun:
-    """Makes the run of a shard; `PutOff` if this worker can't read the job, or lacks the planned model."""
+    """Makes a shard's run; `PutOff` if this worker can't read or score it."""
     try:
         spec, head, grant = decode_spec(record.spec), decode_plan_head(record.head), granted(record, served.stores)
     except QinferError as error:
@@ -314,7 +314,7 @@ async def make_run(
     if model.spec.steps:
         ensemble, model_hash = await _ensemble_of(served, model, head), head.model_hash
         model = replace(model, spec=ensemble.spec)
-    # A job of an earlier qinfer fails in the end, since nothing tells whether its model will be back.
+    # of an earlier qinfer: fails in the end, since nothing tells whether its model will be back
     is_patient = is_executed(head.model_hash) or served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S
     if head.model_hash != model_hash and is_patient:
         raise PutOff("this worker has not loaded the model that the job was planned with")

@@ -1,7 +1,7 @@
-"""The shard service of a worker runs a shard loop for each model version that the worker serves.
+"""The shard loops of a worker, one for each model version.
 
-Without bulk jobs, all loops together cost one short command four times a second, and pyarrow is not imported; a worker
-without pyarrow takes no shards.
+Without bulk jobs, they cost one short command four times a second, and pyarrow is not imported; a worker without
+pyarrow takes no shards.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
 
 _LEFT_S = 86400.0
-"""Files in the spool folder that are unchanged for this long are of a dead worker."""
+"""Spool files unchanged for this long are of a dead worker."""
 
 Key = tuple[str, int]
 
 
 class ShardService:
-    """The shard loops of a worker, started and stopped with its models; for the event loop."""
+    """A worker's shard loops, started and stopped with its models; for the event loop."""
 
     def __init__(self, settings: Settings, delivery: Queue, keeper: LeaseKeeper, worker_id: str) -> None:
         self._settings = settings.bulk
@@ -74,7 +74,7 @@ class ShardService:
     def start(
         self, tasks: asyncio.TaskGroup, ensembles: EnsembleParts, spans: Spans | None = None
     ) -> "asyncio.Task[None]":
-        """Starts looking for jobs; returns the task, to be cancelled."""
+        """Looks for jobs in a task, to be cancelled."""
         self._tasks, self._ensembles = tasks, ensembles
         self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._follow_jobs())
@@ -82,7 +82,7 @@ class ShardService:
     def start_shadows(
         self, endpoints: EndpointStore, publisher: Publisher, intake: LeaseIntake
     ) -> "asyncio.Task[None]":
-        """Starts looking for shadows; returns the task, to be cancelled."""
+        """Looks for shadows in a task, to be cancelled."""
         self._shadows = ShadowLoops(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
         return self._tasks.create_task(self._shadows.follow_declarations())
 
@@ -109,7 +109,7 @@ class ShardService:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:
-        """Imports the dependencies of bulk jobs; false = one is not installed."""
+        """False = a dependency is not installed."""
         try:
             import qinfer_workers.inference.bulk.shard_run  # noqa: F401  here, in a thread of its own
             from qinfer_workers.inference.bulk.shard_files import clear_spool
@@ -120,7 +120,7 @@ class ShardService:
         return True
 
     def serve(self, batcher: JobBatcher, loaded: LoadedVersion) -> None:
-        """Takes shards of a model version, or of its new generation, from now on."""
+        """Takes a version's shards from now on."""
         self._arbiter.place(batcher, loaded.devices)
         key = (loaded.spec.name, loaded.version)
         known = self._served.get(key)
@@ -151,7 +151,7 @@ class ShardService:
             self._shadows.serve(served.batcher, self._arbiter, self._tasks)
 
     async def retire(self, batcher: JobBatcher) -> None:
-        """Releases a model version's shards and shadows, and fetches no more."""
+        """Releases a version's shards and shadows, and fetches no more."""
         if self._shadows is not None:
             await self._shadows.retire(batcher)
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
@@ -175,7 +175,7 @@ class ShardService:
             self._serve_shadows(served)
 
     def hurry(self) -> None:
-        """Stops waiting for executions, which count as executed."""
+        """Stops waiting for executions, which count."""
         self._context.hurry.set()
 
     def loops(self) -> "list[asyncio.Task[None]]":
