@@ -1,6 +1,6 @@
 """The rate limiter of a worker: carries out the decisions of `qinfer.batching.rate_limiter` (Triton's `--rate-limit`).
 
-    executors ── wait, ended ──▶ Ledger ── decide ──▶ Instance.granted ──▶ executors
+    executors ── wait, ended ──▶ Ledger ── decide ──▶ LimitedInstance.granted ──▶ executors
                                     │ missing, idle         ▲
                                     └──────▶ SharedUnits ───┘ exchanges global units in Redis
 

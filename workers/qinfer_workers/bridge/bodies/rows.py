@@ -41,7 +41,7 @@ _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 
 
 def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
-    """Checks that a body decompresses to at most `max_bytes`; pyarrow's error for damaged data."""
+    """Checks that a body decompresses to at most `max_bytes`; raises pyarrow's error for damaged data."""
     total = 0
     try:
         for number, message in enumerate(_of_file(body) if is_file else _of_stream(body)):

@@ -142,7 +142,7 @@ class _Link:
 
 
 class AmqpSource(_Link):
-    """`Source` over AMQP."""
+    """`MessageSource` over AMQP."""
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         super().__init__(client)
@@ -155,14 +155,14 @@ class AmqpSource(_Link):
         self._attach_reader(FrameReader(self._channel.channel_id, epoch, self._connection.on_inbound_frame))
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
-        """Implements `Source.receive`."""
+        """Implements `MessageSource.receive`."""
         if self._acks.waits:
             timeout_s = min(timeout_s, _ACK_PATIENCE_S)
             self._acknowledge([])
         return self._receive_messages(timeout_s)
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Implements `Source.acknowledge`."""
+        """Implements `MessageSource.acknowledge`."""
         self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class AmqpSource(_Link):
 
 
 class AmqpSink(_Link):
-    """`Sink` over AMQP, with publisher confirms."""
+    """`MessageSink` over AMQP, with publisher confirms."""
 
     def __init__(self, client: Connection, queues: Sequence[str], exchange: str = "") -> None:
         super().__init__(client)
@@ -199,7 +199,7 @@ class AmqpSink(_Link):
         )
 
     def send(self, messages: Sequence[Outgoing]) -> None:
-        """Implements `Sink.send`."""
+        """Implements `MessageSink.send`."""
         channel_id, longest = self._channel.channel_id, self._connection.frame_max
         pieces: list[bytes] = []
         size = 0
@@ -220,7 +220,7 @@ class AmqpSink(_Link):
             self._send_bytes(b"".join(pieces))
 
     def wait_settled(self, timeout_s: float) -> SettledMessages:
-        """Implements `Sink.settle`."""
+        """Implements `MessageSink.wait_settled`."""
         try:
             self._receive_messages(0.0 if self._refused else timeout_s)
         except ChannelError as error:  # such as a too large message

@@ -56,7 +56,7 @@ class MessageSink(Protocol):
         ...
 
     def wake(self) -> None:
-        """Ends a `settle` soon; for other threads."""
+        """Ends a `wait_settled` soon; for other threads."""
         ...
 
     def close(self) -> None:

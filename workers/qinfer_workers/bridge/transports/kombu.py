@@ -163,7 +163,7 @@ class KombuSink:
                 self._refused.append(message)
 
     def wait_settled(self, timeout_s: float) -> SettledMessages:
-        """Implements `MessageSink.settle`."""
+        """Implements `MessageSink.wait_settled`."""
         settled = SettledMessages(self._taken, self._refused)
         if not any(settled):
             if self._broken is not None:

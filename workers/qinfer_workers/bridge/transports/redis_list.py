@@ -97,7 +97,7 @@ class ListSource:
         self._lease_script = self._redis.register_script(_LEASE)
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
-        """Implements `Source.receive`."""
+        """Implements `MessageSource.receive`."""
         self._renew()
         if len(self._outstanding) >= self._prefetch or self._outstanding_bytes >= MAX_BYTES_IN_HAND:
             self._awake.wait(timeout_s)
@@ -114,7 +114,7 @@ class ListSource:
         return found
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Implements `Source.acknowledge`."""
+        """Implements `MessageSource.acknowledge`."""
         done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
         if done:
             # no transaction: a full Redis refuses it; a leftover lease is harmless

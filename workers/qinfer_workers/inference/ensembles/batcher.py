@@ -1,6 +1,6 @@
 """The requests of an ensemble in a worker, with the interface of a `Batcher`; only the steps' models execute.
 
-    admit ─▶ Runs ─▶ steps of other models … ─▶ answered, together with others of this turn ─▶ outlet.answer
+    add_items ─▶ Runs ─▶ steps of other models … ─▶ answers of one loop turn ─▶ outlet.publish_responses
 
 Number and bytes of held requests are bounded. Steps of nested ensembles are steps of the outer one, so that no request
 waits for another's place.

@@ -4,7 +4,7 @@
 
 Each response of a decoupled step becomes a `Branch` that goes through the steps behind it:
 
-    branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ Responses.send, in the order of the step's responses
+    branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ EnsembleResponses.send, in the step's order
 
 A response is taken when its branch has left, so that the step's window bounds the responses here.
 """

@@ -1,6 +1,6 @@
 """The requests of an ensemble version that are in progress in a worker.
 
-    begin ─▶ Run ─▶ … ─▶ answered, with the response; without one if decoupled: a stream has sent the responses
+    start_run ─▶ EnsembleRun ─▶ … ─▶ answered, with the response; none if decoupled: a stream has sent them
 
 Their owner publishes the responses.
 """

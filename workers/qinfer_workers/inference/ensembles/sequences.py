@@ -1,6 +1,6 @@
 """The sequences of a stateful ensemble in a worker, with the interface of a `SequenceBatcher`.
 
-    adopt, admit ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
+    adopt, add_step ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
 
 A step is a step of each stateful model, with the same correlation id. The ensemble's state is the number of steps that
 each model has got: a step repeated after a crash has the same numbers, and gets the committed responses.

@@ -1,6 +1,6 @@
 """The responses of a decoupled ensemble to one request, as a stream of the worker.
 
-    Run ─▶ send ─▶ Stream ─▶ StreamOutlet … the caller takes ─▶ Run.go_on
+    EnsembleRun ─▶ send ─▶ ItemStream ─▶ StreamOutlet … the caller takes ─▶ EnsembleRun.go_on
 
 The loop can't wait for room: the run keeps what does not fit, and is called again.
 """
