@@ -22,9 +22,9 @@ TIMEOUT_S = 300.0
 
 
 class GatewayClient(Client):
-    """A client without retries and proxies, with the environment's API key and certificate authorities.
+    """A client without retries and proxies, with the environment's key and certificate authorities.
 
-    `verify` is off only for a gateway that the program has started.
+    `verify` is off only for a gateway that the program started.
     """
 
     def __init__(self, url: str, *, verify: bool = True, timeout_s: float = TIMEOUT_S) -> None:

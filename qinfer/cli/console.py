@@ -39,11 +39,11 @@ COMPLETION_TIMEOUT_S = 0.3
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DEFAULT_URL = ""
-"""The nearest `qinfer up`'s gateway, else the one at the usual port."""
+"""The nearest `qinfer up`'s gateway, else the usual port."""
 
 
 def gateway_url(url: str = DEFAULT_URL) -> str:
-    """Returns the URL of a command's gateway: the given one, else the nearest `qinfer up`'s, else port 8000."""
+    """Returns the given gateway URL, else the nearest `qinfer up`'s, else port 8000."""
     if url:
         return url
     from qinfer.cli.local import runfile
@@ -86,14 +86,11 @@ _WORDS = (
     ("Input should be", "expected"),
 )
 _CommandError: Any = typer.BadParameter.__mro__[2]
-"""click's error of wrong usage; some versions of typer bring their own click."""
+"""click's usage error; some versions of typer bring their own click."""
 
 
 def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Returns the model names that begin with the typed text; typer's callback.
-
-    A cluster or Sentinels would take too long.
-    """
+    """Returns names of models for completion; none for a slow cluster or Sentinels."""
     try:
         from redis import Redis
         from redis.backoff import NoBackoff
@@ -115,7 +112,7 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
         }
         with Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts) as client:
             names = sorted(name.decode() for name in client.hgetall(keys.desired()))
-    # Completion shows no errors.
+    # completion shows no errors
     except Exception:  # noqa: BLE001
         return []
     return [name for name in names if name.startswith(incomplete)]
@@ -152,10 +149,9 @@ class Commands(typer.Typer):
 
 
 class ErrorsAsText(TyperGroup):
-    """Turns each error of a command into one red line and an exit code; a traceback is a bug.
+    """Turns errors into one red line and an exit code; a traceback is a bug.
 
-    With `--json` the error is also printed as JSON. Without extras, only the client's packages are installed: errors
-    name the extra.
+    `--json` prints them as JSON, too. A missing package is reported with its extra.
     """
 
     def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
@@ -194,7 +190,7 @@ def _with_remedy(error: QinferError) -> str:
 
 
 def in_words(message: str) -> str:
-    """Returns a message about a wrong option without pydantic's wording."""
+    """Returns a message without pydantic's wording."""
     for theirs, ours in _WORDS:
         message = message.replace(theirs, ours)
     return message
@@ -210,7 +206,7 @@ def exit_code(error: QinferError) -> int:
 
 
 def fail(message: str, code: str, status: int, *, as_json: bool, is_shown: bool = False) -> int:
-    """Prints an error, unless it was shown, and with `as_json` also on stdout; returns the exit code."""
+    """Prints an error, once, with `as_json` on stdout, too; returns the exit code."""
     if not is_shown:
         print_error(message)
     if as_json:
@@ -230,7 +226,7 @@ def print_json(value: object) -> None:
     """Prints a value as one line of strict JSON, unbuffered."""
     import msgspec
 
-    # Only msgspec's encoder writes null for NaN and infinities.
+    # only msgspec's encoder writes NaN and infinities as null
     print(json.dumps(msgspec.json.decode(msgspec.json.encode(value))), flush=True)
 
 

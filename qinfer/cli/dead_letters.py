@@ -155,7 +155,7 @@ def _run_operation(
 
 
 async def _all_ids(letters: DeadLetters, model: str) -> list[str]:
-    """Returns all ids first, so that a letter that fails again is replayed only once."""
+    """Returns all ids first: a letter that fails again is replayed once."""
     ids: list[str] = []
     while page := await letters.list(model, after=ids[-1] if ids else "", count=_PAGE):
         ids += [letter.id for letter in page]
@@ -205,7 +205,7 @@ def _written(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for number, tensor in enumerate(tensors):
-            # A name in a request must not become a path.
+            # must not become a path
             stem = f"{number}-{_UNSAFE.sub('_', tensor.name)[:100]}"
             paths.append(str(_write_tensor(directory / stem, tensor)))
         for name, data in (files or {}).items():
@@ -217,7 +217,7 @@ def _written(
 
 
 def _write_tensor(stem: Path, tensor: Tensor) -> Path:
-    """Writes a tensor as .npy; as raw bytes if it is BYTES, or damaged."""
+    """BYTES, or damaged data, become raw bytes."""
     try:
         array = to_numpy(tensor)
     except RequestError:

@@ -157,7 +157,6 @@ def bench(
 
 
 def _ask_once(client: "GatewayClient", asked: RepeatedCall, *, streaming: bool, is_stateful: bool) -> None:
-    """Sends one request first, to fail early."""
     if streaming:
         for _ in client.infer_stream(**asked):
             pass

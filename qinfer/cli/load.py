@@ -1,6 +1,6 @@
-"""The load generator of `qinfer bench`: keep-alive connections that send one prepared request over and over.
+"""The load generator of `qinfer bench`: keep-alive connections that repeat one prepared request.
 
-A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure.
+A minimal HTTP/1.1 client: general ones cost more than the server that they measure.
 
     Connection           the same request over and over
     StreamConnection     the same, answered by a stream
@@ -62,8 +62,9 @@ class LoadTarget:
 class LoadReport:
     """The result of a load test.
 
-    `errors` counts answers other than 200 and lost connections. `first_s` (streams) and `sequences_ended` are `None`
-    for other requests; `between_s` are times between responses.
+    `errors` counts answers other than 200 and lost connections. `first_s` (streams) and `sequences_ended` may be
+    `None`;
+    `between_s` are times between responses.
     """
 
     concurrency: int
@@ -157,7 +158,7 @@ def mean_batch(before: tuple[float, float], after: tuple[float, float]) -> float
 
 
 class LoadConnection(asyncio.Protocol):
-    """Sends the request, waits for its answer, sends it again; until `stopping` or an error."""
+    """Sends a request, waits for its answer, repeats; until `stopping` or an error."""
 
     def __init__(self, request: bytes, report: LoadReport, ended: Callable[["LoadConnection"], None]) -> None:
         self._request = request
@@ -196,7 +197,7 @@ class LoadConnection(asyncio.Protocol):
             self._on_response()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Reports the end of the connection, an error unless stopped."""
+        """Reports the end, an error unless stopped."""
         if not self.stopping:
             self._report.failed(f"connection lost: {exc or 'closed by the server'}")
         self._ended(self)
@@ -206,7 +207,7 @@ class LoadConnection(asyncio.Protocol):
         self.stopping = True
 
     def abort(self) -> None:
-        """Ends the connection now; a missing answer is an error."""
+        """Ends now; a missing answer is an error."""
         self._report.failed("no answer at the end of the test")
         self.stopping = True
         self._transport.abort()
@@ -232,7 +233,7 @@ class LoadConnection(asyncio.Protocol):
 
 
 class StreamConnection(LoadConnection):
-    """Measures streamed responses, which are server-sent events (`/v1/…/infer_stream`)."""
+    """Measures streamed responses (`/v1/…/infer_stream`)."""
 
     def __init__(self, request: bytes, report: LoadReport, ended: Callable[[LoadConnection], None]) -> None:
         super().__init__(request, report, ended)
@@ -271,7 +272,7 @@ class StreamConnection(LoadConnection):
 
 
 class StepRequests:
-    """The requests of sequences, with ids from a random one, so that concurrent loads use others."""
+    """The requests of sequences; the first id is random, because loads may be concurrent."""
 
     def __init__(self, encode: Callable[[Mapping[str, Scalar]], bytes], per_sequence: int) -> None:
         self.encode = encode
@@ -297,7 +298,7 @@ class SequenceConnection(LoadConnection):
         self._is_last = False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Reports the end of the connection, and of its sequence."""
+        """Reports the end of connection and sequence."""
         self._report.sequences_lost += self._number > 0
         super().connection_lost(exc)
 
@@ -329,7 +330,7 @@ class SequenceConnection(LoadConnection):
 
 
 MakeConnection = Callable[[LoadReport, Callable[[LoadConnection], None]], LoadConnection]
-"""Makes a connection with its report, and the function to call at its end."""
+"""Gets the report, and the function to call at the end."""
 
 
 async def _load(target: LoadTarget, concurrency: int, duration_s: float, make: MakeConnection) -> LoadReport:

@@ -29,7 +29,6 @@ from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 
 LOOK_S = 1.0
-"""Time between two reads of the state."""
 
 
 class PinRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +43,7 @@ class PinRow(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     """A model version over all workers.
 
-    `version` is 0 if the model can't be loaded, `state` the best on any worker. A `pending` version is loading or
-    unreported.
+    `version` is 0 if it can't be loaded, `state` the best one, `pending` = loading or unreported.
     """
 
     name: str
@@ -57,10 +55,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShareRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of some tenants in a lane.
-
-    `part` is theirs of the fetched entries while all tenants wait.
-    """
+    """Tenants' share of a lane; `part` is theirs of fetched entries while all wait."""
 
     tenants: tuple[str, ...]
     weight: int
@@ -81,10 +76,7 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a model version (`qinfer.models.work.VersionWork`).
-
-    `rows` are those of requests and `bulk_rows`; `work_s` is one worker's time for all.
-    """
+    """The work of a model version; `rows` are those of requests, `work_s` is one worker's time for all."""
 
     model: str
     version: int
@@ -128,10 +120,7 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A load, warm-up or execution of more than a second.
-
-    `since` is in Redis' time. It is late after half of `limit_s`, or 300 s.
-    """
+    """An execution or load of over a second, late after half of `limit_s` or 300 s; `since` is in Redis' time."""
 
     model: str
     version: int
@@ -146,8 +135,8 @@ class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker.
 
-    `state` is `ready`, `loading`, `draining`, or `trouble` after a failed load. `clock_offset_s` is Redis' time minus
-    the worker's.
+    `state` is `ready`, `loading`, `draining`, or `trouble` after a failed load. `clock_offset_s` = Redis' time minus
+    its own.
     """
 
     id: str
@@ -165,7 +154,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `qinfer status`; processes have names such as `qinfer-bulk-7@host`."""
+    """The content of `qinfer status`."""
 
     models: tuple[ModelRow, ...]
     lanes: tuple[LaneRow, ...]
@@ -178,7 +167,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def redis_settings(url: str, data_dir: Path) -> RedisSettings:
-    """Returns the settings of the Redis at `url`, else of the `qinfer up` running in `data_dir`."""
+    """Returns the settings of the Redis at `url`, else of `data_dir`'s `qinfer up`."""
     settings = load_settings().redis
     if not url:
         run = runfile.nearest(data_dir)
@@ -203,12 +192,12 @@ def with_url(settings: RedisSettings, url: str) -> RedisSettings:
 
 
 def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Overview:
-    """Connects and reads an overview, without workers up for more than `max_up_s`."""
+    """Reads an overview, without workers up for more than `max_up_s`."""
     return asyncio.run(_overview(settings, max_up_s))
 
 
 def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_empty: bool) -> list[SyncedModel]:
-    """Writes the repositories' content as the desired state (`qinfer.models.sync.sync`)."""
+    """Makes the repositories' content the desired state."""
     return asyncio.run(
         _sync(settings, repository, partial(sync, min_workers=repository.min_workers, may_empty=may_empty))
     )
@@ -223,7 +212,7 @@ class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_wait(settings: RedisSettings, synced: Sequence[SyncedModel], timeout_s: float) -> list[WaitedModel]:
-    """Waits until all synced models are ready or failed, or for the timeout."""
+    """Waits until synced models are ready or failed, or for the timeout."""
     return asyncio.run(_wait(settings, [model.model for model in synced if not model.removed], timeout_s))
 
 
@@ -264,7 +253,7 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
 
 
 def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator[ModelRow]:
-    """Yields a row for each version; version 0 if the model can't be loaded."""
+    """Yields a row for each version; 0 = can't be loaded."""
     if status.error or not status.versions:
         reason = status.error or "it has no version"
         yield ModelRow(name=status.model, version=0, state=State.UNAVAILABLE, reason=reason)
@@ -286,7 +275,7 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
 def _with_pins(
     rows: Sequence[ModelRow], pins: Sequence[Pin], now_s: float, why_gone: Callable[[Pin], str]
 ) -> list[ModelRow]:
-    """Adds pins to rows, and rows for pinned versions; with the reason if a pin can't be kept."""
+    """Adds pins to rows, rows for pinned versions, and why a pin can't be kept."""
     pinned: dict[tuple[str, int], list[PinRow]] = {}
     lost: dict[tuple[str, int], str] = {}
     for pin in pins:
@@ -327,7 +316,7 @@ async def _lane_rows(work: Sequence[VersionWork], delivery: Queue) -> tuple[Lane
 
 
 def share_rows(shares: Sequence[Share]) -> tuple[ShareRow, ...]:
-    """Returns the tenants' shares of a lane, the largest first."""
+    """Returns tenants' shares of a lane, largest first."""
     owned = sorted((share for share in shares if share.tenants), key=lambda share: -share.entries)
     weights = sum(share.weight for share in owned)
     return tuple(
@@ -397,7 +386,6 @@ async def _wait(settings: RedisSettings, names: Sequence[str], timeout_s: float)
             left_s = ends_s - time.monotonic()
             if left_s <= 0 or all(model.progress is not LoadProgress.WAITING for model in found):
                 return found
-            # workers wake it
             await store.wait(min(LOOK_S, left_s))
 
 

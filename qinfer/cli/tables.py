@@ -1,4 +1,4 @@
-"""Terminal views: models, lanes and workers as tables, and `OverviewWatch`, which refreshes one until Ctrl-C."""
+"""Terminal views: models, lanes and workers as tables, refreshed by `OverviewWatch`."""
 
 import logging
 import sys
@@ -19,9 +19,9 @@ from qinfer.errors import QinferError
 from qinfer.models.sync import SyncedModel
 
 _MAX_HOLDERS = 3
-"""Holders of pins shown for a version; JSON has all."""
+"""JSON has all."""
 _NAMED = 3
-"""Tenants named for a share; JSON has all."""
+"""JSON has all."""
 NO_WORKER = "no live worker: requests wait in their lanes"
 NO_GATEWAY = "no live gateway: requests can't be sent"
 
@@ -123,7 +123,7 @@ def queues_tables(lanes: Sequence[LaneRow], work: Sequence[WorkRow]) -> Renderab
 
 
 def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) -> RenderableType:
-    """Returns the workers with all data, and the bulk workers."""
+    """Returns the workers and the bulk workers."""
     parts: list[RenderableType] = []
     if workers:
         parts.append(_workers_table(workers, is_whole=True))
@@ -141,7 +141,7 @@ def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) ->
 
 
 def reasons(models: Iterable[ModelRow]) -> list[ModelRow]:
-    """Returns the models that are not READY for a reason."""
+    """Returns the reasons of models that are not READY."""
     return [model for model in models if model.reason]
 
 
@@ -176,7 +176,7 @@ def _age(lane_or_work: LaneRow | WorkRow, count: int) -> str:
 
 
 def _work(row: WorkRow | None) -> tuple[str, str]:
-    """Returns rows and seconds of work, with a ? if the speed is assumed."""
+    """A ? marks an assumed speed."""
     if row is None or not row.rows:
         return "-", "-"
     return f"{row.rows:,}", duration(row.work_s) if row.rows_per_s else f"{duration(row.work_s)}?"
@@ -241,14 +241,13 @@ def _workers_table(workers: Iterable[WorkerRow], *, is_whole: bool = False) -> T
 
 
 def _long(workers: Iterable[WorkerRow]) -> Iterator[Text]:
-    """Yields long executions, late ones in colour."""
     for worker in workers:
         for one in worker.long:
             yield Text(f"{worker.id}: {one.text}", style="red" if one.is_late else "")
 
 
 class OverviewWatch:
-    """Shows the overview repeatedly until Ctrl-C: in place on a terminal, else block after block."""
+    """Shows the overview until Ctrl-C: in place on a terminal, else block after block."""
 
     def __init__(self, read: Callable[[], Overview], interval_s: float) -> None:
         self._read = read
@@ -270,7 +269,7 @@ class OverviewWatch:
                     self._repeat(lambda: live.update(self.block(), refresh=True))
 
     def block(self) -> RenderableType:
-        """Returns the view; after an error, the last value and the error."""
+        """Returns the view, or the last one with an error."""
         now = time.strftime("%H:%M:%S")
         try:
             self._last, self._problem, self._failing_since = self._read(), "", ""
@@ -300,7 +299,6 @@ class OverviewWatch:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Disables logs, which would disturb the view."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

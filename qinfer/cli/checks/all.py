@@ -49,9 +49,9 @@ class _Workers(NamedTuple):
 
 
 def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load: bool = True) -> list[Finding]:
-    """Runs all checks, blocking for seconds; returns the findings, without secrets.
+    """Runs all checks, blocking for seconds; findings have no secrets.
 
-    Defaults are the running `qinfer up`'s Redis, or else the settings. `load` loads the backends' runtimes.
+    Defaults are the running `qinfer up`'s Redis, else the settings. `load` loads the backends' runtimes.
     """
     findings = [*examine_installation()]
     try:
@@ -252,7 +252,7 @@ _TIMEOUT_S = 3.0
 
 
 def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Yields a problem if another project's `qinfer` is installed beside qinfer-ml."""
+    """Yields a problem if another project's `qinfer` is installed, too."""
     where = sys.path if path is None else list(path)
     for other in distributions(name="qinfer", path=where):
         if any(file.parts[:1] == ("qinfer",) for file in other.files or ()):
@@ -423,7 +423,7 @@ def _store(subject: str, url: str) -> Finding:
 
 
 def _within(work: Callable[[], T]) -> T:
-    """Runs blocking work in a thread, which is abandoned after a time limit."""
+    """After a time limit, the thread is abandoned."""
     threads = ThreadPoolExecutor(1, thread_name_prefix="doctor")
     try:
         return threads.submit(work).result(_LIMIT_S)

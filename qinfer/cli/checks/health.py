@@ -1,6 +1,6 @@
-"""The checks of `qinfer healthcheck`, with few imports, because they run every few seconds in each container.
+"""The checks of `qinfer healthcheck`, with few imports, because they run every few seconds.
 
-Liveness never depends on Redis: a restart of a program does not bring Redis back.
+Liveness never depends on Redis: restarts do not bring it back.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
 
 
 def program_health(program: str, redis: str, data_dir: Path, *, ready: bool, timeout_s: float) -> Health:
-    """Checks that `WORKER`, `BULK`, `BEAT` or `BRIDGE` on this host sends heartbeats, or reports its liveness.
+    """Checks that a program on this host sends heartbeats, or reports its liveness.
 
     `ready` also checks that Redis is reachable, and a worker's models loaded.
     """
@@ -77,10 +77,7 @@ def program_health(program: str, redis: str, data_dir: Path, *, ready: bool, tim
 
 
 def judge(workers: Sequence[WorkerRecord], host: str, *, ready: bool, strict: bool) -> Health:
-    """Judges by heartbeats whether a worker on a host is healthy; pure.
-
-    `ready` requires loaded models; with `strict`, also those that failed to load.
-    """
+    """Judges a host's worker by heartbeats; pure. `ready` requires loaded models, `strict` also those that failed."""
     here = [worker for worker in workers if worker.host == host]
     if not here:
         return Health(False, f"no worker on host {host} sends heartbeats; {len(workers)} on other hosts do")

@@ -62,7 +62,7 @@ def command_names() -> set[str]:
 
 
 def _commands(scratch: str) -> Iterator[Words]:
-    """Yields the programs' commands; each uses the result of earlier ones."""
+    """Each command uses the result of earlier ones."""
     text, other, table, row, ranks, group, stream = _scratch_keys(scratch)
     yield from (("PING",), ("TIME",), ("CLIENT UNBLOCK", 0), ("INFO", "replication"))
     yield from (("SET", text, "1", "PX", 60_000), ("GET", text), ("EXISTS", text), ("STRLEN", text), ("TYPE", text))
@@ -92,7 +92,6 @@ def _scratch_keys(scratch: str) -> tuple[str, ...]:
 
 
 def _places(nonce: str) -> Iterator[Words]:
-    """Yields a harmless write to every key of no model."""
     yield from (
         ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
     )
@@ -128,7 +127,7 @@ def _grant(name: str, command: str | int) -> str:
 
 
 def _may(client: Any, words: Words) -> bool:
-    """Returns whether a command is allowed, even if it fails."""
+    """Returns whether it is allowed, even if it fails."""
     if isinstance(client, redis.RedisCluster) and words[0] in _OF_CLIENT:
         # a connected client may use these
         return True

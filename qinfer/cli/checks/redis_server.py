@@ -14,7 +14,7 @@ from qinfer.queue.nodes import failed_files, memory_share, replicas_of
 
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0
-"""Object stores refuse requests signed with a clock that is this wrong."""
+"""Object stores refuse clocks this wrong."""
 
 _MEMORY_WARNING, _MEMORY_PROBLEM = 0.8, 0.95
 _CLIENTS_WARNING = 0.8
@@ -31,10 +31,9 @@ _IN_FILE = "and put it into redis.conf"
 
 
 class NodeReport(NamedTuple):
-    """The state of a node, by INFO and CONFIG GET; empty if these are forbidden.
+    """The state of a node; empty parts are forbidden to this user.
 
-    `offset_s` is the node's clock minus this machine's; `is_private` = it belongs to `qinfer up`; `at` is a prefix of
-    texts.
+    `offset_s` is the node's clock minus this machine's; `is_private` = of `qinfer up`; `at` is a prefix of texts.
     """
 
     place: str
@@ -160,7 +159,7 @@ def _policy(node: NodeReport, policy: str) -> Finding:
 
 
 def _durability(node: NodeReport, settings: RedisSettings) -> Finding:
-    """Judges the append-only file as `qinfer.queue.durability` does at a program's start."""
+    """Judges as `qinfer.queue.durability` does."""
     subject = "durability"
     keeps, syncs = node.config.get("appendonly"), node.config.get("appendfsync")
     text = f"{node.at}appendonly {keeps}, appendfsync {syncs}; QINFER_REDIS__DURABILITY={settings.durability}"
@@ -258,4 +257,3 @@ def _size(count: int) -> str:
 
 
 ERRORS: tuple[type[Exception], ...] = (RedisError, RedisClusterException, OSError)
-"""The errors of a connection to Redis."""

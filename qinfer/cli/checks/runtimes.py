@@ -17,10 +17,7 @@ _LIMIT_S = 90.0
 
 
 class Runtime(NamedTuple):
-    """The runtime of a backend.
-
-    `packages` may contain the module; `devices` is a Python expression for the usable devices.
-    """
+    """A backend's runtime; `packages` may contain the module, `devices` is a Python expression."""
 
     module: str
     packages: tuple[str, ...]

@@ -23,7 +23,7 @@ from qinfer.labeling.rules import wanted_outputs
 
 _STDOUT = ("-", "/dev/stdout")
 _MAX_UNFIT = 100
-"""If none of these first rows fits, the mapping is wrong."""
+"""If none of these rows fits, the mapping is wrong."""
 
 
 class AnnotationFormat(NamedTuple):
@@ -40,7 +40,7 @@ class AnnotationFormat(NamedTuple):
 
 
 class RowReport:
-    """Counts of written and omitted rows: `failed` in the job, or `unfit` for the mapping."""
+    """Counts of written and omitted rows: `failed` ones, or `unfit` for the mapping."""
 
     def __init__(self) -> None:
         self.written = self.failed = self.unfit = 0
@@ -52,7 +52,7 @@ class RowReport:
         self.first = self.first or f"row {row.number}: {why}"
 
     def left_out(self) -> str:
-        """Returns a text about omitted rows, if any."""
+        """Returns a text about any omitted rows."""
         if not (self.failed or self.unfit):
             return ""
         return (
@@ -62,7 +62,7 @@ class RowReport:
 
 
 def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[str, str]:
-    """Returns the fields of tasks: the given ones, else all columns that tools can show."""
+    """Returns the given fields, else all columns that tools can show."""
     if not given:
         return {name: name for name in rows.fields(wanted_outputs(labels.results))}
     fields: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _task(row: Row, key: str | int, chosen: AnnotationFormat, version: str) -> T
 
 
 def _sorted(scored: Iterable[tuple[float, bytes]], spool: BinaryIO, limit: int) -> Iterator[tuple[float, bytes]]:
-    """Sorts by confidence: lines go to disk, 16 bytes of each stay in memory."""
+    """Lines go to disk; 16 bytes of each stay in memory."""
     scores, ends = array("d"), array("Q", [0])
     try:
         for score, line in scored:

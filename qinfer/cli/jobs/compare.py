@@ -188,7 +188,6 @@ def beside(location: str) -> str:
     fixed = re.split(r"[*\[]", location, maxsplit=1)[0]
     folder, slash, _ = fixed.rstrip("/").rpartition("/") if fixed == location else fixed.rpartition("/")
     if "**" in location:
-        # The pattern has all files within.
         folder, slash, _ = folder.rpartition("/")
     return f"{folder}{slash}_compare"
 
@@ -230,7 +229,7 @@ def _scored(
     folder: str,
     options: "JobOptions",
 ) -> list["JobStatus"]:
-    """Scores the inputs by both targets; cancels the jobs after an error or a signal."""
+    """Cancels the jobs after an error or a signal."""
     jobs: list[Job] = []
     done: list[JobStatus] = []
     with StopSignals(wanted=True) as stop:

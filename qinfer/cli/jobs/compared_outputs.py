@@ -14,10 +14,7 @@ from qinfer.traffic.differences import Rule, Sample, Samples, Summary, compared
 
 
 class OutputDifferences(msgspec.Struct, frozen=True, kw_only=True):
-    """The differences of an output over rows that both targets scored.
-
-    `unmeasured` rows have no distance: one target alone has a NaN, or the shapes differ.
-    """
+    """The differences of an output over rows that both scored; `unmeasured` = one NaN, or other shapes."""
 
     output: str
     by: str
@@ -32,8 +29,8 @@ class OutputDifferences(msgspec.Struct, frozen=True, kw_only=True):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The differences of two targets.
 
-    `differing` are rows in which an output does not agree, or that one target alone could not score; `differ` = more
-    than allowed. `others` are outputs of one target only.
+    `differing` rows disagree, or only one target scored them; `differ` = more than allowed. `others` are outputs of one
+    target.
     """
 
     stable: str
@@ -49,10 +46,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputComparison:
-    """Compares the outputs of two jobs.
-
-    `rules[""]` is for outputs without a rule. `redact` keeps no values.
-    """
+    """Compares two jobs' outputs; `rules[""]` is the default, `redact` keeps no values."""
 
     def __init__(self, outputs: Sequence[str], rules: Mapping[str, Rule], show: int, *, redact: bool) -> None:
         self._rules = {name: rules.get(name, rules[""]) for name in outputs}
@@ -111,7 +105,7 @@ class OutputComparison:
 def _side_by_side(
     first: Iterator[pa.RecordBatch], second: Iterator[pa.RecordBatch]
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Yields the same rows of two outputs, whose parts may have other sizes."""
+    """The parts of two outputs may have other sizes."""
     one = other = None
     while True:
         one = one if one is not None and one.num_rows else next(first, None)

@@ -25,7 +25,7 @@ SUBMIT_EXAMPLE = (
 _MOST_PRUNED = 10_000
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _WIDE = 110
-"""Terminal width from which speeds and URLs are shown."""
+"""Width from which speeds and URLs are shown."""
 _MODEL_WIDTH = 16
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
@@ -341,7 +341,7 @@ def _estimated(estimate: "JobEstimate") -> str:
 
 
 def job_options(given: Mapping[str, Any]) -> "JobOptions":
-    """Returns the options of a job; those without a value are left to the server."""
+    """Returns a job's options; the server sets missing ones."""
     if given["resume"] and not given["job_id"]:
         raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
     if given["cancel_on_exit"] and not given["wait"]:
@@ -497,7 +497,6 @@ def prune_jobs(
 
 
 def _age(text: str) -> timedelta:
-    """Reads an age such as `30d`."""
     number, unit = text[:-1], _UNITS.get(text[-1:])
     if unit is None or not (number.isascii() and number.isdecimal() and len(number) <= 5):
         raise InvalidRequest(f"--older-than '{text}' can't be read; expected such as 90m, 12h, 30d or 8w")
@@ -628,7 +627,7 @@ def _counts(total: int, done: int, failed: int) -> str:
 
 
 def read_columns(columns: Sequence[str], shapes: Sequence[str], nulls: Sequence[str] = ()) -> dict[str, object]:
-    """Reads `--column`, `--shape` and `--null` into the columns of a job."""
+    """Reads `--column`, `--shape` and `--null`."""
     named = {tensor: text.split(",") for tensor, text in pairs("--column", columns).items()}
     more: dict[str, dict[str, object]] = {}
     for tensor, text in pairs("--shape", shapes).items():
@@ -673,7 +672,7 @@ def _sizes(tensor: str, text: str) -> list[int]:
 
 
 def _parse_value(text: str) -> object:
-    """Reads a value: JSON if possible, such as `0`, `true` or `"0"`, else the text itself."""
+    """Reads JSON such as `0`, `true` or `"0"`, else text."""
     import msgspec
 
     try:

@@ -145,7 +145,6 @@ def _print_report(report: "RowReport", out: str, *, as_json: bool) -> None:
 
 
 def _print_missing(field: str, fields: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Prints the remedy if the tasks lack a field of the mapping."""
     if any(field == name or field.startswith(f"{name}.") for name in fields):
         return
     remedy = f"add --field {field}" if field in columns else f"submit with --passthrough {field}"
@@ -153,7 +152,6 @@ def _print_missing(field: str, fields: Mapping[str, str], columns: Sequence[str]
 
 
 def _folder(job: str, url: str) -> str:
-    """Returns the folder of a job's output."""
     if "://" in job or "/" in job or Path(job).is_dir():
         return job
     from qinfer.cli.client import GatewayClient

@@ -1,4 +1,4 @@
-"""Reads the output of a bulk job in bounded memory: a batch of rows at a time, or a part of text."""
+"""Reads a bulk job's output in bounded memory: a batch of rows, or a part of text, at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ _MICROSECONDS: dict[type[pa.DataType], Callable[[Any], pa.DataType]] = {
     pa.DurationType: lambda _: pa.duration("us"),
     pa.Time64Type: lambda _: pa.time64("us"),
 }
-"""Types that become microseconds, because Python has no nanoseconds."""
+"""Python has no nanoseconds."""
 
 
 class Row(NamedTuple):
@@ -38,7 +38,7 @@ class _StoredPlan(msgspec.Struct):
 
 
 class JobRows:
-    """The rows of a bulk job's output; `partial` accepts a job that ended early."""
+    """The rows of a job's output; `partial` accepts a job that ended early."""
 
     def __init__(self, url: str, *, partial: bool = False) -> None:
         self._url = url
@@ -151,14 +151,14 @@ class JobRows:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Returns whether labeling tools can show a column."""
+    """Returns whether labeling tools can show it."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return not (pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Returns values, with instants in microseconds and replacement characters for invalid UTF-8."""
+    """Instants are in microseconds; invalid UTF-8 gets replacement characters."""
     kind = column.type
     if pa.types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
         column = column.cast(_MICROSECONDS[type(kind)](kind), safe=False)
@@ -173,7 +173,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def stacked(column: pa.Array) -> Array | Sequence[Array]:
-    """Returns an output's values as one array, or row by row if sizes vary."""
+    """Returns values as one array, or row by row if sizes vary."""
     shape, values = [len(column)], column
     while pa.types.is_fixed_size_list(values.type):
         shape.append(values.type.list_size)

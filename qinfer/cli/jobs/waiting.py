@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
 
 BY_SIGNAL = 128
-"""With the signal's number added, this is the exit code."""
+"""Exit code, without the signal's number."""
 
 
 class WaitInterrupted(BaseException):
@@ -25,7 +25,7 @@ class WaitInterrupted(BaseException):
 
 
 class StopSignals:
-    """If `wanted`, turns SIGINT and SIGTERM into `WaitInterrupted`, but not before the job's id is known."""
+    """If `wanted`, turns SIGINT and SIGTERM into `WaitInterrupted` once the job's id is known."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self.wanted = wanted
@@ -42,7 +42,7 @@ class StopSignals:
             signal.signal(each, handler)
 
     def release(self) -> None:
-        """Lets signals interrupt from now on; raises `WaitInterrupted` for an earlier one."""
+        """Lets signals interrupt; raises `WaitInterrupted` for an earlier one."""
         self._keeps = False
         self.check()
 
@@ -59,7 +59,7 @@ class StopSignals:
 
 
 class MissingInputs:
-    """Prints the missing input when it changes, and every `EVERY_S` seconds."""
+    """Prints the missing input at changes, and every `EVERY_S` seconds."""
 
     EVERY_S = 30.0
 
@@ -68,7 +68,7 @@ class MissingInputs:
         self._why, self._said_s = "", 0.0
 
     def __call__(self, why: str, left_s: float) -> None:
-        """Takes the missing input, and the seconds left; raises `WaitInterrupted`."""
+        """Takes the missing input and the seconds left."""
         from qinfer.client.job_progress import duration
 
         self._stop.check()

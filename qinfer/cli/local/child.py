@@ -1,8 +1,8 @@
 """Runs a program as a child of `qinfer up` that ends with it: `python -m qinfer.cli.local.child CPUS MODULE`.
 
-The child's standard input is a pipe that only the supervisor holds. When the supervisor dies, even by SIGKILL, the
-kernel closes it: the program gets SIGTERM and drains, so that no orphan holds the port of the next `qinfer up`.
-(`PR_SET_PDEATHSIG` needs Linux and code between fork and exec, and misses a parent that dies before the call.)
+Only the supervisor holds the pipe that is the child's standard input. When it dies, even by SIGKILL, the kernel closes
+the pipe: the program gets SIGTERM and drains, so that no orphan holds a port. (`PR_SET_PDEATHSIG` needs Linux and code
+between fork and exec, and misses a parent that dies before the call.)
 """
 
 import os
@@ -14,11 +14,11 @@ import threading
 from qinfer.core.processes import protect_process
 
 ORPHAN_DRAIN_S = 60.0
-"""An orphan's drain limit, above the programs' own."""
+"""An orphan's drain limit."""
 
 
 def main() -> None:
-    """Runs the module of the second argument, on the cores in the first one."""
+    """Runs the second argument's module on the first one's cores."""
     protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the program sets a handler
     cpus, sys.argv = sys.argv[1], sys.argv[2:]

@@ -5,7 +5,7 @@
                   ◀── bulk worker (qinfer_workers.jobs)
 
 The gateway stops first, so that requests in flight are answered, then the workers, then Redis. The bulk worker starts
-when the models are loaded. This process imports little; `qinfer.cli.local.preparation` runs in another one.
+when models are loaded. This process imports little; `preparation` runs in another one.
 """
 
 import os
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from qinfer.cli.scaling.scaler import Autoscaler
 
 POLL_S = 0.25
-"""Time between two looks at a start."""
 GATEWAY_POLICY = RestartPolicy(give_up_after=3)
 REDIS_POLICY = RestartPolicy(give_up_after=5)
 WORKER_POLICY = RestartPolicy()
 PORT_WAIT_S = 10.0
-"""Time for the gateway of a killed `qinfer up` to end."""
+"""Time for a killed `qinfer up`'s gateway to end."""
 
 
 def run_deployment(options: UpOptions) -> None:
@@ -77,10 +76,10 @@ class FixedPool:
             self._supervisor.add(worker, WORKER_POLICY, stop_s=self._stop_s)
 
     def step(self) -> None:
-        """Does nothing: the number of workers stays."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Does nothing: the supervisor stops the workers."""
+        """Does nothing: the supervisor stops workers."""
 
 
 WorkerPool = Union[FixedPool, "Autoscaler"]
@@ -101,15 +100,15 @@ class PrivateRedis:
         self.url = self._redis.url
 
     def start(self) -> None:
-        """Starts Redis and waits for its data; a restart keeps the lock on the directory."""
+        """Starts Redis and waits for its data; restarts keep the directory's lock."""
         self._redis.start()
 
     def poll(self) -> int | None:
-        """Returns the exit code, or `None` while Redis is running."""
+        """Returns the exit code; `None` = running."""
         return self._redis.process.poll() if self._redis.process else 0
 
     def terminate(self) -> None:
-        """Ends Redis with its data on disk, and waits for the end."""
+        """Ends Redis with its data on disk; blocking."""
         self._redis.stop()
 
     kill = terminate
@@ -132,10 +131,7 @@ class LocalDeployment:
         self._clock = SystemClock()
 
     def serve(self, redis_url: str, *, after_a_kill: bool = False) -> None:
-        """Starts, waits until ready, serves until a signal asks to stop, drains.
-
-        After a kill, the last gateway may hold the port for a while.
-        """
+        """Starts, waits until ready, serves until a signal, drains."""
         options, supervisor = self._options, self._supervisor
         ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
         launch = self._preparer.write_desired(redis_url, ports)
@@ -159,7 +155,7 @@ class LocalDeployment:
             supervisor.run(pool.step)
             self._messages.say("stopping; accepted requests are answered first")
         finally:
-            # The gateway's last requests may need a new worker.
+            # the last requests may need a new worker
             supervisor.stop([gateway], meanwhile=pool.step)
             pool.close()
             supervisor.stop([*pool.processes, bulk])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qinfer.core.settings import Settings
 
 CHOSEN_PORTS = range(16384, 32768)
-"""Free ports: the kernel gives higher ones to outgoing connections, which could take a gateway's."""
+"""The kernel gives higher ports to outgoing connections."""
 
 _TRIES = 16
 
@@ -30,7 +30,7 @@ a model repository looks like this:
 
 
 def repository_places(path: str) -> list[str]:
-    """Returns a setting's repositories, with absolute directories for children that run elsewhere."""
+    """Returns a setting's repositories, directories made absolute for children."""
     places = [place.strip() for place in path.split(",") if place.strip()]
     return [place if "://" in place else str(Path(place).resolve()) for place in places]
 
@@ -44,7 +44,7 @@ def check_repository(place: str) -> None:
 
 
 class GatewayAddress(NamedTuple):
-    """An address at which the gateway listens (port 0 = any), and its option."""
+    """An address of the gateway (port 0 = any), and its option."""
 
     host: str
     port: int
@@ -63,11 +63,11 @@ def gateway_addresses(settings: "Settings") -> list[GatewayAddress]:
 
 
 def claim_ports(addresses: Sequence[GatewayAddress], try_again: Callable[[], bool]) -> list[int]:
-    """Checks that the gateway can bind its ports, and chooses free ones in place of 0.
+    """Checks that the gateway's ports are free, and chooses those given as 0.
 
     `try_again` may wait for a used port, and returns whether to retry.
     """
-    # Hold all ports, so that each is chosen once; requested ones go first.
+    # hold all until chosen; requested ones first
     with ExitStack() as held:
         chosen: dict[GatewayAddress, int] = {}
         for address in sorted(addresses, key=lambda one: not one.port):
@@ -100,7 +100,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def local_url(host: str, port: int, *, tls: bool = False) -> str:
-    """Returns this machine's URL of a gateway bound to `host`."""
+    """Returns the local URL of a gateway bound to `host`."""
     if host in {"0.0.0.0", "::", ""}:  # noqa: S104  (compared, not bound)
         host = "127.0.0.1"
     scheme = "https" if tls else "http"
@@ -108,10 +108,7 @@ def local_url(host: str, port: int, *, tls: bool = False) -> str:
 
 
 def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
-    """Divides the cores among workers, because a runtime starts a thread for each.
-
-    Empty = no limit, for a single process. More processes than cores share them.
-    """
+    """Divides the cores among workers, because a runtime starts a thread for each; empty = no limit."""
     if processes == 1 or not cpus:
         return [()] * processes
     if processes >= len(cpus):
@@ -121,10 +118,10 @@ def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
 
 
 def usable_cpus() -> list[int]:
-    """Returns the cores that this process may use; empty = unknown."""
+    """Returns this process' cores; empty = unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def child_environment(base: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment with `settings` in place of same-named variables in any case."""
+    """Returns an environment with `settings` in place of same-named variables, in any case."""
     return {name: value for name, value in base.items() if name.upper() not in settings} | dict(settings)

@@ -1,7 +1,4 @@
-"""Messages of `qinfer up` about itself: text, or JSON like that of its programs.
-
-`qinfer.observe.logs` would import the large settings.
-"""
+"""Messages of `qinfer up`: text, or JSON like its programs'."""
 
 import json
 import os
@@ -16,7 +13,7 @@ from rich.text import Text
 
 
 def are_json(arguments: Sequence[str]) -> bool:
-    """Returns whether a possibly wrong command line is a `qinfer up` with JSON messages."""
+    """Returns whether a possibly wrong command line asks for JSON messages."""
     if arguments[:1] != ["up"]:
         return False
     chosen = [os.environ.get("QINFER_LOG__FORMAT", "")]
@@ -40,13 +37,13 @@ class Messages:
         self._console.print(Text(f"qinfer: {line}", style="yellow"))
 
     def show(self, lines: Sequence[str]) -> None:
-        """Shows the summary, whose lines are rich's markup."""
+        """Shows the summary in rich's markup."""
         for line in lines:
-            # A wrapped command can't be pasted.
+            # a wrapped command can't be pasted
             self._console.print(Text.from_markup(line), soft_wrap=True)
 
     def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows the progress of the start during the block; yields a function that changes the text."""
+        """Shows progress during the block; yields a function that changes the text."""
         return _Spinner(self._console, text)
 
 
@@ -78,12 +75,12 @@ class JsonMessages(Messages):
         self._write_event("ERROR", "qinfer up failed", error=message)
 
     def show(self, lines: Sequence[str]) -> None:
-        """Shows the summary, as one line."""
+        """Shows the summary as one line."""
         plain = [" ".join(Text.from_markup(line).plain.split()) for line in lines]
         self._write_event("INFO", "running", summary=[line for line in plain if line])
 
     def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows nothing: a log has no spinner."""
+        """Shows nothing."""
         return nullcontext(lambda _: None)
 
     def _write_event(self, level: str, event: str, **more: object) -> None:

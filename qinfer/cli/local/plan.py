@@ -1,4 +1,4 @@
-"""The options of `qinfer up` and its preparation's results: plain values, sent between processes."""
+"""Options of `qinfer up` and results of its preparation: plain values, sent between processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,8 +50,7 @@ class SupervisionPlan:
 class Launch:
     """The values with which the programs start.
 
-    `variables` are settings, `pass_env` and `model_env` patterns of further variables, for all programs and for model
-    code. `no_bulk` is the reason for no bulk worker.
+    `variables` are settings, `pass_env` and `model_env` patterns of further variables for programs and model code.
     """
 
     url: str
@@ -63,7 +62,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """The state of a start; `pending` model versions are loading or unreported."""
+    """The state of a start; `pending` models are loading or unreported."""
 
     pending: int
     workers: int

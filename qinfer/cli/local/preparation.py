@@ -1,8 +1,4 @@
-"""The preparation of `qinfer up`, and its summary: the settings, the repositories, the first look at Redis and gateway.
-
-It needs redis-py, numpy, httpx and pydantic, and so runs in a process that ends when the models are loaded
-(`qinfer.cli.local.preparer`).
-"""
+"""The preparation of `qinfer up`, and its summary; run by `preparer`, because it imports much."""
 
 import contextlib
 import importlib.util
@@ -37,7 +33,7 @@ _FOR_JOBS = ("celery", "pyarrow")
 
 
 class Preparation:
-    """The part of `qinfer up` that reads settings, and uses Redis and the gateway."""
+    """The part that reads settings, and uses Redis and the gateway."""
 
     def __init__(self, options: UpOptions) -> None:
         settings = load_settings()
@@ -46,7 +42,7 @@ class Preparation:
         self._overview = Overview(models=(), lanes=(), workers=())
 
     def check_settings(self) -> SupervisionPlan:
-        """Checks the settings, and returns those that supervision needs."""
+        """Checks settings; returns those for supervision."""
         settings = self.settings
         for place in settings.repository.path.split(","):
             check_repository(place)
@@ -72,11 +68,11 @@ class Preparation:
         )
 
     def read_progress(self, least: int, up_s: float) -> StartProgress:
-        """Returns the progress of a start `up_s` ago; `least` workers are always running."""
+        """Returns a start's progress after `up_s`; `least` workers always run."""
         # keeps the last overview
         with contextlib.suppress(BrokerUnavailable):
             self._overview = run_overview(self.settings.redis, max_up_s=up_s + 1.0)
-        # No worker reports on the models: those that need none are ready.
+        # No worker reports: models that need none are ready.
         pending = sum(m.pending and (bool(least) or m.state is not State.READY) for m in self._overview.models)
         return StartProgress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
 
@@ -159,7 +155,7 @@ def with_sections(settings: Settings, sections: Sections) -> Settings:
 
 
 def scaling_settings(options: UpOptions, redis_url: str) -> Settings:
-    """Returns the settings of the autoscaler within `qinfer up`."""
+    """Returns the autoscaler's settings."""
     assert options.autoscale is not None
     least, most = options.autoscale
     settings = Preparation(options).settings
@@ -168,7 +164,7 @@ def scaling_settings(options: UpOptions, redis_url: str) -> Settings:
 
 
 def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
-    """Returns the locations that jobs may use: given URLs and directories, and the setting's."""
+    """Returns jobs' locations: given ones, and the setting's."""
     urls = [place if "://" in place else f"file://{Path(place).resolve()}" for place in given]
     try:
         return tuple(dict.fromkeys([*map(normalised, urls), *settings.stores.allow]))
@@ -177,7 +173,7 @@ def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
 
 
 def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
-    """Returns why no bulk worker can run, or the remedy; empty = one can."""
+    """Returns why no bulk worker can run, or the remedy; "" = one can."""
     if not settings.bulk.enabled:
         return "QINFER_BULK__ENABLED is false"
     if not settings.stores.allow:
@@ -192,23 +188,20 @@ def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
 
 
 def jobs_line(settings: Settings, no_worker: str) -> str:
-    """Returns the summary's text about bulk jobs."""
+    """Returns the summary of bulk jobs."""
     return f"off; {no_worker}" if no_worker else f"within {', '.join(settings.stores.allow)}"
 
 
 INLINE_ELEMENTS = 16
-"""Larger example tensors are made by a shell pipe."""
+"""Larger examples use a shell pipe."""
 
 
 def example_line(url: str, model: ModelMetadata, config: Mapping[str, Any]) -> str:
-    """Returns a short shell line that sends zeros to a model.
-
-    A decoupled model's responses are streamed; a stateful model gets a sequence of one step.
-    """
+    """Returns a short shell line that sends zeros to a model; a stateful one gets a one-step sequence."""
     is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
     batching = config.get("sequence_batching", {})
     is_stateful = bool(batching) and not batching.get("iterative_sequence")
-    # JSON can't carry these datatypes.
+    # no JSON form
     if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):
         inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
         options = " --stream" if is_decoupled else ""

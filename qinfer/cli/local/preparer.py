@@ -1,6 +1,6 @@
-"""The process beside `qinfer up` that prepares a start: a `Preparation`, called over a pipe.
+"""The process beside `qinfer up` that runs its `Preparation`, called over a pipe.
 
-Only the end of a process frees its imports, which would make the long-running supervisor five times as large.
+Its imports would make the long-running supervisor five times as large.
 """
 
 import signal
@@ -26,7 +26,7 @@ _BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportErro
 
 
 class _PreparerResult(msgspec.Struct, omit_defaults=True):
-    """The result of a method, or its error; `module` is the one that an `ImportError` misses."""
+    """A method's result or error; `module` is the one that an `ImportError` misses."""
 
     result: Any = None
     error: str = ""
@@ -35,7 +35,6 @@ class _PreparerResult(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def from_error(cls, error: Exception) -> Self:
-        """Returns the answer for an error."""
         args = [each if isinstance(each, int | str | None) else str(each) for each in error.args]
         if isinstance(error, OSError) and error.filename is not None:
             args.append(str(error.filename))
@@ -54,7 +53,7 @@ class _PreparerResult(msgspec.Struct, omit_defaults=True):
 
 
 def _known(kind: type[Exception]) -> str:
-    """Returns the nearest class of an error that the other process knows."""
+    """Returns an error's nearest class known to the other process."""
     return next(each.__name__ for each in kind.__mro__ if each.__name__ in _BUILT_IN or hasattr(errors, each.__name__))
 
 
@@ -115,10 +114,9 @@ class Preparer:
 
 
 def _serve_pipe(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options: UpOptions) -> None:
-    """Answers until the pipe is closed."""
     theirs.close()
     for number in (signal.SIGINT, signal.SIGHUP):
-        # for the supervisor, which ends this process
+        # the supervisor ends this process
         signal.signal(number, signal.SIG_IGN)
     preparation = None
     with suppress(EOFError, ConnectionError):

@@ -1,4 +1,4 @@
-"""`up.json` in a data directory: other commands, and the next `qinfer up`, find a running or killed one by it."""
+"""`up.json` in a data directory: other commands, and the next `qinfer up`, find a `qinfer up` by it."""
 
 import json
 import os
@@ -11,14 +11,14 @@ DATA_DIR = Path(".qinfer")
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """The content of the run file of a `qinfer up`."""
+    """The content of the run file."""
 
     pid: int
     url: str
     redis_url: str
 
     def is_alive(self) -> bool:
-        """Returns whether that process id exists; it may be another program's by now."""
+        """Returns whether that process id exists; maybe as another program."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -29,7 +29,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
 
 def read(data_dir: Path) -> RunFile | None:
-    """Returns the run file; `None` if it does not exist or can't be read."""
+    """Returns the run file; `None` if missing or unreadable."""
     try:
         return msgspec.json.decode((data_dir / NAME).read_bytes(), type=RunFile)
     except (OSError, msgspec.MsgspecError):
@@ -37,7 +37,7 @@ def read(data_dir: Path) -> RunFile | None:
 
 
 def nearest(data_dir: Path = DATA_DIR) -> RunFile | None:
-    """Returns the run file of a running `qinfer up`, in this directory or one above."""
+    """Returns the run file of the `qinfer up` in this directory or above."""
     here = Path.cwd()
     for directory in dict.fromkeys(above / data_dir for above in (here, *here.parents)):
         run = read(directory)

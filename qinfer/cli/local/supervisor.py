@@ -1,8 +1,7 @@
 """A small synchronous supervisor: starts processes, restarts crashed ones, stops them in order.
 
-It sleeps in one `select` on the wake-up socket for signals: SIGCHLD when a process ended, SIGINT and SIGTERM to stop.
-SIGHUP stops it if its terminal was closed; otherwise the processes get it, to read their files again. Decisions about
-restarts (`after_exit`) are pure.
+It sleeps in one `select` on the signals' wake-up socket. SIGHUP stops it if its terminal was closed; otherwise the
+processes get it, to read their files again. Decisions about restarts (`after_exit`) are pure.
 """
 
 import contextlib
@@ -28,15 +27,15 @@ _POKE = b"\0"
 
 
 KILL_MARGIN_S = 5.0
-"""Time beyond a program's own drain limit; then it is killed."""
+"""Time beyond a program's own drain limit, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     """The treatment of a process that ended by itself.
 
-    The delay doubles with each failure in a row, until the process has run for `stable_s`. After `give_up_after`
-    failures (`None` = never), or a hopeless exit code, it is not restarted.
+    The delay doubles with each failure in a row, until `stable_s` without one. After `give_up_after` failures (`None` =
+    never), or a hopeless exit code, it stays down.
     """
 
     first_delay_s: float = 0.5
@@ -55,7 +54,7 @@ class RestartDecision:
 
 
 def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int) -> RestartDecision:
-    """Decides about an ended process; a negative `code` is the signal that killed it."""
+    """Decides about an ended process; negative `code` = killed by that signal."""
     failures = 1 if ran_s >= policy.stable_s else failures + 1
     if policy.give_up_after is not None and (failures >= policy.give_up_after or code in policy.hopeless_codes):
         return RestartDecision(failures, None)
@@ -63,7 +62,7 @@ def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int)
 
 
 def describe_exit(code: int) -> str:
-    """Describes the end: `ended with exit code 3`, `was killed by SIGKILL`."""
+    """Returns `ended with exit code 3`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal_name(-code) or f"signal {-code}"
@@ -84,7 +83,7 @@ class Process(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Returns the exit code (negative = killed by that signal); `None` = running."""
+        """Returns the exit code (negative = signal); `None` = running."""
         ...
 
     def terminate(self) -> None:
@@ -101,7 +100,7 @@ class Process(Protocol):
 
 
 class Program:
-    """A Python module run as a child that ends with its supervisor (`qinfer.cli.local.child`).
+    """A Python module run by `qinfer.cli.local.child`.
 
     Settings go into `env`, because every user can read arguments. Empty `cpus` = all cores.
     """
@@ -118,7 +117,7 @@ class Program:
         return self._popen.pid if self._popen else 0
 
     def start(self) -> None:
-        """Starts the program in its own process group, so that Ctrl-C reaches the supervisor alone."""
+        """Starts the program in its own process group: Ctrl-C reaches only the supervisor."""
         argv, env = self._argv, self._env
         self._popen = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, process_group=0)  # noqa: S603  # our own modules
 
@@ -147,7 +146,7 @@ class Program:
 
 
 class GaveUp(QinferError):
-    """A process without which nothing works failed repeatedly."""
+    """A necessary process failed repeatedly."""
 
 
 @dataclass(slots=True)
@@ -158,18 +157,15 @@ class _SupervisedProcess:
     failures: int = 0
     started_s: float = 0.0
     restart_at_s: float | None = None
-    """Set while the process waits for its restart."""
+    """While it waits for its restart."""
     kill_at_s: float | None = None
-    """Set once the process was dismissed."""
+    """Once dismissed."""
     stopping: bool = False
     ended: bool = False
 
 
 class Supervisor:
-    """Starts, restarts and stops processes; a context manager that owns the signal handlers.
-
-    `say` gets a line about each crash, restart and kill.
-    """
+    """Starts, restarts and stops processes; owns the signal handlers. `say` gets each crash, restart and kill."""
 
     def __init__(self, say: Callable[[str], None], clock: Clock | None = None) -> None:
         self._say = say
@@ -209,7 +205,7 @@ class Supervisor:
         return self._stops_asked > 0
 
     def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
-        """Starts and supervises a process; `stop_s` are between `terminate` and `kill`."""
+        """Supervises a process; `stop_s` are between `terminate` and `kill`."""
         process.start()
         self._children.append(_SupervisedProcess(process, policy, stop_s, started_s=self._clock.monotonic_s()))
 
@@ -242,24 +238,24 @@ class Supervisor:
             self._writer.send(_POKE)
 
     def dismiss(self, process: Process) -> None:
-        """Asks a process to end; `wait` kills it if it takes too long."""
+        """Asks a process to end; `wait` kills a late one."""
         for child in self._children:
             if child.process is process and not child.stopping:
                 child.kill_at_s = self._clock.monotonic_s() + child.stop_s
                 self._ask_to_end(child)
 
     def supervises(self, process: Process) -> bool:
-        """Returns whether a process is running, ending, or waiting for its restart."""
+        """Returns whether a process runs, ends, or waits for its restart."""
         return any(child.process is process and not child.ended for child in self._children)
 
     def run(self, step: Callable[[], None] = lambda: None) -> None:
-        """Supervises the processes until a signal asks to stop, and calls `step` after each `wait`."""
+        """Supervises until a signal asks to stop; calls `step` after each `wait`."""
         while not self.stop_asked:
             self.wait()
             step()
 
     def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Ends processes, killing late ones, or all after a further Ctrl-C; supervises the others meanwhile."""
+        """Ends processes, killing late ones, or all after another Ctrl-C; supervises the others."""
         self._stopping = True
         children = [c for c in self._children if c.process in processes and not c.ended]
         for child in children:
@@ -336,7 +332,6 @@ class Supervisor:
 
 
 def _has_terminal() -> bool:
-    """Returns whether the process has an open terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -345,4 +340,4 @@ def _has_terminal() -> bool:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Does nothing, but lets signals write to the wake-up socket."""
+    """Lets signals write to the wake-up socket."""

@@ -1,7 +1,7 @@
 """A pool of worker processes whose number changes: started, identified by their heartbeats, drained.
 
-Each worker has a *slot* with its share of the cores, computed for the maximum number of workers, so that all are
-equally fast. A draining worker keeps its slot.
+Each worker has a *slot*, even while draining: its share of the cores, for the maximum number of workers, so that all
+are equally fast.
 """
 
 import socket
@@ -13,7 +13,7 @@ from qinfer.models.state import State, WorkerRecord
 
 MODULE = "qinfer_workers.inference"
 _MAX_STARTS = 3
-"""After so many, a crashing worker no longer counts as starting."""
+"""Starts after which a crashing worker no longer counts as starting."""
 
 
 class PoolWorker(Program):
@@ -69,22 +69,22 @@ class ScalingPool:
 
     @property
     def size(self) -> int:
-        """Workers that serve, start, or wait for their restart."""
+        """Workers that serve, start, or wait for a restart."""
         return len(self._here)
 
     @property
     def live(self) -> int:
-        """Workers that are serving."""
+        """Serving workers."""
         return sum(worker.is_ready for worker in self._here)
 
     @property
     def starting(self) -> int:
-        """Workers that are starting."""
+        """Starting workers."""
         return sum(not worker.is_ready and worker.starts <= _MAX_STARTS for worker in self._here)
 
     @property
     def draining(self) -> int:
-        """Workers that finish their last work."""
+        """Draining workers."""
         return len(self._leaving)
 
     @property
@@ -94,7 +94,7 @@ class ScalingPool:
 
     @property
     def restarts(self) -> int:
-        """Restarts of workers that ended by themselves."""
+        """Restarts of crashed workers."""
         return self._gone_restarts + sum(worker.starts - 1 for worker in self._here + self._leaving)
 
     @property
@@ -103,7 +103,7 @@ class ScalingPool:
         return self._gone_kills + sum(worker.kills for worker in self._here + self._leaving)
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
-        """Takes the heartbeats of live workers."""
+        """Takes live workers' heartbeats."""
         host = socket.gethostname()
         # An id is <host>-<pid>-<random>.
         by_start = {record.id.rpartition("-")[0]: record for record in records}
@@ -120,9 +120,9 @@ class ScalingPool:
             self._gone_kills += worker.kills
 
     def resize(self, target: int) -> None:
-        """Starts or drains workers until there are `target`; a slot that still drains starts its worker later.
+        """Starts or drains workers until there are `target`, once slots are free.
 
-        Workers that are not serving leave first, then those that execute least, then the latest.
+        Workers that are not serving leave first, then the least busy, then the latest.
         """
         while self.size > target:
             worker = min(self._here, key=lambda one: (one.is_ready, one.executing, -one.started_s))
@@ -138,6 +138,5 @@ class ScalingPool:
 
 
 def _serves(record: WorkerRecord) -> bool:
-    """Returns whether a worker has loaded its models."""
     states = [version.state for versions in record.models.values() for version in versions.values()]
     return State.LOADING not in states and bool(states)

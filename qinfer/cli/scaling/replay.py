@@ -25,11 +25,11 @@ _FIGURES: Mapping[str, tuple[str, str, Callable[[SimulationOutcome, float], floa
     "turns": ("of them reversals", "{}", lambda of, _: of.turns),
     "left_rows": ("rows left at the end", "{:,}", lambda of, _: of.left),
 }
-"""A measure's name → label, format, and the value for an outcome and a late wait."""
+"""Measure → label, format, value for an outcome and a late wait."""
 
 
 def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *, as_json: bool = False) -> None:
-    """Prints a policy's outcome on the traffic of a record.
+    """Prints a policy's outcome on recorded traffic.
 
     A wait is late after `late_s`; `None` = the target plus a start-up.
     """

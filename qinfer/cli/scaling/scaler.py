@@ -2,9 +2,8 @@
 
     QueueWatch (thread): Redis ──▶ Reading ──▶ decide_share (pure) ──▶ ScalingPool: workers under the supervisor
 
-Autoscalers of the same models share the work: each reads the others' records, decides for all, and does its share.
-While the queue can't be read, running workers are kept. Each decision is logged with its numbers; Redis has the latest
-one.
+Autoscalers of the same models read each other's records; each decides for all, and does its share. While the queue
+can't be read, running workers are kept. Decisions are logged; Redis has the latest.
 """
 
 import asyncio
@@ -49,9 +48,9 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueReading:
-    """The state of the queue and its workers at a monotonic instant.
+    """The state of the queue at a monotonic instant.
 
-    `rows` are those executed so far, `floors` the live workers that models need to be READY.
+    `rows` were executed so far; `floors` are the live workers that models need to be READY.
     """
 
     at_s: float
@@ -72,7 +71,7 @@ class Away:
 
 
 async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock: Clock) -> QueueReading:
-    """Reads an autoscaler's input, about the models of its workers."""
+    """Reads an autoscaler's input."""
     models = await read_work(store, delivery, Jobs(delivery).open_rows)
     work = tuple(one for one in models if is_placed(one.model, globs))
     versions = [(one.model, one.version) for one in work]
@@ -96,7 +95,7 @@ async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock
 class QueueWatch:
     """Reads the queue every few seconds, and publishes the autoscaler's record.
 
-    `on_news` is called in the thread, and must not block.
+    `on_news`, called in the thread, must not block.
     """
 
     def __init__(self, redis: RedisSettings, globs: Sequence[str], every_s: float, on_news: Callable[[], None]) -> None:
@@ -119,7 +118,7 @@ class QueueWatch:
         self._thread.start()
 
     def new_reading(self) -> QueueReading | Away | None:
-        """Returns the latest reading, if it is new."""
+        """Returns the latest reading, once."""
         with self._lock:
             latest, self._latest = self._latest, None
         return latest
@@ -157,7 +156,7 @@ class QueueWatch:
                 await self._while_connected()
             except QinferError as error:
                 self._put(Away(error.message))
-            # An unexpected error may pass, and must not end the workers.
+            # it may pass, and must not end workers
             except Exception:
                 logger.exception("queue not read")
                 self._put(Away("its state can't be read"))
@@ -165,7 +164,7 @@ class QueueWatch:
 
     async def _while_connected(self) -> None:
         async with connected(self._redis) as (store, delivery):
-            # Autoscalers that start together must know one another.
+            # concurrent starters must know one another
             await self._publish(store, RECORD_TTL_S)
             while not self._stop.is_set():
                 self._put(await read(store, delivery, self._globs, self._clock))
@@ -186,7 +185,7 @@ class QueueWatch:
             raise
 
     async def _publish_until_next(self, store: ControlStore) -> None:
-        """Waits for the next reading; writes new records at once, for the others."""
+        """Writes new records at once, for the others."""
         next_s = self._loop.time() + self._every_s
         while not self._stop.is_set() and (left_s := next_s - self._loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -211,7 +210,7 @@ class QueueWatch:
 
 
 def policy_of(settings: AutoscaleSettings) -> ScalingPolicy:
-    """Returns the policy; the default maximum is the number of cores."""
+    """Returns the policy; default maximum: the cores."""
     return ScalingPolicy(
         min_workers=settings.min_workers,
         max_workers=settings.max_workers or max(len(usable_cpus()), settings.min_workers, 1),
@@ -232,10 +231,7 @@ def crowded(policy: ScalingPolicy) -> str:
 
 
 class Autoscaler:
-    """Keeps as many workers running as the work needs.
-
-    `say` gets a line about each change and problem; without it problems are logged.
-    """
+    """Keeps as many workers running as the work needs; without `say`, changes and problems are logged."""
 
     def __init__(
         self,
@@ -277,13 +273,13 @@ class Autoscaler:
 
     @property
     def about(self) -> str:
-        """The number of workers in words."""
+        """The workers in words."""
         limits = f"{self._policy.min_workers} to {self._policy.max_workers}"
         text = f"{limits}, one for each {self._policy.target_s:g} s of work"
         return text if self._policy.min_workers else f"{text}; the models are ready without one"
 
     def start(self) -> None:
-        """Starts the minimum number of workers, and begins to read the queue."""
+        """Starts the minimum of workers, and the reading."""
         self._pool.resize(self._share)
         self._watch.publish(self._own_record(), {})
         self._watch.start()
@@ -428,7 +424,7 @@ class Autoscaler:
 
 
 def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> None:
-    """Runs until a signal asks to stop, then drains all workers."""
+    """Runs until a signal asks to stop, then drains."""
     protect_process(os.environ)
     settings = load_settings()
     scaling = settings.autoscale.model_copy(update=dict(options))
@@ -452,7 +448,7 @@ def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> 
 def make_autoscaler(
     settings: Settings, supervisor: Supervisor, env: Mapping[str, str], say: Callable[[str], None] | None = None
 ) -> Autoscaler:
-    """Returns an autoscaler whose workers are under a supervisor."""
+    """Returns an autoscaler with supervised workers."""
     policy = policy_of(settings.autoscale)
     if warning := crowded(policy):
         if say is not None:

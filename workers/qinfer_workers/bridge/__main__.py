@@ -1,8 +1,7 @@
 """The bridge's composition root: `python -m qinfer_workers.bridge CONFIG [--check]`.
 
-At the start it waits for Redis. After SIGTERM or SIGINT it takes no more messages, finishes those in hand, and leaves
-the rest to the queues. Exit codes: 0 after a stop, 1 when a check fails, 2 for a wrong setting, 70 when a part of it
-died.
+At the start it waits for Redis. After SIGTERM or SIGINT it finishes the messages in hand. Exit codes: 0 after a stop, 1
+when a check fails, 2 for a wrong setting, 70 when a part of it died.
 """
 
 import argparse
@@ -77,7 +76,7 @@ def main() -> int:
     except BrokerUnavailable as error:
         logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 1
-    except Exception:  # threads that wait for a broker would keep the process alive
+    except Exception:  # such threads would keep the process alive
         logger.exception("bridge failed")
         return os.EX_SOFTWARE
 

@@ -98,7 +98,7 @@ def _job(model: str, columns: Mapping[str, str | tuple[str, ...] | InputMap]) ->
 
 
 MAX_NAME = 64
-"""A limit, because the name is part of the outbox's."""
+"""The name is part of the outbox's."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
@@ -123,7 +123,7 @@ def _checked(url: SecretStr) -> SecretStr:
     for part in text.split(";"):  # kombu separates several brokers by semicolons
         try:
             _ = urlsplit(part).port
-        except ValueError:  # the exception's text may have a part of the password
+        except ValueError:  # it may have a part of the password
             raise ValueError(
                 "the port can't be read; in a password write / as %2F, @ as %40, : as %3A, # as %23 and ? as %3F, or "
                 "give it as ${NAME}, which is quoted for you"
@@ -242,7 +242,7 @@ class RouteOptions(_ConfigPart):
 
     @property
     def queues(self) -> Sequence[tuple[str, str]]:
-        """The source, then the known destinations of its messages, as (broker, queue)."""
+        """Returns (broker, queue) of the source, then of known destinations."""
         queues = [(self.source_url, self.source.queue), (self.source_url, self.dead_letters)]
         if self.sink.routing_key and not self.sink.exchange:
             queues.append((self.sink_url, self.sink.routing_key))
@@ -250,27 +250,27 @@ class RouteOptions(_ConfigPart):
 
     @property
     def source_url(self) -> str:
-        """The broker of the source, with its password."""
+        """The source's broker, with its password."""
         return self.source.url.get_secret_value()
 
     @property
     def sink_url(self) -> str:
-        """The broker of the sink, with its password."""
+        """The sink's broker, with its password."""
         return self.source_url if self.sink.url is None else self.sink.url.get_secret_value()
 
     @property
     def sink_options(self) -> Mapping[str, Any]:
-        """The options of the sink's transport."""
+        """The sink's transport options."""
         return self.sink.options or (self.source.options if self.sink_url == self.source_url else {})
 
     @property
     def dead_letters(self) -> str:
-        """The queue for messages that can't be answered."""
+        """The dead letters' queue."""
         return self.dead_letter or f"{self.source.queue}.dead"
 
     @property
     def outbox(self) -> str:
-        """The outbox for the ends of the route's requests."""
+        """The outbox of the route's requests."""
         return f"bridge:{self.name}"
 
 
@@ -316,14 +316,14 @@ class BridgeConfig(_ConfigPart):
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _MAX_FILE_BYTES = 2**20
 _SHOWN = frozenset({"prefetch", "declare", "reply_to", "version", "priority", "timeout_s", "max_waiting", "max_bytes"})
-"""Fields whose wrong values are shown; others may hold a password by mistake."""
+"""Other fields may hold a password by mistake."""
 
 
 def load_config(path: Path, environment: Mapping[str, str]) -> BridgeConfig:
     """Reads a file; `${NAME}` stands for a variable of `environment`.
 
     Raises:
-        SettingsError: The file can't be read, or has errors: all are named, without passwords.
+        SettingsError: Names all errors, without passwords.
     """
     return parse_config(_read_config(path), environment, path.name)
 

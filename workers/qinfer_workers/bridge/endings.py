@@ -1,7 +1,7 @@
 """Ends of requests, on the loop: taken from the route's outbox, rendered in a thread, published, and confirmed.
 
-Stored responses of a decoupled model are read at the end of their stream, one stream at a time. An end not confirmed in
-its pause is delivered again, to any bridge of the route, but published only once while it is in hand here.
+Stored responses of decoupled models are read when their stream has ended, one stream at a time. An end not confirmed in
+its pause is delivered again, to any bridge of the route; in hand here, it is published only once.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 500
 MOST_IN_HAND = 4 * MOST_AT_ONCE
 MOST_BYTES_IN_HAND = 64 * 2**20
-"""A limit, so that an unreachable sink does not fill the memory."""
+"""Bounds memory while a sink is unreachable."""
 
 REREAD_S = 1.0
-"""Time between two reads without a hint; hints may be lost."""
+"""Time between two reads; hints may be lost."""
 
 PACE_S = 0.01
-"""Pause between two partial reads, so that each finds many."""
+"""Pause between partial reads, so that each finds many."""
 
 _LONGEST_PAUSE_S = 1.0
 _MESSAGE_BYTES = 1000
-"""Assumed size of a message without its body."""
+"""A message's assumed size without its body."""
 
 
 class Endings:
     """The ends of a route's requests.
 
-    `render` makes the messages of an end in a thread (`None` = there is no recipient), `post` publishes them; `took` is
-    called when requests have left the queue.
+    `render` makes an end's messages in a thread (`None` = no recipient), `post` publishes them, `took` is called when
+    requests have left the queue.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Endings:
         self._to_confirm.set()
 
     def stop(self) -> None:
-        """Stops reading, and ends `run` once the replies in hand are confirmed."""
+        """Stops reading; ends `run` once replies in hand are confirmed."""
         self._stopping = True
         self._news.set()
         self._room.set()
@@ -135,7 +135,7 @@ class Endings:
         self._to_confirm.set()
 
     async def _render_stream(self, ending: Ending) -> None:
-        """Publishes the end of a stream once there is room, or leaves it to a later delivery."""
+        """Publishes a stream's end once there is room, or leaves it to a later delivery."""
         while self._in_hand_bytes >= MOST_BYTES_IN_HAND and not self._stopping:
             self._room.clear()
             await self._room.wait()
@@ -187,6 +187,5 @@ class Endings:
 
 
 def _is_stream(ending: Ending) -> bool:
-    """Returns whether an end has stored responses to send."""
     record = ending.record
     return record is not None and record.decoupled and record.state is RequestState.SUCCEEDED

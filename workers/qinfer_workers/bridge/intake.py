@@ -1,7 +1,7 @@
 """Acceptance of messages into the model's queue, on the loop.
 
-Each batch is one write. If the lane is full, or the queue unreachable, messages are retried in order, fewer at a time.
-Meanwhile the source stops at its prefetch.
+Each batch is one write. If the lane is full or the queue unreachable, messages are retried in order, fewer at a time;
+the source stops at its prefetch.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
-"""Time after which a full lane is tried in any case."""
+"""Time after which a full lane is tried."""
 
-_QUIET_S = 10.0  # a full lane has room for a few messages at each answer
+_QUIET_S = 10.0  # each answer frees a little room
 _SHORTEST_S = 0.02
 _AWAY_S = 0.1
 _ID_USED = "the id of the message was used before with another body; give each its own id"
 
 
 class Disposition(Enum):
-    """Accepted now or before, refused, or waiting for the lane or the queue."""
+    """Accepted now or before, refused, or waiting."""
 
     NEW = "new"
     KNOWN = "known"
@@ -53,15 +53,14 @@ def disposition_of(work: Work, result: AcceptOutcome | QinferError) -> tuple[Dis
         return Disposition.FULL, result
     if isinstance(result, RequestError):
         return Disposition.REFUSE, result
-    # It is accepted later.
     return Disposition.AWAY, result
 
 
 class MessageIntake:
     """The acceptance of a route's messages.
 
-    `again` is called for a repeated message: the reply of an ended request is published again. Messages of earlier
-    connections (`epoch`) are delivered again.
+    `again` is called for a repeated message, whose reply is published again. Messages of earlier connections (`epoch`)
+    are delivered again.
     """
 
     def __init__(  # noqa: PLR0913 - keywords: what a message passes through

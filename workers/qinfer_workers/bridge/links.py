@@ -3,10 +3,9 @@
     source ──receive──▶ read ──▶ `accept` (the loop)         `done` (any thread) ──▶ acknowledge ──▶ source
                           └────▶ `refuse` (dead letters)
 
-Only the thread uses its connection. A message stays unacknowledged until `done`: it is accepted, or its dead letter
-confirmed. Until then it counts against the source's prefetch, the only bound on messages in hand.
-
-Unconfirmed messages are published again over the next connection: one may arrive twice, and none is lost.
+Only the thread uses its connection. A message is unacknowledged until `done` (accepted, or its dead letter confirmed),
+and counts against the source's prefetch, the only bound on messages in hand. Unconfirmed messages are published again
+over the next connection: one may arrive twice, none is lost.
 """
 
 import logging
@@ -32,7 +31,7 @@ L = TypeVar("L", MessageSource, MessageSink)
 
 
 class LinkThread(ABC, Generic[L]):
-    """A thread that holds one connection, and replaces it when it breaks; `start`, then `stop`, then `join`."""
+    """A thread that holds one connection, and replaces it when it breaks."""
 
     def __init__(self, route: str, connection: str, outage: str, tally: RouteTally) -> None:
         self._route = route
@@ -73,7 +72,6 @@ class LinkThread(ABC, Generic[L]):
         return self._stopping.is_set()
 
     def _works(self) -> None:
-        """Notes a working connection."""
         self._backoff.reset()
         self._outage.over()
 
@@ -209,7 +207,7 @@ class Consumer(LinkThread[MessageSource]):
                 works.append(self._reader.read(message))
             except QinferError as error:
                 refused.append((message, error))
-            except Exception:  # one message must not block all others
+            except Exception:  # must not block all others
                 logger.exception("a message could not be read", extra={"route": self._route})
                 refused.append((message, QinferError("internal error; the bridge's log has more")))
         self._tally.unidentified += sum(not work.is_identified for work in works)
@@ -223,7 +221,7 @@ _SETTLE_S = 1.0
 
 
 class LinkPublisher(LinkThread[MessageSink]):
-    """The publisher of a route to one broker; `stop` settles all posted messages first."""
+    """The publisher of a route to one broker; `stop` settles posted messages first."""
 
     def __init__(
         self,
@@ -267,7 +265,7 @@ class LinkPublisher(LinkThread[MessageSink]):
             raise
 
     def _send_again(self, sink: MessageSink) -> None:
-        """Publishes the rest, one at a time if one of them ended a connection, to identify it."""
+        """Publishes one at a time if an unknown message ended a connection."""
         left = list(self._unsettled)
         if not self._is_careful:
             sink.send(left)

@@ -1,6 +1,6 @@
 """Messages of the bridge: as delivered, as noted until the reply, and as published.
 
-Ids are bytes: some producers use the 16 bytes of a UUID instead of text.
+Ids are bytes: some producers use a UUID's 16.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 class SourceMessage(msgspec.Struct, kw_only=True):
     """A message of a source; empty properties are not set.
 
-    `broker_id` is the broker's, and survives redelivery; `broken` says why properties can't be read.
+    `broker_id` survives redelivery; `broken` says why properties can't be read.
     """
 
     receipt: Receipt
@@ -48,7 +48,7 @@ class SourceMessage(msgspec.Struct, kw_only=True):
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a message kept with its request for the reply."""
+    """The part of a message kept for the reply."""
 
     reply: ReplyEncoding
     message_id: bytes = b""
@@ -58,7 +58,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Destination(StrEnum):
-    """The destination, which decides what happens if no queue takes a message."""
+    """The destination, and what happens if no queue takes a message."""
 
     REPLY = "reply"
     SINK = "sink"
@@ -81,10 +81,9 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
 
 
 class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
-    """Messages that are published together.
+    """Messages published together.
 
-    Once `left` is 0, `ending_id` is confirmed in the outbox, or `receipt` acknowledged; a `failed` group is tried
-    again.
+    Once `left` is 0, `ending_id` is confirmed or `receipt` acknowledged; a `failed` group is tried again.
     """
 
     ending_id: str = ""
@@ -94,10 +93,7 @@ class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
 
 
 def identity(message: SourceMessage, id_header: str | None) -> bytes:
-    """Returns a message's identity, equal at each delivery; empty = it has no id.
-
-    `id_header` is read if the properties have no id.
-    """
+    """Returns a message's identity, equal at each delivery; empty = none."""
     if message.message_id:
         return message.message_id
     if message.reply_to and message.correlation_id:
@@ -108,16 +104,13 @@ def identity(message: SourceMessage, id_header: str | None) -> bytes:
 
 
 def request_id(route: str, message_id: bytes, model: str) -> str:
-    """Returns the id of a message's request, equal at each delivery.
-
-    It has the form of gateways' ids, so that `GET /v1/requests/{id}` finds it.
-    """
+    """Returns a request's id, equal at each delivery, in the form of gateways' ids (`GET /v1/requests/{id}`)."""
     digest = hashlib.blake2b(route.encode() + b"\0" + message_id, digest_size=13)
     return f"{digest.hexdigest().upper()}.0.{model}"
 
 
 def body_hash(message: SourceMessage) -> str:
-    """Returns the hash that recognises a redelivered message."""
+    """Returns the hash that identifies a redelivered message."""
     digest = hashlib.sha256(message.content_type.encode("utf-8", "surrogatepass") + b"\0")
     digest.update(message.body)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The bridge as a process: an event loop with the queue, the routes' threads, and the reporting thread."""
+"""The bridge as a process: an event loop, the routes' threads, and the reporting thread."""
 
 import asyncio
 import contextlib
@@ -37,17 +37,14 @@ logger = logging.getLogger("qinfer_workers.bridge")
 REPORT_EVERY_S = 1.0
 
 REPORT_TTL_S = 15.0
-"""Without a report, a bridge does not count as live."""
+"""Without a report, a bridge is not live."""
 
 CLOSE_S = 5.0
-"""Time for the last report; without Redis, its counts are lost."""
+"""Time for the last report."""
 
 
 class Reporter:
-    """A thread that adds the bridge's counts to the installation's metrics.
-
-    Without Redis the tallies grow, and the first stored report has all counts.
-    """
+    """A thread that adds the bridge's counts to the installation's metrics; without Redis they grow."""
 
     def __init__(
         self,
@@ -69,7 +66,7 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes the last report, and ends the thread. Blocks."""
+        """Writes the last report, and ends the thread; blocking."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S)
@@ -127,7 +124,7 @@ class Bridge:
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs all routes until `stop` is set, then ends them."""
+        """Runs all routes until `stop` is set."""
         self._serve_metrics()
         async with asyncio.TaskGroup() as group:
             background = [
@@ -187,7 +184,7 @@ async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
 
 @asynccontextmanager
 async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator[Links]:
-    """Connects to Redis, maybe waiting for it, and takes a first look at models and endpoints."""
+    """Connects to Redis, and reads models and endpoints once."""
     step = wait_for_redis if waits else _once
     async with AsyncExitStack() as opened:
         delivery = await step(partial(Queue.connect, settings.redis, settings.limits))
@@ -223,10 +220,7 @@ async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: as
 
 
 async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], None]) -> bool:
-    """Tries everything without moving a message; returns whether all is well.
-
-    `say` gets a line for each check.
-    """
+    """Tries everything without moving a message; returns whether all is well. `say` gets each check's line."""
     async with open_links(settings, waits=False) as links:
         results = [await _check_route(route, links.endpoints, say) for route in config.routes]
     return all(results)

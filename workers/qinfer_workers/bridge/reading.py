@@ -28,7 +28,7 @@ _NO_ARROW_LIST = (
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A message that was read; `is_identified` = another delivery is recognised."""
+    """A read message; `is_identified` = other deliveries are recognised."""
 
     message: SourceMessage
     acceptance: Acceptance
@@ -36,10 +36,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Reader:
-    """Reads the messages of a route; for one thread.
-
-    `watcher` is the address that hears of ended requests.
-    """
+    """Reads a route's messages, in one thread; `watcher` hears of ended requests."""
 
     def __init__(
         self, route: RouteOptions, result_ttl_s: float, watcher: str, inline_max_bytes: int, versions: RouteVersions
@@ -54,13 +51,13 @@ class Reader:
         self._codec: BodyCodec | None = None
 
     def set_model(self, served: ServedVersion) -> None:
-        """Sets the model version to read messages for."""
+        """Sets the model version to read for."""
         if served is not self._served:
             self._codec = body_codec(self._route, served)
             self._served = served
 
     def read(self, message: SourceMessage) -> Work:
-        """Makes a request of a message; after `use`."""
+        """Makes a request of a message, after `set_model`."""
         served, codec, route = self._served, self._codec, self._route
         assert served is not None
         assert codec is not None
@@ -112,12 +109,11 @@ class Reader:
         return Work(message, acceptance, bool(message_id))
 
     def _named(self, reply: ReplyEncoding) -> ReplyEncoding:
-        """Returns a reply encoding with the endpoint's name."""
         plan = msgspec.structs.replace(reply.plan or OutputPlan(), endpoint=self._route.model)
         return msgspec.structs.replace(reply, plan=plan)
 
     def _notes(self, message: SourceMessage, message_id: bytes, reply: ReplyEncoding) -> bytes:
-        """Returns the data kept for the reply; refuses too much of it, or a message without a destination."""
+        """Refuses too much data, or a message without a destination."""
         sink = self._route.sink
         reply_to = message.reply_to if sink.reply_to else b""
         if not reply_to and not sink.is_fixed:

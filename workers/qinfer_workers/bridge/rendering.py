@@ -1,4 +1,4 @@
-"""Rendering of published messages: predictions, errors for callers, dead letters. Pure, and slow for large outputs."""
+"""Rendering of published messages: predictions, errors, dead letters. Pure, and slow for large outputs."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,18 +38,18 @@ REFUSED = "refused"
 """The state for a refused message."""
 
 MAX_EACH = 10_000
-"""Responses of a stream; all are in memory until all are confirmed."""
+"""Responses of a stream; all are in memory."""
 
 _MAX_REASON = 2000
 _MAX_SHORT = 255
 _MAX_KEPT_BYTES = 64 * 1024
-"""A limit, because a dead letter's headers and reasons must fit one AMQP frame of 128 KiB."""
+"""A dead letter's headers and reasons must fit one AMQP frame of 128 KiB."""
 _GONE_TEXT = "the prediction was computed, and has expired since"
 _notes = msgspec.msgpack.Decoder(Note)
 
 
 class RenderedEnd(NamedTuple):
-    """The end of one request as it is published."""
+    """The end of one request, as published."""
 
     state: str
     group: PublishGroup
@@ -59,13 +59,10 @@ class RenderedEnd(NamedTuple):
 
 
 def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) -> RenderedEnd | None:
-    """Returns the messages to publish for an ended request; `None` = there is no recipient.
-
-    `stored` are a decoupled model's responses before the final one.
-    """
+    """Returns an ended request's messages; `None` = no recipient. `stored` are the responses before the final one."""
     try:
         note = _notes.decode(ending.notes)
-    except msgspec.MsgspecError:  # damaged, or of a later version: the recipient is unknown
+    except msgspec.MsgspecError:  # damaged, or of a later version: no recipient
         logger.exception("an ended request's notes can't be read", extra={"request": ending.request_id})
         return None
     group = PublishGroup(ending_id=ending.id)
@@ -89,7 +86,7 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
 
 
 def refusal(route: RouteOptions, message: SourceMessage, error: QinferError) -> Iterator[Outgoing]:
-    """Yields the error for a refused message's sender, and the dead letter, whose confirm is awaited."""
+    """Yields the error for a refused message's sender, and the dead letter."""
     code = error.code.value
     ids = {"message_id": message.message_id[:_MAX_SHORT], "correlation_id": message.correlation_id[:_MAX_SHORT]}
     if route.sink.reply_to and 0 < len(message.reply_to) <= _MAX_SHORT:
@@ -143,14 +140,14 @@ def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Res
     if record.state is not RequestState.SUCCEEDED:
         failure = final.failure if final is not None else None
         return record.state.value, responses, failure or Failure(record.code, record.message)
-    # Some of the responses may just have expired.
+    # some may have expired
     if final is None or final.index != len(responses) - 1:
         return gone
     return record.state.value, responses, final.failure
 
 
 def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Response]) -> Iterator[EncodedReply]:
-    """Yields the replies for a stream; an empty final response is left out, unless it is the only one."""
+    """An empty final response is left out, unless it is the only one."""
     saying = [response for response in responses if response.says_something]
     if route.responses == "one":
         yield encode_list(note.reply, saying)

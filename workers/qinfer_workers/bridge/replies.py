@@ -1,6 +1,6 @@
-"""Responses → the bodies of reply messages: KServe (JSON, or with binary tensors), JSON lines, Arrow; and errors. Pure.
+"""Responses → bodies of reply messages: KServe (JSON, or with binary tensors), JSON lines, Arrow; and errors. Pure.
 
-As in a bulk job's output, one element a row becomes a plain value, `[k]` a list, `[a, b]` nested lists. BYTES become
+As in a bulk job's output, one element a row becomes a plain value, `[k]` a list, `[a, b]` nested lists; BYTES become
 text, unless `qinfer.binary_outputs` names the output.
 """
 
@@ -28,7 +28,7 @@ Form = Literal["kserve", "json", "jsonl", "arrow-stream", "arrow-file"]
 
 
 class OutputColumn(msgspec.Struct, frozen=True, array_like=True):
-    """An output whose column can't be derived from one response; -1 in `dims` is variable."""
+    """An output whose column one response does not show; -1 in `dims` is variable."""
 
     name: str
     dims: tuple[int, ...]
@@ -66,7 +66,7 @@ def arrow_batch(
 
 
 def _rows(tensor: Tensor, column: OutputColumn | None, *, is_batched: bool) -> tuple[Any, tuple[int, ...]]:
-    """Returns an output as an array of rows, and the dimensions of a row; empty = one element."""
+    """Returns an array of rows, and a row's dimensions; empty = one element."""
     array = to_numpy(tensor)
     if not is_batched:
         array = array[np.newaxis]
@@ -115,7 +115,7 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 
 
 class ReplyEncoding(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The encoding of a message's reply; small, because it is kept until the request has ended.
+    """The encoding of a reply; small, because it is kept with the request.
 
     `plan` is for KServe replies (`None` = JSON), `columns` for rows.
     """
@@ -146,11 +146,7 @@ _ROW_TYPES: Mapping[Form, str] = {
 
 
 def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = None) -> EncodedReply:
-    """Encodes a response with outputs; `spec` has class names that were too many to keep.
-
-    Raises:
-        InvalidRequest: An output can't be sent in this form; the message names one that works.
-    """
+    """Encodes outputs; `spec` has class names too many to keep. `InvalidRequest` = this form can't carry one."""
     if reply.form == "kserve":
         return _kserve(reply, response, spec)
     columns = {column.name: column for column in reply.columns}
@@ -164,17 +160,14 @@ def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = No
 
 
 def encode_one(reply: ReplyEncoding, response: Response) -> EncodedReply:
-    """Encodes one of a decoupled model's responses, which may be an error."""
+    """Encodes a decoupled model's response, which may be an error."""
     if response.failure is None:
         return encode(reply, response)
     return encode_error(response.failure.message, reply.client_id)
 
 
 def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> EncodedReply:
-    """Encodes all responses of a decoupled model as `{"responses": […]}`, then all binary outputs in order.
-
-    Arrow has no such list, and is refused.
-    """
+    """Encodes a decoupled model's responses: `{"responses": […]}`, then binary outputs in order; Arrow is refused."""
     if reply.form.startswith("arrow"):
         raise InvalidRequest("the responses of a decoupled model can't be one reply in Arrow; send JSON or JSON lines")
     texts, binary = list[bytes](), list[bytes]()
@@ -191,7 +184,6 @@ def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> EncodedR
 
 
 def _object(lines: bytes, response: Response) -> bytes:
-    """Returns the object of the only row; empty for a response without outputs."""
     if not response.outputs:
         return b"{}"
     rows = lines.splitlines()
@@ -201,13 +193,13 @@ def _object(lines: bytes, response: Response) -> bytes:
 
 
 def bound(plan: OutputPlan, spec: ModelSpec) -> OutputPlan:
-    """Completes a plan with the class names of the model's configuration."""
+    """Adds the class names of the model's configuration to a plan."""
     labels = {output.name: output.labels for output in spec.outputs}
     return bind(plan, labels, batched=spec.max_batch_size > 0)
 
 
 def encode_error(message: str, client_id: str = "") -> EncodedReply:
-    """Encodes KServe's `{"error": …}`, with the request's `id` if it has one."""
+    """Encodes KServe's `{"error": …}`, with any `id`."""
     body = {"error": message, "id": client_id} if client_id else {"error": message}
     return EncodedReply(_JSON, msgspec.json.encode(body))
 
@@ -222,7 +214,7 @@ def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) ->
         binary = {tensor.name: True for tensor in response.outputs if not _is_json(tensor, plan)}
         if not binary:
             raise
-        # The request can't be repeated: send the rest as binary data.
+        # no second try: send binary data
         plan = msgspec.structs.replace(plan, overrides={**plan.overrides, **binary})
         encoded = encode_infer(response, reply.client_id, plan)
     return _with_binary(encoded.body, encoded.json_length)

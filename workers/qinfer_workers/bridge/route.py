@@ -39,11 +39,11 @@ from qinfer_workers.bridge.versions import RouteVersions
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""Wait before an undeliverable dead letter is published again."""
+"""Wait before an undeliverable dead letter is repeated."""
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0
-"""Time for each of the last steps; the next bridge gets unfinished messages."""
+"""Time for each last step; the next bridge gets the rest."""
 
 
 class BridgeRoute:
@@ -113,7 +113,7 @@ class BridgeRoute:
                 task.cancel()
         for publisher in publishers:
             publisher.stop()
-        for publisher in publishers:  # first: or their messages would be delivered again
+        for publisher in publishers:  # first: or messages would be delivered again
             await asyncio.to_thread(publisher.join, NO_STEP_S if late else LAST_STEP_S)
         self._consumer.finish()
         await asyncio.to_thread(self._consumer.join, LAST_STEP_S)
@@ -164,10 +164,7 @@ class BridgeRoute:
         self._publish([message for each in rendered for message in each.messages])
 
     def _observe(self, rendered: RenderedEnd) -> None:
-        """Counts the end of a request for a canary on trial, once, without its wait.
-
-        A route that names a version is no evidence.
-        """
+        """Counts a canary's ended request once, without its wait; a route that names a version is no evidence."""
         ending, record = rendered.ending, rendered.ending.record
         if ending.attempts > 1 or record is None or self.options.version or not self._observed.by_target:
             return
@@ -209,7 +206,7 @@ class BridgeRoute:
             self._done(done)
 
     def _settle_one(self, message: Outgoing, confirmed: list[str], done: list[Receipt]) -> None:
-        """Settles a message; adds complete groups to `confirmed` or `done`."""
+        """Adds complete groups to `confirmed` or `done`."""
         group: PublishGroup = message.group
         group.left -= 1
         if group.left:

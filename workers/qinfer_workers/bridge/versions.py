@@ -1,7 +1,7 @@
-"""The model version for a route's messages: the one that it names, or the one that its endpoint chooses.
+"""The model version for a route's messages: the one that it names, or its endpoint chooses.
 
-Requests, their ids and the outbox belong to a model: so a redelivered message finds its request, even after the
-endpoint's weights have changed. A route therefore uses only targets in one model; the stable target replaces others.
+Requests, their ids and the outbox belong to a model. So that a redelivered message finds its request, a route uses only
+targets in one model; the stable target replaces others.
 """
 
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ class RouteVersions:
         return self._route.model in self._endpoints.by_name
 
     def resolve(self) -> ServedVersion:
-        """Returns the version to read messages for: the route's, the newest, or the stable one.
+        """Returns the version to read for: the route's, the newest, or the stable one.
 
         Raises:
             ModelNotReady: It can't be loaded, or the stable target is now in another model.
-            BrokerUnavailable: The route names a canary's version, and the endpoints can't be followed.
+            BrokerUnavailable: The route names a canary's version, and endpoints can't be followed.
         """
         route, endpoints = self._route, self._endpoints
         asked = InferRequest(model=route.model, version=route.version, inputs=())
@@ -50,7 +50,7 @@ class RouteVersions:
         return endpoints.catalog.accepting(asked.model, asked.version)
 
     def choose(self, request: InferRequest, header: Header, stable: ServedVersion) -> ServedVersion:
-        """Returns the version that executes a message; `stable` if the chosen one can't."""
+        """Returns the version that executes a message, or else `stable`."""
         route, endpoints = self._route, self._endpoints
         if route.version:
             return stable
@@ -65,7 +65,7 @@ class RouteVersions:
         return stable
 
     def left_out(self) -> Iterator[str]:
-        """Describes targets that get no messages of the route."""
+        """Describes targets that get no messages."""
         routed = self._endpoints.by_name.get(self._route.model)
         for target in () if routed is None else routed.endpoint.answering:
             if target.model != self.model:

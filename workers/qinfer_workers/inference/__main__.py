@@ -55,7 +55,7 @@ async def serve(settings: Settings) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, starting.cancel)  # the start may wait for Redis
+        loop.add_signal_handler(signum, starting.cancel)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
     health = open_health(settings)
@@ -111,7 +111,7 @@ def _set_up_backends(settings: Settings) -> None:
 def main() -> int:
     """Runs the program and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # SIGHUP is for gateways; child processes ignore it too
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # SIGHUP is for gateways
     try:
         settings = load_settings()
     except SettingsError as error:
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def _exit_at_once(status: list[int]) -> None:
-    """Exits at once if a runtime's threads are left, because C++ aborts otherwise."""
+    """Exits at once if runtime threads are left: C++ would abort."""
     if are_threads_left():
         logging.shutdown()
         sys.stdout.flush()

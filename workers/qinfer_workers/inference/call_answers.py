@@ -40,7 +40,7 @@ _ANSWERED = (
     UnknownFailure,
     UnsupportedFeature,
 )
-"""Errors whose codes the calling model gets."""
+"""The calling model gets the codes of these."""
 _ALSO_HERE = (*_ANSWERED, BrokerUnavailable, DeadlineExceeded, QueueFull, StreamBroken)
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
@@ -67,7 +67,7 @@ class CallAnswer:
 
 
 class StreamInbox:
-    """The sink of a call to a decoupled model, filled by the event loop for a thread."""
+    """The sink of a decoupled call, filled by the event loop for a thread."""
 
     no_stream = ""
 
@@ -97,7 +97,7 @@ class StreamInbox:
             self._pending.stream.took(nbytes)
 
     def cancel(self) -> None:
-        """Asks the called model to end; ends the call at once if it can't be asked."""
+        """Asks the called model to end, or ends the call at once."""
         stream = None if self._pending is None else self._pending.stream
         if stream is not None and stream.cancel():
             return
@@ -113,10 +113,9 @@ class StreamInbox:
 
 
 class CallResponses:
-    """The responses of a call to a decoupled model, for a thread of the calling model.
+    """The responses of a decoupled call, for a thread of the calling model, which sets the pace.
 
-    The called model sends at this one's pace. The last response is `final`, and may be empty. Closing or dropping the
-    iterator earlier cancels the call.
+    The last response is `final`, and may be empty. Closing or dropping the iterator earlier cancels the call.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class CallResponses:
         return came
 
     def cancel(self) -> None:
-        """Asks the called model to end; for any thread. Its last responses follow, or `Cancelled`."""
+        """Asks the called model to end; for any thread. Last responses, or `Cancelled`, follow."""
         if not self._has_ended:
             self._on_loop(self._inbox.cancel)
 
@@ -170,11 +169,11 @@ class CallResponses:
         self.close()
 
     def _on_loop(self, callback: Callable[..., None], *args: int) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and all calls have ended
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
 
 
 def raised(failure: Failure, model: str) -> QinferError:
-    """Returns the calling model's error for a failure of the called model."""
+    """Returns the calling model's error for a called model's failure."""
     known = _RAISED.get(failure.code)
     return known(failure.message) if known else InferenceFailed(f"model '{model}' failed: {failure.message}")

@@ -1,7 +1,6 @@
 """Traces of the calls and steps of traced requests, for the trace files of gateways.
 
-A gateway marks a request that it traces (`InferRequest.calls`). Ended calls and steps are noted here, and return with
-the last response (`Response.called`).
+A gateway marks traced requests (`InferRequest.calls`); notes return with the last response (`Response.called`).
 """
 
 import logging
@@ -20,11 +19,11 @@ MOST_TENSOR_BYTES = 16 * 1024
 """Bytes of one tensor in a trace."""
 
 MOST_BYTES = 64 * 1024
-"""Bytes of all tensors of a call; further tensors are left out."""
+"""Bytes of a call's tensors; others are left out."""
 
 
 def traced(request: InferRequest, sink: ResponseSink, now_s: Callable[[], float]) -> tuple[InferRequest, ResponseSink]:
-    """Returns the request and the sink of a call, with a note of it if it serves a traced request."""
+    """Returns a call's request and sink, with a note if it serves a traced request."""
     if request.calls is None:
         return request, sink
     own = msgspec.structs.replace(request, calls=CallTraces(has_tensors=request.calls.has_tensors))

@@ -4,8 +4,7 @@
           ▲                                   │
           └──────────── answer ───────────────┴◀── reply:worker-<id>
 
-Like a gateway, the worker can call models that it does not host. It opens its reply stream, which also carries the
-credits of its own streams, at the first call.
+The worker can call models that it does not host. Its reply stream, opened at the first call, also carries credits.
 """
 
 import asyncio
@@ -49,10 +48,10 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 logger = logging.getLogger(__name__)
 
 FRESH_S = 2.0
-"""The greatest age of the view of models, as in a gateway."""
+"""Greatest age of the view of models."""
 
 RECHECK_S = 0.25
-"""An older view's refusal needs a second look."""
+"""An older view's refusal is checked again."""
 
 _ENDING = "the worker ends"
 _DECOUPLED = (
@@ -70,14 +69,14 @@ class CallLimits(Protocol):
         ...
 
     def conflict(self, spec: ModelSpec, callers: Sequence[ResourceHolder]) -> str:
-        """Returns why other workers can't run a model for callers that hold its resources; empty = they can."""
+        """Returns why other workers can't run a model whose resources its callers hold, or ""."""
         ...
 
 
 class WorkerCaller:
-    """The `WorkerCaller` of a worker's executions; made on the event loop, called from instance threads.
+    """Calls of a worker's executions; made on the event loop, called from instance threads.
 
-    `called` gets the lane of each called model, and `credited` arriving credits.
+    `called` gets the lane of each called model, `credited` arriving credits.
     """
 
     local: LocalSteps
@@ -114,7 +113,7 @@ class WorkerCaller:
         self._is_following = False
 
     def use_local_steps(self, local: LocalSteps) -> None:
-        """Sets the short cut of steps, before the first one."""
+        """Sets the short cut of steps."""
         self.local = local
         local.submission = self._submission
 
@@ -123,7 +122,7 @@ class WorkerCaller:
         self._submission.set_cache(cache)
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
-        """Implements `qinfer.batching.execution.ModelCaller.call`."""
+        """Implements `ModelCaller.call`."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
@@ -139,7 +138,7 @@ class WorkerCaller:
         return response
 
     def stream(self, request: InferRequest, deadline_s: float) -> CallResponses:
-        """Implements `qinfer.batching.execution.ModelCaller.stream`."""
+        """Implements `ModelCaller.stream`."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
@@ -148,7 +147,7 @@ class WorkerCaller:
         return CallResponses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
     async def follow(self) -> None:
-        """Follows the catalog for steps of ensembles; returns once it was read."""
+        """Follows the catalog; returns once it was read."""
         await self.listen()
         if not self._is_following:
             await self._refresh(FRESH_S)
@@ -165,10 +164,7 @@ class WorkerCaller:
         cached: bool = True,
         near: bool = True,
     ) -> "WaitingStep":
-        """Submits a step of an ensemble on the event loop, after `follow`.
-
-        `cached` allows the response cache, `near` the short cut through a local batcher.
-        """
+        """Submits a step of an ensemble, after `follow`; `near` allows the short cut."""
         if self._is_closed:
             raise Cancelled(_ENDING)
         served = self._catalog.asked(step.model.name, step.version)
@@ -200,13 +196,13 @@ class WorkerCaller:
         return self._submission.pending.has_any_of(model, version)
 
     def close(self) -> "list[asyncio.Task[Any]]":
-        """Refuses further calls, ends current ones, and returns the tasks to cancel."""
+        """Refuses further calls, ends current ones, returns tasks to cancel."""
         self._is_closed = True
         self._submission.pending.fail_all(Cancelled(_ENDING))
         return [*self._open, *self._background]
 
     async def discard(self) -> None:
-        """Removes abandoned requests from the queue; otherwise their deadlines end them."""
+        """Removes abandoned requests from the queue."""
         await self._submission.pending.discard()
 
     def _now_s(self) -> float:
@@ -244,7 +240,6 @@ class WorkerCaller:
         return aimed
 
     def _checked(self, request: InferRequest, deadline_s: float) -> ServedVersion:
-        """Finds the model of a call; refuses calls that wait for themselves or are too deep."""
         holders = request.holders
         if depth_of(holders) > self._max_depth:
             raise InferenceFailed(
@@ -261,7 +256,7 @@ class WorkerCaller:
         return served
 
     def _endless(self, request: InferRequest, served: ServedVersion) -> str:
-        """Returns why a request would wait for itself; empty = it would not."""
+        """Returns why a request would wait for itself, or ""."""
         spec, version = served.spec, served.version
         if served.wait_s or spec.steps:
             return ""  # no worker has it yet; an ensemble's steps are checked
@@ -269,7 +264,7 @@ class WorkerCaller:
         return endless(request.holders, spec.name, version, workers * spec.instance_count)
 
     def _served(self, model: str, version: int, deadline_s: float) -> ServedVersion:
-        """Finds the model in this thread if the view is fresh: views are never changed."""
+        """Uses a fresh view in this thread: views are never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
                 return self._catalog.resolve(model, version)
@@ -303,10 +298,7 @@ class WorkerCaller:
     def _submit_held(
         self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float
     ) -> PendingCall | None:
-        """Submits a call past the lane if its callers hold resources or instances; `None` = use the lane.
-
-        In the lane it could stay behind requests that wait for its callers. A call that can't get its resources fails.
-        """
+        """Submits a call past the lane, where requests that wait for its callers may be ahead; `None` = use it."""
         limiter, spec = self.limiter, served.spec
         if limiter is None or not spec.is_limited:
             held = level_of(request.holders, spec.name, served.version)
@@ -349,7 +341,6 @@ class WorkerCaller:
         return self._catalog.asked(model, version)
 
     async def _within(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Runs work for a call until its deadline or the worker's end."""
         if self._is_closed:
             work.close()
             raise Cancelled(_ENDING)
@@ -370,7 +361,7 @@ class WorkerCaller:
             self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
-        """Reads the models if the view is older; without the store, keeps the last view."""
+        """Without the store, the last view stays."""
         async with self._refreshing:
             if self._now_s() - self._refreshed_at <= older_than_s:
                 return
@@ -383,7 +374,7 @@ class WorkerCaller:
             self._refreshed_at = self._now_s()
 
     async def listen(self) -> None:
-        """Reads the reply stream from the first call on; returns once the stream exists."""
+        """Reads the reply stream; returns once it exists."""
         if not self._background:
             pending = self._submission.pending
             listener = self._queue.listen(self._owner, self._receive, self._listening.set, pending.lose_all)
@@ -419,7 +410,7 @@ class WaitingStep(NamedTuple):
 
     @property
     def is_taken(self) -> bool:
-        """Whether the queue is known to have the step of a sequence."""
+        """Whether the queue has the sequence's step."""
         return self.pending.step is not None and self.pending.step.place is not None
 
     def cancel(self) -> None:
@@ -428,7 +419,7 @@ class WaitingStep(NamedTuple):
         self.local.abandon_step(self.pending)
 
     def took(self, nbytes: int) -> None:
-        """Reports bytes taken of a decoupled step's responses."""
+        """Reports bytes taken of responses."""
         if self.pending.stream is not None:
             self.pending.stream.took(nbytes)
 

@@ -50,7 +50,6 @@ class CancelWatch:
             partitions.setdefault((lane.model, lane.partition), []).append(item)
         self._read = {place: mark for place, mark in self._read.items() if place in partitions}
         for (model, partition), items in partitions.items():
-            # Entries are cancelled only after they were enqueued.
             since = min([item.lease.entry.enqueued_s for item in items])
             after = self._read.get((model, partition), str(int(since * 1000) - 1))
             found = await self._queue.marks.list_cancelled(model, partition, after)

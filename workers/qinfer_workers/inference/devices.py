@@ -23,7 +23,7 @@ def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = 
 
 
 def known_as(gpus: Collection[int], visible: str | None) -> dict[int, str]:
-    """Returns CUDA's number of each GPU → its id in NVML, an index or a UUID."""
+    """Returns CUDA's number → NVML id (index or UUID)."""
     listed = [part.strip() for part in visible.split(",")] if visible else []
     return {number: listed[number] if number < len(listed) else str(number) for number in gpus}
 

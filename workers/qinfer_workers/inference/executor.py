@@ -1,7 +1,6 @@
-"""Instance threads: one thread for each model instance, all fed from one queue, or each from its own.
+"""Instance threads, one for each model instance, fed from a common queue or each from its own.
 
-A `SimpleQueue` in and `call_soon_threadsafe` out cost a few microseconds a batch, a concurrent future several times
-that. The runtimes release the GIL while they compute.
+A `SimpleQueue` in and `call_soon_threadsafe` out cost a few microseconds a batch, a future several times that.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger(__name__)
 
 SHORT_S = 0.0005
-"""Shorter executions run on the event loop: thread switches cost more (decision 0006)."""
+"""Shorter executions run on the event loop (decision 0006)."""
 
 _LEAVE_S = 10.0
 _threads: "WeakSet[threading.Thread]" = WeakSet()
@@ -79,10 +78,7 @@ _Jobs = queue.SimpleQueue[_Job | _End]
 
 
 class ThreadExecutor:
-    """Runs executions on loaded backends: the `Executor` of `qinfer.batching.batcher`.
-
-    With `pinned`, each instance has a queue, and executions name their instance.
-    """
+    """Runs executions on loaded backends; `pinned` instances have a queue each."""
 
     def __init__(
         self, instances: Sequence[Backend], loop: asyncio.AbstractEventLoop, name: str, *, pinned: bool = False
@@ -92,7 +88,6 @@ class ThreadExecutor:
         self._name = name
         self._pinned = pinned
         self._instances: dict[int, Backend] = {}
-        """By number; pinned instances keep theirs."""
         self._started = 0
         self._running = 0
         self._queues: list[_Jobs] = []
@@ -107,7 +102,7 @@ class ThreadExecutor:
             self._started += 1
             jobs: _Jobs = queue.SimpleQueue() if self._pinned or not self._queues else self._queues[0]
             self._queues.append(jobs)
-            # A call that never returns must not keep a drained worker alive.
+            # a hanging call must not keep the process alive
             _start_thread(threading.Thread(target=self._run_jobs, args=(instance, jobs), name=name, daemon=True))
         self._note_instances()
 
@@ -123,19 +118,19 @@ class ThreadExecutor:
         self._queues[instance].put(_End.ONE)
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Executes at once if that is short and no instance is busy."""
+        """Executes at once if short and no instance is busy."""
         if self._running or not self._on_loop or not 0 < expected_s <= SHORT_S:
             return False
         execution.run(self._instances[instance])
         return True
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Queues an execution for any instance, or for its own if pinned."""
+        """Queues an execution for any instance, or its own if pinned."""
         self._running += 1
         self._queues[instance].put((execution, done))
 
     def lend(self, borrower: InstanceBorrower, done: Callable[[InstanceBorrower], None]) -> None:
-        """Lends the next free instance; calls `done` on the event loop afterwards."""
+        """Lends the next free instance; calls `done` on the loop afterwards."""
         self._running += 1
         self._queues[0].put((borrower, done))
 
@@ -152,14 +147,14 @@ class ThreadExecutor:
         return [one for instance in list(self._instances.values()) for one in metrics_of(instance)]
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that have not begun."""
+        """Takes back executions that have not begun."""
         recalled: list[Execution] = []
         for jobs in dict.fromkeys(self._queues):
             recalled += self._recall(jobs)
         return recalled
 
     def retire(self) -> None:
-        """Unloads the instances after their queued executions and streams."""
+        """Unloads instances after queued executions and streams."""
         for jobs in self._queues:
             jobs.put(_End.ALL)
 
@@ -193,7 +188,7 @@ class ThreadExecutor:
             execution, done = job
             execution.run(instance)
             if isinstance(execution, StreamedExecution):
-                # All executions of a rescheduled request share one stream.
+                # A rescheduled request has one stream.
                 streams = [one for one in dict.fromkeys((*streams, *execution.streams)) if not one.closed.is_set()]
             try:
                 self._loop.call_soon_threadsafe(self._on_job_end, execution, done)

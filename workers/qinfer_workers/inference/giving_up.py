@@ -31,7 +31,7 @@ def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
 
 
 def fail_overdue(batcher: LaneBatcher, item: WorkItem, error: ExecutionOverdue) -> None:
-    """Answers an item that has executed alone for too long, and would again."""
+    """Answers an item that is late even alone."""
     if (streams := batcher.model.streams) is not None:
         streams.cancel(item, error)
     else:
@@ -41,7 +41,7 @@ def fail_overdue(batcher: LaneBatcher, item: WorkItem, error: ExecutionOverdue) 
 async def end_worker(
     pauses: Sequence[Coroutine[Any, Any, Any]], publisher: Publisher, retire: Callable[[], Awaitable[None]]
 ) -> None:
-    """Gives back unexecuted items, publishes finished ones, and ends the process."""
+    """Gives back unexecuted items, publishes finished ones, exits."""
     tasks = [asyncio.ensure_future(pause) for pause in pauses]
     await asyncio.wait(tasks, timeout=_OTHERS_S)
     with suppress(TimeoutError, QinferError):

@@ -98,7 +98,7 @@ class Heartbeat:
         self._speeds_put_at_s = self._started_at
 
     def changed(self) -> None:
-        """Triggers a beat at once, and wakes all readers of the records."""
+        """Triggers a beat, and wakes all readers."""
         self._changed.set()
 
     def drains(self) -> None:
@@ -190,10 +190,7 @@ class Heartbeat:
             await self.flush()
 
     async def _tell_metrics(self) -> None:
-        """Writes changed model metrics, and others now and then in case Redis has lost them.
-
-        A thread reads them: a model may have tens of thousands.
-        """
+        """Writes changed model metrics, others now and then; a thread reads them, because a model may have many."""
         executors = [one.model.executor for one in list(self._batchers())]
         loaded = [each for each in executors if isinstance(each, ThreadExecutor)]
         record = await asyncio.to_thread(_own_metrics, loaded)
@@ -249,10 +246,7 @@ class Heartbeat:
                 raise
 
     async def _put_speeds(self, served: set[Key], now_s: float) -> None:
-        """Writes changed speeds every few seconds, and those of versions no longer served at once.
-
-        A few others are repeated in turns, because Redis may have lost them.
-        """
+        """Writes changed speeds, and some others in turns, because Redis may have lost them."""
         due = {key for key in self._speeds if key not in served}
         if now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S:
             self._speeds_put_at_s = now_s
@@ -262,7 +256,7 @@ class Heartbeat:
             self._speeds_put.pop(key, None)
             if (speed := self._speeds.get(key)) is not None:
                 await self._store.put_speed(*key, speed)
-                self._speeds_put[key] = speed  # the last to have its turn again
+                self._speeds_put[key] = speed
             if key not in served:
                 self._speeds.pop(key, None)
                 self._speeds_put.pop(key, None)
@@ -289,7 +283,7 @@ def _busy(batchers: Iterable[AnyBatcher]) -> dict[str, dict[int, int]]:
 
 
 class ResourceUsage:
-    """Measures CPU time, memory and GPUs in a thread: slow drivers must not delay a heartbeat."""
+    """Measures CPU time, memory and GPUs in a thread: drivers may be slow."""
 
     def __init__(self, gpus: Collection[int], models: _Memory = dict, every_s: float = USAGE_EVERY_S) -> None:
         self.process: ProcessUse | None = None
@@ -309,7 +303,7 @@ class ResourceUsage:
         self._ended.set()
 
     def read(self) -> None:
-        """Measures once. CPU time never falls, although an ending process may be counted nowhere."""
+        """Measures once; CPU time never falls."""
         use = read_use()
         if use is not None:
             cpu_s = max(use.cpu_s, self.process.cpu_s if self.process is not None else 0.0)

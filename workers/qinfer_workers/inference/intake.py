@@ -31,10 +31,10 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""A pause before a release, because this worker may fetch the entry again at once."""
+"""This worker may fetch a released entry again at once."""
 
 LEAST_DELIVERIES = 2
-"""The first delivery may have failed because of another item of its batch."""
+"""A first delivery may fail because of its batch."""
 BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
 
 
@@ -45,7 +45,7 @@ _MOST_TOLD = 65536
 
 
 class IntakeItems(NamedTuple):
-    """Items that can run, and items that still lack something."""
+    """Ready items, and items that still lack something."""
 
     ready: list[WorkItem]
     external: list[WorkItem]
@@ -60,7 +60,7 @@ class ToldIds:
         self._known: dict[tuple[str, SequenceId], tuple[int | str, float]] = {}
 
     def set_told_id(self, request: InferRequest) -> bool:
-        """Puts the id into a request; returns false if it is needed and unknown."""
+        """Puts the id into a request; returns false if it is unknown."""
         flags = request.sequence
         if flags is None or not flags.id or not request.tenant or isinstance(flags, ToldSequence):
             return True
@@ -71,7 +71,7 @@ class ToldIds:
         return True
 
     async def ask(self, request: InferRequest, spec: ModelSpec) -> None:
-        """Asks Redis for the id of a request, and puts it in."""
+        """Asks Redis for a request's id, and puts it in."""
         model, sequence = named = _named(request)
         bits = 64 if spec.sequences is None else spec.sequences.told_bits
         told = await self._queue.sequences(model, request.partition).assign_id(sequence, bits)
@@ -93,7 +93,7 @@ class LeaseIntake:
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> IntakeItems:
-        """Decodes leases; buries, answers or releases those that can't be executed."""
+        """Decodes leases; buries, answers or releases unexecutable ones."""
         taken = IntakeItems([], [])
         for lease in leases:
             try:
@@ -113,7 +113,7 @@ class LeaseIntake:
         return taken
 
     async def whole(self, batcher: LaneBatcher, leases: Sequence[Lease]) -> list[Lease]:
-        """Answers entries of which a dead worker has sent a part; returns the others."""
+        """Answers entries partly sent by a dead worker; returns the others."""
         spec = batcher.model.spec
         if not spec.decoupled or spec.stream_resume:
             return list(leases)
@@ -137,7 +137,7 @@ class LeaseIntake:
         batcher.fail([item], StreamBroken(BROKEN))
 
     async def complete(self, batcher: LaneBatcher, external: Sequence[WorkItem]) -> list[WorkItem]:
-        """Reads the payloads and ids that items lack; drops cancelled and expired items, whose payload is gone.
+        """Reads missing payloads and ids; drops cancelled and expired items.
 
         A cancelled call gives all items back.
         """
@@ -166,7 +166,7 @@ class LeaseIntake:
             self._publisher.release_later(item, PAUSE_S)
 
     def is_readable(self, batcher: LaneBatcher, lease: Lease) -> bool:
-        """Returns whether this version can read an entry; releases one of a newer qinfer."""
+        """Returns whether an entry can be read; releases one of a newer qinfer."""
         try:
             decode_request(lease.frame)
         except NewerVersion:
@@ -233,10 +233,7 @@ class LeaseIntake:
         return isinstance(batcher, EnsembleBatcher) or self._told.set_told_id(request)
 
     async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> bytes | None:
-        """Reads an item's tensors; puts it off if they can't be read now, finishes it if they are gone.
-
-        Tensors missing from the payload store make the item a dead letter.
-        """
+        """Reads an item's tensors, puts it off, finishes it if they are gone, or buries it if the store lacks them."""
         try:
             if not self._is_told(batcher, item.request):
                 await self._told.ask(item.request, batcher.model.spec)
@@ -288,7 +285,7 @@ def _named(request: InferRequest) -> tuple[str, SequenceId]:
 
 
 def given_up(deliveries: int, spec: ModelSpec) -> InferenceFailed:
-    """Returns the error of a request that was delivered too often."""
+    """Returns the error of too many deliveries."""
     text = f"the request was given up: {deliveries - 1} executions did not end"
     if spec.execute_timeout_s:
         text += f"; the limit of each is {spec.execute_timeout_s:g} s ({EXECUTE_TIMEOUT})"

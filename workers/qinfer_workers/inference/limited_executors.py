@@ -1,7 +1,7 @@
 """Instance threads that execute only with resources granted by the rate limiter.
 
-A plain model's batcher waits for a *permit*, and then forms the batch (`PermitExecutor`). A batch of sequence steps,
-which are bound to instances, is formed first and waits (`StagedExecutor`). A lent instance holds its resources.
+A plain model's batcher waits for a *permit* before it forms a batch (`PermitExecutor`); batches of sequence steps,
+bound to instances, are formed first (`StagedExecutor`). A lent instance holds its resources.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _Work = tuple[Execution | InstanceBorrower, _Done]
 
 
 class Limiter(Protocol):
-    """The rate limiter on the event loop; it grants resources by `LimitedInstance.granted`."""
+    """The rate limiter, on the event loop; grants by `LimitedInstance.granted`."""
 
     def wait(self, instance: LimitedInstance, callers: tuple[ResourceHolder, ...]) -> None:
         """Notes that an instance has work."""
@@ -44,7 +44,7 @@ class Limiter(Protocol):
         ...
 
     def refusal(self, instances: Sequence[LimitedInstance], callers: Sequence[ResourceHolder]) -> str:
-        """Returns why callers would wait for themselves; empty = they would not."""
+        """Returns why callers would wait for themselves, or ""."""
         ...
 
 
@@ -77,11 +77,11 @@ class LimitedExecutor(ThreadExecutor):
         return bool(callers) and self._limiter.holds(callers)
 
     def refusal(self, callers: Sequence[ResourceHolder]) -> str:
-        """Returns why callers would wait for themselves; empty = they would not."""
+        """Returns why callers would wait for themselves, or ""."""
         return self._limiter.refusal(self._limited, callers)
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that have not begun, and frees their resources."""
+        """Takes back executions that have not begun, and their resources."""
         recalled = super().recall()
         for execution in recalled:
             self._free(execution, has_executed=False)
@@ -122,7 +122,7 @@ class LimitedExecutor(ThreadExecutor):
 
 
 class PermitExecutor(LimitedExecutor):
-    """The `PermittedExecutor` of `qinfer.batching.limited`, for plain models."""
+    """The executor of plain models."""
 
     def __init__(self, *args: Any) -> None:
         self.permitted: Callable[[], None] = lambda: None
@@ -138,7 +138,7 @@ class PermitExecutor(LimitedExecutor):
         return len(self._unused)
 
     def want(self, count: int, callers: Sequence[ResourceHolder]) -> None:
-        """Asks for `count` permits, and returns surplus ones."""
+        """Asks for `count` permits; returns surplus ones."""
         self._wanted, self._callers = count, tuple(callers)
         while len(self._unused) > count:
             self._limiter.release_grant(self._unused.pop(), has_executed=False)
@@ -151,7 +151,7 @@ class PermitExecutor(LimitedExecutor):
         self._start_work((execution, done), self._unused.pop(0))
 
     def lend(self, borrower: InstanceBorrower, done: _Done) -> None:
-        """Lends an instance as soon as it has its resources."""
+        """Lends an instance once it has its resources."""
         self._borrowers.append((borrower, done))
         self._stage()
 
@@ -193,7 +193,7 @@ class StagedExecutor(LimitedExecutor):
         super().__init__(*args)
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Executes once the instance has its resources; fails if its callers hold them."""
+        """Executes once resources are granted; fails if its callers hold them."""
         callers = {holder.token: holder for item in execution.items for holder in item.request.holders}
         reason = self.refusal(tuple(callers.values())) if callers else ""
         if reason:
@@ -206,7 +206,7 @@ class StagedExecutor(LimitedExecutor):
         self._limiter.wait(self._limited[instance], tuple(callers.values()))
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that have not begun."""
+        """Takes back executions that have not begun."""
         staged = [execution for execution, _ in self._staged.values() if isinstance(execution, Execution)]
         for instance in self._staged:
             self._limiter.leave_queue(instance)

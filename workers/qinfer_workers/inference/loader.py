@@ -33,15 +33,14 @@ from qinfer_workers.inference.watchdog import ExecutionWatchdog
 logger = logging.getLogger(__name__)
 
 VersionDir = Callable[[str, int, str, str], Path]
-"""`Repositories.version_dir`: model that owns the files, version, location, content hash → directory; blocking."""
+"""Model that owns the files, version, location, content hash → directory; blocking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedVersion:
-    """A model version that is loaded.
+    """A loaded model version.
 
-    `identity` is equal for generations that differ at most in their instances. `executed_hash` is empty if files
-    changed during the load.
+    `identity` ignores instances; `executed_hash` is empty if files changed during the load.
     """
 
     spec: ModelSpec
@@ -58,11 +57,11 @@ class LoadedVersion:
     steps: tuple[StepVersion, ...] = ()
 
     def hash_like(self, other: str) -> str:
-        """Returns its hash of the same kind as another one."""
+        """Returns its hash of another one's kind."""
         return self.executed_hash if is_executed(other) else self.content_hash
 
     def executes(self, hashes: Collection[str]) -> bool:
-        """Returns whether it executes one of these hashes; an empty one matches anything."""
+        """Returns whether it executes one of these hashes; empty matches all."""
         return any(not one or self.hash_like(one) == one for one in hashes)
 
 
@@ -119,9 +118,9 @@ class Loader:
         pinned: Collection[str] = (),
         planned: PlannedEnsemble | None = None,
     ) -> LoadChange:
-        """Loads the changed instances of a version, and warms them up; an error unloads them.
+        """Loads changed instances and warms them up; an error unloads them.
 
-        `pinned` are the hashes that a version kept by pins may execute; empty = any.
+        `pinned` are the allowed hashes; empty = any.
         """
         directory = self._version_dir(stored.files, version, stored.location, stored.content_hash)
         try:
@@ -165,7 +164,6 @@ class Loader:
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:
             return LoadChange(kind=LoadKind.SAME, loaded=loaded)
-        # Any idle instance may end, on whichever device.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
         if (sequences := loaded.spec.sequences) is not None:
             is_resizable = is_resizable and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
@@ -175,7 +173,7 @@ class Loader:
         return LoadChange(kind=LoadKind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
 
     def complete(self, stored: StoredModel) -> Completion:
-        """Completes a pending configuration; the model's own mistake is a result too."""
+        """Completes a pending configuration, or returns its error."""
         if self._completers is None:
             raise ModelLoadFailed(f"this worker can't complete configurations of backend '{stored.pending}'")
         directory = self._version_dir(stored.files, stored.versions[-1], stored.location, stored.content_hash)
@@ -189,7 +187,7 @@ class Loader:
             return Completion(error=error.message)
 
     def discard(self, change: LoadChange) -> None:
-        """Unloads the instances of a load that is no longer wanted."""
+        """Unloads the instances of an unwanted load."""
         _unload(change.loaded.instances)
 
     def _instances(
@@ -212,7 +210,7 @@ class Loader:
     def _instance(
         self, backend: Backend, loaded: LoadedVersion, directory: Path, device: Device, latency: LatencyModel
     ) -> Backend:
-        """Loads and warms up an instance; abandons overdue calls, unless they can be interrupted."""
+        """Abandons overdue calls, unless they can be interrupted."""
         spec = loaded.spec
         instance = self.watchdog.watched(reshaped(with_ragged_batches(backend, spec), spec), spec, loaded.version)
         clock = instance.clock
@@ -247,17 +245,17 @@ def _unload(instances: Sequence[Backend]) -> None:
     for instance in instances:
         try:
             instance.unload()
-        except Exception:  # the boundary to backends: the others must be unloaded too
+        except Exception:  # the boundary to backends
             logger.exception("model instance not unloaded")
 
 
 def _without_path(text: str, directory: Path) -> str:
-    """Hides the path of the model's files from clients."""
+    """Clients must not see the path."""
     return text.replace(f"{directory.parent}/", "").replace(str(directory.parent), "the model's directory")
 
 
 def initial_states(spec: ModelSpec, model_dir: Path) -> tuple[Tensor, ...]:
-    """Returns the states that a model's sequences begin with."""
+    """Returns the states that sequences begin with."""
     states = []
     for state in spec.sequences.states if spec.sequences is not None else ():
         try:

@@ -1,7 +1,7 @@
 """Chooses the lanes in which to look for entries of dead workers.
 
-A worker watches each lane that it has taken entries from, and all of them after a broken connection, or when another
-worker stops beating. Quiet lanes have turns.
+A worker watches lanes that it has fetched from, or all after a broken connection or a missing beat; quiet ones
+in turns.
 """
 
 import time
@@ -18,13 +18,11 @@ from qinfer_workers.inference.serving import Serving
 T = TypeVar("T", bound=Serving)
 
 _LOOKS_PER_S = 1.0
-"""Quiet lanes that have their turn in a second."""
 
 _SILENT_BEATS = 3
-"""Missed beats after which a worker may be dead."""
 
 _LEASES = 2.5
-"""Lease times for which a lane is watched: by then every lease has ended."""
+"""Lease times for which a lane is watched."""
 
 
 class Lookout:
@@ -36,14 +34,14 @@ class Lookout:
         self._settings = settings
         self._id = worker_id
         self._beats: dict[str, tuple[float, float]] = {}
-        """Each worker's last beat, and when we first saw it."""
+        """Each worker's last beat, and when first seen."""
         self._silent: set[str] = set()
         self._turn = 0
         queue.doorbell.stirred_s = _LEASES * settings.lease_s
         queue.doorbell.alarm()
 
     async def chosen(self, servings: Mapping[Key, T]) -> list[tuple[Key, T]]:
-        """Returns the servings in whose lanes to look now."""
+        """Returns servings whose lanes to look at now."""
         if await self._is_one_missing():
             self._queue.doorbell.alarm()
         every = list(servings.items())

@@ -1,7 +1,6 @@
-"""The files of a model version that a worker loads: the identity of a load, and the hash of what is executed.
+"""The files of a model version: the identity of a load, and the hash of what is executed.
 
-Loads are compared by size and modification time of the files. The *executed hash* is that of their content, equal for
-copies on any machine.
+Loads are compared by files' size and modification time; the *executed hash* is that of their content, on any machine.
 """
 
 import hashlib
@@ -17,12 +16,11 @@ from qinfer.models.repository.files import IGNORED
 from qinfer.models.state import StoredModel
 
 WARMUP_DIRECTORY = "warmup"
-"""A directory beside the versions'."""
 INITIAL_STATES = "initial_state"
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
 _NOT_READ = ("config.pbtxt", "configs", MANIFEST)
-"""Names beside the versions that no backend reads."""
+"""No backend reads these."""
 
 _EXECUTED = (
     *("platform", "backend", "runtime", "default_model_filename", "cc_model_filenames", "model_operations"),
@@ -34,7 +32,7 @@ _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
 
 
 class _Stamp(NamedTuple):
-    """The inode reveals a file that was replaced within one tick of the clock."""
+    """The inode reveals replacement within a clock tick."""
 
     size: int
     mtime_ns: int
@@ -42,7 +40,7 @@ class _Stamp(NamedTuple):
 
 
 class VersionFiles:
-    """The files of a version as they are when this is made; blocking."""
+    """The present files of a version; blocking."""
 
     def __init__(self, stored: StoredModel, directory: Path) -> None:
         self._stored = stored
@@ -51,17 +49,17 @@ class VersionFiles:
         self._stamps = self._stamped()
 
     def identity(self) -> str:
-        """Returns a text that differs between loads with different files or configurations."""
+        """Returns a text that identifies files and configuration."""
         config = {part: value for part, value in self._config.items() if part not in _OF_ALL_VERSIONS}
         digest = hashlib.sha256(json.dumps([config, self._stored.labels], sort_keys=True).encode())
-        if not self._directory.is_dir():  # a backend without files
+        if not self._directory.is_dir():
             digest.update(self._stored.content_hash.encode())
         for path, stamp in self._stamps.items():
             digest.update(f"\n{path}\t{stamp.size}\t{stamp.mtime_ns}".encode())
         return digest.hexdigest()
 
     def executed_hash(self, known: dict[tuple[str, _Stamp], str]) -> str:
-        """Returns the hash of what is executed; `known` caches the hashes of files."""
+        """Returns the executed hash; `known` caches files' hashes."""
         config = {part: self._config.get(part) for part in _EXECUTED}
         parameters = self._config.get("parameters", {})
         config["parameters"] = {name: value for name, value in parameters.items() if name not in _SCHEDULING}

@@ -1,8 +1,7 @@
 """The models that this worker serves: loads and unloads instances to match the desired state.
 
-Everything is re-read at start, when woken and every 10 s. A new generation is loaded beside the old one, which serves
-until then, or longer if the new one fails. Each changing model has a task, so that loads do not delay others. A pinned
-version that the version policy has dropped stays loaded, and is loaded again only with its pinned hash.
+Everything is re-read at start, when woken and every 10 s. The old generation serves until the new one is loaded, or
+longer if that fails. A pinned version that its policy has dropped is loaded again only with its pinned hash.
 """
 
 import asyncio
@@ -34,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 _REREAD = 20
-"""Models re-read at each look, in case a writer died before it sent news."""
+"""Models re-read at each look, in case news was lost."""
 RELOAD_S = 30.0
-"""Wait before the first retry of a load whose files can't be reached; later waits are longer."""
+"""Wait before the first retry of a load without files; later waits are longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 
@@ -65,7 +64,7 @@ class VersionHost(Protocol):
         ...
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; false = it is wanted again."""
+        """Answers waiting requests and unloads a version; false = wanted again."""
         ...
 
 
@@ -107,10 +106,10 @@ class Models:
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
         self._wanted: dict[str, WantedVersions] = {}
         self._settled: dict[str, WantedVersions] = {}
-        """The wishes tried last: failed loads are retried only if time may help."""
+        """The wishes tried last."""
         self._again_at: dict[str, float] = {}
         self._tries: Counter[Key] = Counter()
-        """Failures in a row of retried loads."""
+        """Failures in a row."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = 0
         self._loaded: dict[Key, LoadedVersion] = {}
@@ -123,11 +122,11 @@ class Models:
         return by_model(self._states)
 
     def load_times(self) -> dict[str, dict[int, float]]:
-        """Returns model → version → seconds of its last load, including its wait for a slot."""
+        """Returns model → version → load seconds, including waits."""
         return by_model(self._load_s)
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """Follows the desired state until cancelled; calls `changed` after each change of a state."""
+        """Follows the desired state until cancelled; calls `changed` after changes."""
         self._changed = changed
         outage = OutageLog(logger, "desired state unknown", "desired state known again")
         is_news = True
@@ -146,9 +145,9 @@ class Models:
                     await asyncio.sleep(_RETRY_S)
 
     async def _read_desired(self, *, is_news: bool) -> bool:
-        """Reads the desired state; returns false if Redis lost its data, which must unload no models.
+        """Returns false if Redis lost its data, which must unload nothing.
 
-        Without news, few known models are read, in turns.
+        Without news, few models are read, in turns.
         """
         installation = await self._store.installation()
         now = InstallationState(installation=installation, desired=await self._store.desired())
@@ -229,7 +228,6 @@ class Models:
         return True
 
     async def _load(self, key: Key, model: StoredModel, hashes: frozenset[str] = frozenset()) -> bool:
-        """Loads a version, for pins with one of `hashes`; returns whether it is served."""
         name, version = key
         extra = {"model": name, "version": version, "generation": model.generation}
         began_s = time.monotonic()
@@ -281,7 +279,7 @@ class Models:
         return True
 
     async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> PlannedEnsemble | None:
-        """Plans an ensemble once its models are loaded; `None` = it is no longer wanted."""
+        """Returns `None` if it is no longer wanted."""
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
             try:

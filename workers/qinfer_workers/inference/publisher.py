@@ -58,7 +58,7 @@ class HeldWork(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """When its caller stops waiting, in the broker's time."""
+        """When its caller stops waiting (broker time)."""
         ...
 
     def lose(self) -> None:
@@ -70,7 +70,7 @@ class Renewals(Protocol):
     """Renews the leases of a keeper."""
 
     async def run(self, keeper: "LeaseKeeper") -> None:
-        """Renews until cancelled, and reports to `LeaseKeeper.renewed`."""
+        """Renews until cancelled; reports to `LeaseKeeper.renewed`."""
         ...
 
     def ask(self) -> None:
@@ -79,17 +79,14 @@ class Renewals(Protocol):
 
 
 class OwnerLease(NamedTuple):
-    """The lease of an owner of sequences or resources; `ended` is called when it has ended."""
+    """The lease of an owner of sequences or resources."""
 
     keys: Sequence[bytes]
     ended: Callable[[], None] = lambda: None
 
 
 class LeaseKeeper:
-    """Tracks which leases of this worker were renewed, and which are lost.
-
-    Used on the event loop, except `held`.
-    """
+    """Tracks which leases were renewed, and which are lost; only `held` may be called off the event loop."""
 
     def __init__(
         self,
@@ -118,14 +115,14 @@ class LeaseKeeper:
         await self._renewals.run(self)
 
     async def watch(self, lanes: Collection[Lane]) -> None:
-        """Waits until leases of later fetches will be renewed, even while model code holds the GIL."""
+        """Waits until leases of later fetches will be renewed, even while a model holds the GIL."""
         asked_s = time.monotonic()
         while self._renewed_at < asked_s or not self.can_renew(lanes):
             self._renewals.ask()
             await self._renewed.wait()
 
     def can_renew(self, lanes: Iterable[Lane]) -> bool:
-        """Returns whether leases on these lanes can be renewed; if not, fetched entries would pass to others."""
+        """Returns whether leases on these lanes can be renewed."""
         is_fresh = self._renewed_at > time.monotonic() - self._lease_s
         return is_fresh and (not self._failing or self._failing.keys().isdisjoint(lanes))
 
@@ -158,33 +155,27 @@ class LeaseKeeper:
             return [item for item, since_s in self._held.items() if since_s < instant_s]
 
     def cancel(self, places: Collection[Place]) -> None:
-        """Drops items whose entries a cancellation has removed."""
+        """Drops items of cancelled entries."""
         for item in self.held():
             if place_of(item) in places:
                 self.drop([item])
                 self._on_lost(item)
 
     def wanted(self) -> list[tuple[HeldWork, float]]:
-        """Returns the items to renew, and until when (monotonic): one lease time after the deadline.
-
-        A model that never returns must not keep an item in flight.
-        """
+        """Returns the items to renew, and until when (monotonic): one lease time after the deadline."""
         now_s = time.monotonic()
         ends = ((item, self._clock.to_monotonic_s(item.deadline_s) + self._lease_s) for item in self.held())
         return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
     def is_sure(self, items: Iterable[HeldWork]) -> bool:
-        """Returns whether no lease of these items can have ended unnoticed, as during a SIGSTOP.
-
-        The last renewal covered all items of that time; later ones are newer.
-        """
+        """Returns whether no lease of these items can have ended unnoticed, as during a SIGSTOP."""
         since_s = time.monotonic() - self._lease_s
         return self._renewed_at > since_s and (
             not self._failing or all(self._sure_at(item) > since_s for item in items)
         )
 
     async def confirm(self, items: Iterable[HeldWork]) -> None:
-        """Waits until each of these items was renewed after now, or found lost."""
+        """Waits until each item was renewed after now, or is lost."""
         asked_s = time.monotonic()
         items = list(items)
         while any(self._sure_at(item) < asked_s for item in items):
@@ -192,7 +183,7 @@ class LeaseKeeper:
             await self._renewed.wait()
 
     def renewed(self, began_s: float, lost: Collection[Place], failed: Collection[Lane] = (), count: int = 0) -> None:
-        """Takes the outcome of a renewal; `failed` lanes could not be asked."""
+        """Takes a renewal's outcome; `failed` lanes could not be asked."""
         self.renewals += count
         self._failing = {lane: self._failing.get(lane, self._renewed_at) for lane in failed}
         self._renewed_at = began_s
@@ -225,10 +216,10 @@ def place_of(item: HeldWork) -> Place:
 
 
 FINISH_DELAY_S = 0.01
-"""Longest wait of published items for one write with the next answers.
+"""Longest wait for one write with the next answers.
 
-No caller waits for it, and a write costs more than its content. After a crash in between, another worker executes the
-items again, and the gateway ignores the second answer.
+A write costs more than its content. After a crash in between, the items execute again, and the gateway ignores the
+second answer.
 """
 
 FINISH_COUNT = 16
@@ -258,7 +249,7 @@ class Publisher:
         self._finish_at_s = 0.0
         self._later: dict[WorkItem, asyncio.TimerHandle] = {}
         self._large: Counter[tuple[str, int]] = Counter()
-        """Bytes of large answers that Redis has not taken yet."""
+        """Bytes of large answers not yet in Redis."""
         self._caught_up = asyncio.Event()
         self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
@@ -268,7 +259,7 @@ class Publisher:
         self._keeper.hold(items)
 
     def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
-        """Publishes responses and finishes the entries; settles asynchronous requests."""
+        """Publishes responses and finishes entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
         if [True for item in items if not item.request.reply_to]:
             self._answer_mixed(items, responses, begin_ns)
@@ -278,7 +269,7 @@ class Publisher:
             self._finish_now()
 
     def is_behind(self, model: str, version: int) -> bool:
-        """Returns whether a model version must not fetch, because its answers wait for Redis."""
+        """Returns whether answers that wait for Redis stop fetches of a version."""
         return self._large[model, version] > MOST_BYTES
 
     async def catch_up(self, model: str, version: int) -> None:
@@ -298,11 +289,11 @@ class Publisher:
             self._caught_up.set()
 
     def give_back(self, items: Sequence[WorkItem]) -> None:
-        """Releases items that did not begin to execute; suspects stay suspects."""
+        """Releases unexecuted items; suspects stay suspects."""
         self.spawn(lambda: self._queue.release([item.lease for item in items]), items, self._keeper.drop)
 
     def delay(self, items: Sequence[WorkItem]) -> None:
-        """Moves items to the `.delayed` lanes of their lanes."""
+        """Moves items to their `.delayed` lanes."""
         by_lane: dict[str, list[WorkItem]] = {}
         for item in items:
             by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
@@ -311,7 +302,7 @@ class Publisher:
             self.spawn(partial(self._queue.delay, leases, delayed_name(name)), group, self._keeper.drop)
 
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
-        """Makes an entry a dead letter, and then answers a waiting caller."""
+        """Buries an entry, then answers a waiting caller."""
         request_id = answer[1].request_id if answer else ""
         items = [answer[0]] if answer else []
         self._keeper.hold(items)
@@ -321,7 +312,7 @@ class Publisher:
             nonlocal tries
             tries += 1
             is_buried = await self._queue.bury(lease, request_id, error.code.value, error.message)
-            self._keeper.drop(items)  # copying the tensors may take longer than a lease
+            self._keeper.drop(items)  # may take longer than a lease
             if is_buried:
                 tally.buried()
             elif tries == 1:
@@ -338,12 +329,12 @@ class Publisher:
         self.spawn(work, held=items)
 
     def discard(self, item: WorkItem) -> None:
-        """Finishes an entry without a waiting caller."""
+        """Finishes an entry without an answer."""
         self._keeper.drop([item])
         self.spawn(lambda: self._queue.finish([item.lease.entry]))
 
     def release_later(self, item: WorkItem, delay_s: float) -> None:
-        """Releases an unreadable entry after a delay, so that it is not fetched again at once."""
+        """Releases an unreadable entry after a delay."""
         self._keeper.hold([item])
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
 
@@ -354,7 +345,7 @@ class Publisher:
         await self.flush()
 
     async def flush(self) -> None:
-        """Waits for all accepted work, except delayed releases."""
+        """Waits for accepted work, except delayed releases."""
         while self._open or self._published:
             self._finish_now()
             await asyncio.wait(self._open)
@@ -390,7 +381,7 @@ class Publisher:
         await self.publish(items, responses, begin_ns)
 
     async def publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
-        """Publishes responses without checking leases; `begin_ns` is when they were ready."""
+        """Publishes responses without checking leases; `begin_ns` = they were ready."""
         for address, group, is_large in _chunks(items, responses):
             blob = encode_responses([await self._store(items, group[0])] if is_large else group)
             if not await self._queue.publish(address, blob):
@@ -398,7 +389,6 @@ class Publisher:
         self._count_published(items, begin_ns)
 
     async def _store(self, items: Sequence[WorkItem], response: Response) -> Response:
-        """Stores outputs outside the reply stream; returns the response to publish."""
         item = next(item for item in items if item.request.id == response.request_id)
         lane, tenant = item.lease.entry.lane, item.request.tenant
         blob = await asyncio.to_thread(encode_responses, [response])  # copying takes long
@@ -415,7 +405,7 @@ class Publisher:
             await self._keeper.confirm(items)
         answers = [answer for answer in answers if not answer[0].lost]
         settlements = [settlement_of(item, response) for item, response in answers]
-        # Large settlements keep their leases, which a renewal just after may find lost.
+        # Large settlements keep their leases.
         large = [each for each in settlements if not self._queue.requests.ends_at_once(each)]
         if not large:
             self._keeper.drop(items)
@@ -440,7 +430,7 @@ class Publisher:
             await self._queue.requests.settle([settlement_of(item, _failed_response(response, error))])
 
     def finish_soon(self, items: Sequence[WorkItem]) -> None:
-        """Finishes published items together with the next batches'."""
+        """Finishes published items with the next batches'."""
         if not self._published:
             self._finish_at_s = self._loop.time() + FINISH_DELAY_S
             if self._timer is None:
@@ -465,7 +455,7 @@ class Publisher:
         self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     def recorded(self, items: Sequence[WorkItem], work: _Work) -> _Work:
-        """Returns work with spans, if its requests are traced."""
+        """Returns work with spans, if requests are traced."""
         return work if self._spans is None else self._spans.around(items, work)
 
     def spawn(
@@ -476,7 +466,7 @@ class Publisher:
         *,
         held: Sequence[WorkItem] = (),
     ) -> "asyncio.Task[None] | None":
-        """Starts work that is repeated while Redis is away; `None` = closed."""
+        """Starts work, repeated while Redis is away; `None` = closed."""
         if self._closed:
             return None
         task = self._tasks.create_task(self._insist(work, items, after, held or items))
@@ -487,10 +477,7 @@ class Publisher:
     async def _insist(
         self, work: _Work, items: Sequence[WorkItem], after: _After | None, held: Sequence[WorkItem]
     ) -> None:
-        """Repeats work while Redis is away, until the leases of all `items` are lost; readers drop duplicates.
-
-        After another refusal, the leases of `held` expire.
-        """
+        """Repeats work while Redis is away, until all `items` are lost; readers drop duplicates."""
         failures = 0
         while not _are_lost(items):
             try:
@@ -520,7 +507,7 @@ def _failed_response(response: Response, error: QinferError) -> Response:
 
 
 def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
-    """Splits each process's responses into chunks; a too large response is one of its own."""
+    """Splits each process's responses into chunks; a larger response is its own chunk."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
             yield address, group, False
@@ -541,7 +528,6 @@ def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterato
 
 
 def _by_address(items: Sequence[WorkItem], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
-    """Groups responses by reply stream; mostly there is one."""
     address = items[0].request.reply_to
     if not [True for item in items if item.lost or item.request.reply_to != address]:
         return {address: responses}
@@ -561,10 +547,7 @@ _STATES = {
 
 
 def settlement_of(item: WorkItem, response: Response, *, attempt: int | None = None) -> Settlement:
-    """Returns the settlement of an asynchronous request.
-
-    `attempt` defaults to that of the response; 0 lets the queue count deliveries.
-    """
+    """Returns an asynchronous request's settlement; attempt 0 = the queue counts deliveries."""
     request, failure = item.request, response.failure
     if attempt is None:
         attempt = response.attempt if response.timing is not None else 0

@@ -1,11 +1,10 @@
 """The rate limiter of a worker: carries out the decisions of `qinfer.batching.rate_limiter` (Triton's `--rate-limit`).
 
-    executors ── wait, ended ──▶ Ledger ── decide ──▶ Instance.granted ──▶ executors
+    executors ── wait, ended ──▶ Ledger ── decide ──▶ LimitedInstance.granted ──▶ executors
                                     │ missing, idle         ▲
                                     └──────▶ SharedUnits ───┘ exchanges global units in Redis
 
-Decisions are made once an event-loop tick. Units of global resources stay here between executions, until other workers
-wait for them.
+It decides once an event-loop tick. Idle global units stay here until other workers wait for them.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ class RateLimiter:
         self._is_due = False
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuses a model that would never get its resources, with Triton's text."""
+        """Refuses a model that never gets its resources, with Triton's text."""
         try:
             self.ledger.check(groups_of(spec, self._gpus))
         except ValueError as error:
@@ -87,11 +86,11 @@ class RateLimiter:
         return self.ledger.holds(callers)
 
     def conflict(self, spec: ModelSpec, callers: Sequence[ResourceHolder]) -> str:
-        """Returns why other workers can't run a model for callers that hold its resources; empty = they can."""
+        """Returns why other workers can't run a model whose resources its callers hold, or ""."""
         return self.ledger.conflict(spec.name, map(needs_of, groups_of(spec, self._gpus)), callers)
 
     def refusal(self, instances: Sequence[LimitedInstance], callers: Sequence[ResourceHolder]) -> str:
-        """Returns why callers would wait for themselves; empty = they would not."""
+        """Returns why callers would wait for themselves, or ""."""
         if not instances:
             return ""
         return self.ledger.refusal(instances[0].model, [instance.needs for instance in instances], callers)
@@ -118,7 +117,7 @@ class RateLimiter:
 def open_limiter(
     settings: Settings, queue: Queue, worker_id: str, keeper: LeaseKeeper, loader: Loader
 ) -> RateLimiter | None:
-    """Makes the rate limiter of a worker; `None` = it is off."""
+    """Makes a worker's rate limiter; `None` = it is off."""
     if settings.rate_limit.mode == "off":
         return None
     lease_s = settings.worker.lease_s
@@ -139,9 +138,8 @@ class SharedUnits:
         self._decide = decide
         self._opened, self._changed = asyncio.Event(), asyncio.Event()
         self._wanted: frozenset[str] = frozenset()
-        """Resources that other workers wait for."""
         self._back: dict[str, int] = {}
-        """Units that are being given back."""
+        """Units being given back."""
         self._asked: dict[tuple[tuple[str, int], ...], tuple[Wish, float]] = {}
         """Queued wishes, and when to repeat them (monotonic)."""
         self._valid_until_s = 0.0
@@ -158,7 +156,7 @@ class SharedUnits:
             self._changed.set()
 
     def return_units(self) -> None:
-        """Gives back units that others wait for, and drops all when the lease may have ended."""
+        """Gives back wanted units; drops all if the lease may have ended."""
         pool = self._ledger.pool
         if pool and time.monotonic() >= self._valid_until_s:
             pool.clear()
@@ -224,7 +222,7 @@ class SharedUnits:
     async def _once(self, wish: Wish | None, given_up: Sequence[Wish] = ()) -> None:
         pool = self._ledger.pool
         for name in wish.units if wish is not None else ():
-            # Wishes are granted whole: give idle units back first.
+            # wishes are granted whole
             idle = max(self._ledger.idle(name), 0)
             if idle:
                 pool[name] -= idle
@@ -242,7 +240,7 @@ class SharedUnits:
                 self._asked.pop(key, None)
             elif key in self._asked:
                 self._asked[key] = wish, began_s + done.retry_s
-        # Local instances in turn come before other workers.
+        # local instances first
         self._decide()
         self.return_units()
 

@@ -31,10 +31,7 @@ _LONGEST_RETRY_S = 5.0
 
 
 class ProcessRenewals:
-    """Renews leases in a process that is restarted if it ends.
-
-    The process also ends a worker that exceeds the limits in `due`.
-    """
+    """Renews leases in a process, which also ends a worker over the limits in `due`."""
 
     def __init__(
         self, settings: Settings, consumer: str, environment: Mapping[str, str], due: DueTable | None = None

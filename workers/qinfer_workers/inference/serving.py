@@ -17,7 +17,6 @@ from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 LaneBatcher = Batcher | IterativeBatcher | EnsembleBatcher
 
 _LOOK_S = 0.05
-# gateways learn of an unload only now
 _GRACE_S = 0.2
 
 
@@ -25,17 +24,14 @@ MAX_READS = 16
 """Requests whose payloads are read at a time."""
 
 SLOW_S = 0.25
-"""Slower reads no longer count, so that a slow store delays only its own requests."""
+"""Slower reads no longer count: they delay only their own requests."""
 
 STALLED_S = 2.0
-"""If `MAX_READS` reads stall this long, requests without external payloads are fetched."""
+"""If all reads stall this long, only requests without external payloads are fetched."""
 
 
 class PayloadReads:
-    """The tasks that read external payloads of one model version.
-
-    `open` maps them to the number of requests and the monotonic start.
-    """
+    """Tasks that read external payloads of a model version; `open` maps them to (requests, monotonic start)."""
 
     def __init__(self) -> None:
         self.open: dict[asyncio.Task[None], tuple[int, float]] = {}
@@ -43,17 +39,17 @@ class PayloadReads:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further read should begin."""
+        """Whether no further read may begin."""
         return sum(count for count, _ in self.open.values()) >= MAX_READS
 
     def add(self, task: "asyncio.Task[None]", count: int) -> None:
-        """Tracks a task that reads and admits `count` requests."""
+        """Tracks a task that admits `count` requests."""
         self._changed_s = time.monotonic()
         self.open[task] = count, self._changed_s
         task.add_done_callback(self._on_read_end)
 
     async def limit_fetch(self, count: int) -> int:
-        """Returns how many of `count` requests may be fetched; if none, waits for a read."""
+        """Returns how many of `count` to fetch; if none, waits for a read."""
         now_s = time.monotonic()
         fresh = [(number, began_s) for number, began_s in self.open.values() if now_s - began_s < SLOW_S]
         left = count - sum(number for number, _ in fresh)
@@ -68,7 +64,7 @@ class PayloadReads:
         return 0
 
     async def stop(self) -> None:
-        """Cancels the open reads, which give back their requests."""
+        """Cancels open reads, which give back their requests."""
         if tasks := list(self.open):
             for task in tasks:
                 task.cancel()
@@ -82,8 +78,8 @@ class PayloadReads:
 class Serving:
     """A model version that the worker serves.
 
-    `lanes` of an earlier configuration come last, until they are empty (`is_settled`). `quiet` is set while no fetch is
-    in progress: a cancelled fetch would leave leases.
+    `lanes` of an earlier configuration come last. `quiet` = no fetch is in progress: a cancelled one would leave
+    leases.
     """
 
     fetcher: "asyncio.Task[None]"
@@ -98,7 +94,7 @@ class Serving:
         self.is_settled = False
 
     def is_still(self, *, ends: bool) -> bool:
-        """Returns whether it is paused, as by `pause`."""
+        """Returns whether it is paused."""
         executes = self.batcher.executing and not self._is_held(ends=ends)
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 
@@ -108,7 +104,7 @@ class Serving:
             self.batcher.hold()
         else:
             await self.batcher.pause_batching()
-        # Each read has begun by then, and can give back its requests.
+        # Begun reads can give back their requests.
         await self.quiet.wait()
         await self.reads.stop()
         if not self._is_held(ends=ends):
@@ -118,7 +114,7 @@ class Serving:
         return isinstance(self.batcher, EnsembleBatcher) and not ends
 
     def reread(self) -> None:
-        """Takes a new configuration; the lanes of the last are still read."""
+        """Takes a new configuration; the last one's lanes are still read."""
         own = self._own()
         self.lanes = own + tuple(lane for lane in self.lanes if lane not in own)
         self.is_settled = False
@@ -133,20 +129,20 @@ class Serving:
         others = [lane for lane in others if lane not in own]
         depths = await queue.depth(others)
         if own != self._own():
-            return  # reconfigured meanwhile
+            return
         left = tuple(lane for lane, depth in zip(others, depths, strict=True) if depth)
         self.lanes = own + left
         self.is_settled = not left
 
     async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Serves until the lanes are empty or time is over; false = it is wanted again."""
+        """Serves until lanes are empty or time is over; false = wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         was_empty = False
         while not is_wanted():
             try:
                 is_empty = not any(await queue.depth(self.lanes))
-            except QinferError:  # unknown
+            except QinferError:
                 is_empty = False
             if (is_empty and was_empty) or loop.time() >= until_s:
                 return True

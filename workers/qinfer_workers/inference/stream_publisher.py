@@ -4,8 +4,8 @@
     asynchronous     store response after response; one task for each request
     the final one    the entry is finished, or the request settled, as `Publisher` does it
 
-An entry is marked before its first response leaves: a worker that reclaims it must not execute it, because the caller
-has a part of the responses. Models that repeat the same responses need no mark.
+An entry is marked before its first response leaves: a worker that reclaims it must not execute it again. Models that
+repeat the same responses need no mark.
 """
 
 import asyncio
@@ -28,14 +28,11 @@ from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 
 logger = logging.getLogger(__name__)
 
-_MAX_RESPONSES = 1000  # in one blob
+_MAX_RESPONSES = 1000
 
 
 class StreamPublisher:
-    """The `StreamOutlet` of a worker.
-
-    `resumes` returns whether a model repeats the same responses. A mark outlives its request by `mark_s`.
-    """
+    """Publishes streams; `resumes` = a model repeats the same responses. A mark outlives its request by `mark_s`."""
 
     streams: WorkerStreams
 
@@ -55,10 +52,10 @@ class StreamPublisher:
         self._limits = limits
         self._mark_s = mark_s
         self._waiting: dict[str, deque[Sent]] = {}
-        """Keyed by reply address, or by asynchronous request."""
+        """By reply address or asynchronous request."""
 
     def send(self, sent: Sequence[Sent]) -> None:
-        """Publishes responses in order; those that arrive meanwhile leave together."""
+        """Publishes responses in order, later ones together."""
         for each in sent:
             request = each[0].request
             name = request.reply_to or request.id
@@ -69,7 +66,6 @@ class StreamPublisher:
             waiting.append(each)
 
     async def _publish_waiting(self, name: str) -> None:
-        """Publishes until nothing waits; again after an outage."""
         waiting = self._waiting[name]
         while waiting:
             group = _first_of(waiting)
@@ -108,7 +104,7 @@ class StreamPublisher:
         self._publisher.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     async def _mark(self, group: Sequence[Sent]) -> None:
-        """Marks entries whose first, but not last, response leaves now."""
+        """Marks entries whose first response, but not the last, leaves."""
         first = [item for item, response in group if not (response.index or response.final or self._resumes(item))]
         if not first:
             return
@@ -148,7 +144,7 @@ class StreamPublisher:
         return None
 
     def _drop(self, items: Sequence[WorkItem]) -> None:
-        """Ends streams silently, because the rest can't be delivered."""
+        """Ends streams silently."""
         self._keeper.drop(items)
         for item in items:
             item.lose()

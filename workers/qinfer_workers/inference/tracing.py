@@ -1,12 +1,11 @@
-"""The worker's spans of recorded requests; all others cost one check of their `trace` (`is_sampled`).
+"""The worker's spans of recorded requests; others cost one check of their `trace` (`is_sampled`).
 
     request (the gateway's) ─┬─ queue     enqueued → its batch begins; linked to the batch
                              └─ batch     inputs made → executed; linked to all its requests
                                 ├─ execute
                                 └─ publish
 
-A batch belongs to the trace of its first recorded request. Each execution of a job's shard is a span `shard` in the
-trace of the request that created the job. `ensembles/traces.py` makes the spans of ensembles.
+A batch is in the trace of its first recorded request, a job's `shard` in that of the request that created the job.
 """
 
 import logging
@@ -38,7 +37,7 @@ from qinfer.observe.tracing import (
 )
 from qinfer_workers.inference.ensembles.traces import RunTrace
 
-_FENCE = ErrorLogger(logging.getLogger(__name__), "spans lost")  # no failure of tracing stops the traced work
+_FENCE = ErrorLogger(logging.getLogger(__name__), "spans lost")  # tracing never stops work
 _Work = Callable[[], Awaitable[None]]
 
 
@@ -59,7 +58,7 @@ class Spans:
         self._now_s = clock.now_s
 
     def executed(self, execution: Execution, begin_s: float) -> None:
-        """Records an execution; later spans of its items belong to the batch."""
+        """Records an execution."""
         recorded = [item for item in execution.items if is_sampled(item.request.trace)]
         if not recorded:
             return
@@ -97,7 +96,7 @@ class Spans:
                 queue.end(max(now_s, item.enqueued_s), _about(item), _span_error(error))
 
     def ensemble(self, item: WorkItem, plan: EnsemblePlan) -> RunTrace | None:
-        """Begins the spans of an ensemble's request; `None` = it is not recorded."""
+        """Begins spans of an ensemble's request; `None` = not recorded."""
         if not is_sampled(item.request.trace):
             return None
         with _FENCE:
@@ -126,7 +125,7 @@ class Spans:
             self._tracer.start("shard", record.trace, begin_s).end(self._now_s(), about, error)
 
     def around(self, items: Sequence[WorkItem], publish: _Work) -> _Work:
-        """Returns publishing work with a span of each attempt, if a request is recorded."""
+        """Returns publishing work with spans, if a request is recorded."""
         batches = list(dict.fromkeys(item.request.trace for item in items if is_sampled(item.request.trace)))
         if not batches:
             return publish

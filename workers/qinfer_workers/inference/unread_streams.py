@@ -33,8 +33,8 @@ REFUSED = (
     f"responses of model '{{}}' hold its instances because they are read slower than {LEAST_RATE // 1024} KiB/s, and "
     "other tenants use it; read them, or end these requests, before you send others"
 )
-_GUESTS = 16  # entries to search for guests
-_KNOWN_S = 2.0  # until the next look
+_GUESTS = 16
+_KNOWN_S = 2.0
 
 Key = tuple[str, int]
 
@@ -48,7 +48,7 @@ class UnreadStreams:
         self._serving_of = serving_of
         self._looking: set[Key] = set()
         self._full: dict[Key, tuple[set[str], float]] = {}
-        """Tenants that get no further instance, and until when."""
+        """Tenants without a further instance, and until when."""
 
     def found(self, streams: Sequence[ItemStream]) -> None:
         """Looks for tenants that wait for the models of unread streams."""
@@ -62,7 +62,7 @@ class UnreadStreams:
                 self._tasks.create_task(self._check_model(key, group))
 
     def refused(self, batcher: Batcher | IterativeBatcher, items: Sequence[WorkItem]) -> list[WorkItem]:
-        """Answers items of tenants whose unread streams have their share of instances; returns the others."""
+        """Answers items of tenants whose unread streams have their share; returns the others."""
         spec = batcher.model.spec
         tenants, until_s = self._full.get((spec.name, batcher.model.version), (set(), 0.0))
         over = [item for item in items if item.request.tenant in tenants] if time.monotonic() < until_s else []
@@ -84,7 +84,7 @@ class UnreadStreams:
             self._looking.discard(key)
 
     async def _guests(self, shares: Sequence[Share]) -> set[str]:
-        """Returns the tenants with an entry in another's stream, where a tenant's first entry may go."""
+        """Returns tenants with an entry in another's stream."""
         guests: set[str] = set()
         if len({tenant for share in shares for tenant in share.tenants}) > 1:
             for share in shares:
@@ -101,7 +101,7 @@ class UnreadStreams:
         shares: Sequence[Share],
         guests: set[str],
     ) -> None:
-        """Ends streams of tenants that hold more than waiting ones, and notes which may have no more."""
+        """Ends streams of tenants that hold more than waiting ones."""
         count, now_s = batcher.model.executor.count, time.monotonic()
         holding = [stream for stream in streams if stream.holds_instance]
         unread = Counter(tenant for tenant, _ in {(stream.item.request.tenant, stream.source) for stream in holding})
@@ -148,7 +148,7 @@ def _shares(held: "Counter[str]", shares: Sequence[Share], others: Iterable[str]
     weights: dict[str, int] = {}
     for share in shares:
         weights.update(dict.fromkeys(share.tenants, share.weight))
-        if share.waiting and share.tenants:  # tenants that share a stream can't be told apart
+        if share.waiting and share.tenants:  # tenants of a shared stream can't be told apart
             waiting.add(next((tenant for tenant in share.tenants if tenant not in held), share.tenants[0]))
     return [
         SlotShare(tenant, weights.get(tenant, 1), held[tenant], PATIENCE_S if tenant in waiting else -1.0)

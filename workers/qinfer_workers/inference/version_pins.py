@@ -22,10 +22,7 @@ _PIN_TTL_S = 60.0
 
 
 class VersionPins:
-    """Keeps a worker's pins for one reason, such as `sequences`.
-
-    `versions` returns the needed versions → the hash that each must execute; empty = any.
-    """
+    """Keeps a worker's pins for one reason; `versions` returns versions → the hash to execute (empty = any)."""
 
     def __init__(
         self,
@@ -45,7 +42,7 @@ class VersionPins:
         self._writing = asyncio.Lock()
 
     def changed(self) -> None:
-        """Triggers a write of the pins."""
+        """Triggers a write."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -65,7 +62,7 @@ class VersionPins:
                 continue
 
     async def write(self) -> None:
-        """Writes the needed pins, removes others, and wakes readers after a change."""
+        """Writes needed pins, removes others, wakes readers."""
         async with self._writing:
             versions = self._versions()
             is_news = versions.keys() != self._pinned

@@ -1,11 +1,8 @@
 """Warms up loaded model instances.
 
-The samples of `model_warmup` must succeed before a model is READY, as in Triton. Models of the built-in runtimes also
-run a row of zeros twice, which may fail; the second run teaches the latency model t(1). Python models and custom
-backends never get made-up data, because they may count or send it.
-
-A call of another model, which may not be loaded yet, ends a run without a failure. A model with sequences gets one of a
-single step.
+The samples of `model_warmup` must succeed before READY, as in Triton. Models of built-in runtimes also run a row of
+zeros twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no
+made-up data: they may count or send it. A call of another model ends a run without a failure.
 """
 
 import logging
@@ -36,7 +33,7 @@ _Inputs = Mapping[str, WarmupInput]
 
 
 class _Unheard(OneResponse):
-    """Discards answers; results after `called`, a refused call, mean nothing."""
+    """Discards answers; after a refused call (`called`), results mean nothing."""
 
     def __init__(self) -> None:
         self.called = False
@@ -61,13 +58,13 @@ class _Unheard(OneResponse):
         return False
 
     def call(self, request: InferRequest) -> Response:
-        """Refuses: the called model may be loaded after this one."""
+        """Refuses: that model may be loaded later."""
         self.called = True
         raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")
 
 
 def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states: Sequence[Tensor] = ()) -> None:
-    """Runs a loaded instance with the samples of its configuration."""
+    """Runs an instance with its configuration's samples."""
     for sample in spec.warmup:
         batch = _batch(spec, sample.inputs, sample.batch_size, states, model_dir)
         ctx = _Unheard()
@@ -83,10 +80,7 @@ def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states:
 def warm_up_with_zeros(
     backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, states: Sequence[Tensor] = ()
 ) -> None:
-    """Runs a loaded instance with zeros, unless its model is code, or might answer without end.
-
-    `latency` learns from the last run.
-    """
+    """Runs an instance with zeros, unless its model is code or may answer endlessly; teaches `latency`."""
     if spec.decoupled or spec.backend not in _AUTOMATIC:
         return
     zeros = {i.name: WarmupInput(i.datatype, tuple(max(d, 1) for d in i.dims)) for i in spec.inputs if not i.optional}
@@ -105,7 +99,6 @@ def warm_up_with_zeros(
 
 
 def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
-    """Makes a batch of `count` one-row requests; in sequences of a single step."""
     rows = (count,) if spec.max_batch_size else ()
     given = {
         name: _read_rows(name, data, rows, model_dir)

@@ -3,8 +3,7 @@
     interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
     another                            the worker gives back everything else, and ends
 
-If a model that holds the GIL stops the watchdog's thread, the renewer process ends the worker
-(`qinfer_workers.due_table`).
+If a model holds the GIL, the renewer process ends the worker (`qinfer_workers.due_table`).
 """
 
 import asyncio
@@ -32,7 +31,7 @@ SHOWN_S = 1.0
 """Shorter executions are not in the heartbeat."""
 
 _STARVED_S = 1.0
-"""A later look ends nothing: executions may have been stalled with it."""
+"""A later look ends nothing: all may have stalled."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
@@ -46,7 +45,7 @@ class _WatchedExecution(NamedTuple):
 
 
 class ExecutionWatchdog:
-    """Watches the instances of a worker; notes their limits in `table` for the renewer."""
+    """Watches a worker's instances; `table` has their limits for the renewer."""
 
     def __init__(self, table: DueTable | None = None) -> None:
         self.table = table
@@ -58,7 +57,7 @@ class ExecutionWatchdog:
         self._stop = threading.Event()
 
     def watched(self, backend: Backend, spec: ModelSpec, version: int) -> WatchedBackend:
-        """Wraps an instance, which is watched until it is unloaded."""
+        """Wraps an instance, watched until it is unloaded."""
         clock = ExecutionClock(spec.name, version, TimeLimits.from_spec(spec), self._left)
         watched = WatchedBackend(backend, clock)
         if watched.interrupt is None and self.table is not None:
@@ -72,7 +71,7 @@ class ExecutionWatchdog:
         loop = asyncio.get_running_loop()
 
         def call_soon(clock: ExecutionClock) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the process is ending
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(leave, clock)
 
         def changed() -> None:
@@ -86,7 +85,7 @@ class ExecutionWatchdog:
             self._stop.set()
 
     def executing(self, now_s: float) -> list[Executing]:
-        """Returns long executions and loads; `now_s` is the broker's time."""
+        """Returns long executions and loads; `now_s` = broker time."""
         found = []
         with self._lock:
             clocks = [one.clock for one in self._watched]
@@ -100,7 +99,7 @@ class ExecutionWatchdog:
         return found
 
     def unready(self) -> dict[Key, str]:
-        """Returns the model versions not ready by an instance's own `is_ready`, and why."""
+        """Returns versions not ready by their `is_ready`, and why."""
         with self._lock:
             watched = [(one.clock, one.unready) for one in self._watched if one.unready is not None]
         return {(clock.model, clock.version): reason for clock, unready in watched if (reason := _reason(unready))}

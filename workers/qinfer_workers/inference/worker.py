@@ -63,7 +63,7 @@ from qinfer_workers.inference.version_pins import VersionPins
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-_MAX_RECLAIMS = 100  # without an entry to run
+_MAX_RECLAIMS = 100
 _AGAIN_S = 0.5
 
 
@@ -94,9 +94,9 @@ class Worker:
         self._exclusive = asyncio.Lock()
         self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
-        """If set, only models that executing batches call continue."""
+        """Only models that executing batches call continue."""
         self._is_ending = False
-        """If set, the requests of ensembles end, too."""
+        """Requests of ensembles end, too."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = EnsemblePlanner(store, settings.limits)
@@ -287,11 +287,11 @@ class Worker:
         executor.grow(loaded.instances)
         executor.shrink(surplus)
         batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
-        batcher.add_items(())  # new instances may start waiting items
+        batcher.add_items(())  # new instances may start them
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; false = it is wanted again."""
+        """Answers waiting requests and unloads a version; false = wanted again."""
         if (model, version) in self._sequences:
             return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
@@ -354,8 +354,7 @@ class Worker:
                     outage.over()
                 if leases:
                     self._take_in(serving, leases)
-                    # Ready answers leave in one write with the next fetch.
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # ready answers leave with the next fetch
                 else:
                     batcher.add_items(())
             # either may pass
@@ -422,18 +421,15 @@ class Worker:
                 outage.over()
 
     async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
-        """Restarts the requests of an ensemble that dead workers held.
+        """Restarts requests of an ensemble that dead workers held.
 
-        Crashes are counted at its steps. It must not be awaited: its steps may be suspects that run after this.
+        Not awaited: its steps may be suspects that run after this.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.add_items(suspects)
 
     async def _has_suspects(self, serving: Serving) -> bool:
-        """Returns whether there is an entry to reclaim, and leaves it in the queue.
-
-        Holding it while this worker quiesces would count an execution if the worker died.
-        """
+        """Returns whether there is an entry to reclaim, and leaves it: a held one would count if the worker died."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
             if not leases:
@@ -446,22 +442,20 @@ class Worker:
         return False
 
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
-        """Runs dead workers' entries one by one, while this worker holds nothing else.
+        """Runs dead workers' entries one by one, holding nothing else.
 
         A model that a suspect calls serves until then, or both would wait.
         """
         async with self._quiesced():
-            # The model may be gone by now.
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):
                 serving.batcher.add_items(suspects)
                 await serving.batcher.idle()
-                # Pause the models that the suspect called.
                 await self._quiesce()
                 # A crash of the next one must not count against this one.
                 await self._publisher.flush()
 
     async def _next_suspect(self, serving: Serving) -> list[WorkItem]:
-        """Takes at most one entry: a crash on it must not count against others."""
+        """Takes at most one entry: its crash must not count against others."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
             ready, external = self._intake.items(serving.batcher, leases)
@@ -499,10 +493,7 @@ class Worker:
                     serving.batcher.resume_batching()
 
     async def _quiesce(self) -> None:
-        """Pauses all models and waits until nothing executes; a model that a batch calls is paused after it.
-
-        Requests of ensembles wait for their next steps, unless the worker ends.
-        """
+        """Pauses all models and waits until nothing executes; a model that a batch calls is paused after it."""
         self._is_quiescing = True
         if self._leaving:
             await asyncio.wait(self._leaving)
@@ -526,10 +517,7 @@ class Worker:
             serving.batcher.resume_batching()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
-        """Finishes executing batches within `drain_s`; other workers reclaim the rest.
-
-        Then writes to Redis wait at most `PATIENCE_S` for it.
-        """
+        """Finishes executing batches within `drain_s`, then waits at most `PATIENCE_S` for writes."""
         self._heartbeat.drains()
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
@@ -552,7 +540,7 @@ class Worker:
             self._heartbeat.missed = lambda _: None
 
     def _give_up(self, clock: ExecutionClock) -> None:
-        """Gives back what does not execute, and ends the process, because an instance hangs."""
+        """Gives back unexecuted items and ends the process: an instance hangs."""
         self._heartbeat.drains()
         self._bulk.hurry()
         key, item, error = (clock.model, clock.version), clock.alone(), overdue_error(clock)
@@ -575,7 +563,6 @@ class Worker:
             self._is_ending = True
             await self._quiesce()
             await self._streams.wait_closed()
-            # Pause the models that the streams called.
             await self._quiesce()
         self._is_quiescing = False
 

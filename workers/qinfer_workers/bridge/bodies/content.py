@@ -1,4 +1,4 @@
-"""A message's content type, compression and encoding, and the end of its JSON. Pure."""
+"""A message's content type, compression and encoding. Pure."""
 
 import bz2
 import lzma
@@ -17,7 +17,7 @@ Kind = Literal["", "kserve", "json", "row", "jsonl", "arrow-stream", "arrow-file
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 COMPRESSION_HEADER = "compression"
-"""kombu's and Celery's header for the compression outside of the content encoding."""
+"""kombu's and Celery's header for the outer compression."""
 
 _KINDS: Mapping[str, Kind] = {
     "": "",
@@ -47,9 +47,9 @@ _COMPRESSIONS: Mapping[str, str] = {
     "brotli": "brotli", "br": "brotli", "application/x-brotli": "brotli",
 }  # fmt: skip
 """Names of kombu (kombu/compression.py) and HTTP → codec."""
-_XZ_MEMORY_BYTES = 128 * 2**20  # for the body's dictionary; the highest preset takes 65 MiB
+_XZ_MEMORY_BYTES = 128 * 2**20  # for the dictionary; the highest preset takes 65 MiB
 _DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
-    "zlib": lambda: zlib.decompressobj(wbits=47),  # kombu's gzip is the zlib container; the first bytes tell
+    "zlib": lambda: zlib.decompressobj(wbits=47),  # kombu's gzip is zlib's container; the first bytes tell
     "bz2": bz2.BZ2Decompressor,
     "lzma": lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES),
 }
@@ -57,7 +57,7 @@ _MAX_TYPE_CHARACTERS = 256
 
 
 class Content(NamedTuple):
-    """A content type; `problem` is the reason why no such body can be read."""
+    """A content type; `problem` = why its bodies can't be read."""
 
     kind: Kind
     json_length: str | None = None
@@ -66,7 +66,7 @@ class Content(NamedTuple):
 
 @lru_cache(maxsize=256)
 def parse_content_type(text: str) -> Content:
-    """Reads a content type; unknown ones are `raw`, or `text`."""
+    """Reads a content type; unknown = `raw` or `text`."""
     name = text.partition(";")[0].strip().lower()[:_MAX_TYPE_CHARACTERS]
     kind = _KINDS.get(name)
     if kind is None:
@@ -82,7 +82,7 @@ def parse_content_type(text: str) -> Content:
 
 
 def json_length(content: Content, headers: Mapping[str, object] | None, body_bytes: int) -> int | None:
-    """Returns where a body's JSON ends and binary tensors begin; `None` = unknown."""
+    """Returns where JSON ends and binary tensors begin; `None` = unknown."""
     value: object = content.json_length
     for name, given in (headers or {}).items():
         if isinstance(name, str) and name.lower() == JSON_LENGTH_HEADER:
@@ -100,7 +100,7 @@ def json_length(content: Content, headers: Mapping[str, object] | None, body_byt
 
 
 def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int, compression: object = None) -> Bytes:
-    """Returns a body without its compression, the outer encoding, and its content encoding."""
+    """Returns a body without compression and both encodings."""
     if isinstance(body, str):
         try:
             body = body.encode()
@@ -142,7 +142,7 @@ def _decompressed(body: Bytes, field: str, value: object, max_bytes: int) -> Byt
 
 
 def _begin_of(body: Bytes, codec: str, max_bytes: int) -> tuple[bytes, bytes | None]:
-    """Returns the first decompressed bytes, and the data behind the end; `None` = it has no end."""
+    """Returns the first decompressed bytes, and the data behind the end (`None` = no end)."""
     if codec in _DECOMPRESSORS:
         decompressor = _DECOMPRESSORS[codec]()
         plain = decompressor.decompress(body, max_bytes)

@@ -1,4 +1,4 @@
-"""Message bodies → inference requests, by their content type or the route. Pure; every body is read or refused.
+"""Message bodies → inference requests, by content type or route. Pure; every body is read or refused.
 
     application/json                                 KServe JSON; a row if the route has columns and it has no `inputs`
     application/vnd.kserve…; with the header         KServe JSON ‖ binary tensors
@@ -7,7 +7,7 @@
     application/vnd.apache.arrow.stream, ….file      the same in Arrow
     anything else                                    the data of one input, such as an image or a text
 
-The reply has the same form, unless the route says otherwise.
+Replies have the same form, unless the route says otherwise.
 """
 
 import struct
@@ -44,7 +44,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class RawInput:
-    """Makes tensors of raw bodies for the input `name`; empty = the only one of BYTES or UINT8."""
+    """Makes tensors of raw bodies for input `name`; empty = the only one of BYTES or UINT8."""
 
     def __init__(self, name: str, spec: ModelSpec) -> None:
         self._tensor: TensorSpec | None = None
@@ -88,7 +88,7 @@ def _named(name: str, spec: ModelSpec) -> TensorSpec:
 
 
 def _shape_problem(tensor: TensorSpec) -> str:
-    """Returns why no body can fill an input; empty = one can."""
+    """Returns why no body can fill an input, or ""."""
     where = f"input '{tensor.name}' has the dimensions {list(tensor.dims)}"
     if tensor.datatype == "BYTES" and any(dim not in (-1, 1) for dim in tensor.dims):
         return f"{where}, more than one element; send KServe JSON or rows"
@@ -98,7 +98,7 @@ def _shape_problem(tensor: TensorSpec) -> str:
 
 
 MAX_REPLY_BYTES = 4096
-"""A limit for an encoded `ReplyEncoding`."""
+"""Limit of an encoded `ReplyEncoding`."""
 
 _LONG_ID = 512
 _MAX_REASON = 1000  # senders choose names
@@ -122,7 +122,7 @@ class DecodedMessage(NamedTuple):
 
 
 class BodyCodec:
-    """Reads the bodies of a route's messages for one configuration of its model; in any thread."""
+    """Reads a route's bodies for one model configuration; any thread."""
 
     def __init__(self, options: BodyOptions, spec: ModelSpec, version: int = 0) -> None:
         self.spec = spec
@@ -146,7 +146,7 @@ class BodyCodec:
         headers: Mapping[str, object] | None = None,
         content_encoding: str | None = "",
     ) -> DecodedMessage:
-        """Makes a request of a message; binary tensors become views into the body.
+        """Makes a request of a message; binary tensors are views of the body.
 
         `content_encoding` may be a character set, as kombu gives it.
         """
@@ -221,7 +221,7 @@ class BodyCodec:
         return DecodedMessage(request, reply, rows)
 
     def _storable_reply(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
-        """Returns how to answer a KServe request; refuses what is too large to be kept."""
+        """Refuses a reply encoding too large to be kept."""
         if plan.special is not None:
             with_labels = msgspec.structs.replace(reply, client_id=client_id, plan=bound(plan, self.spec))
             if _size_bytes(with_labels) <= MAX_REPLY_BYTES:
@@ -280,7 +280,7 @@ def _has_inputs(body: Bytes) -> bool:
 
 
 def _without_inputs(body: Bytes) -> str:
-    """Returns why a JSON object without `inputs` is refused; empty = it is something else."""
+    """Returns why a JSON object without `inputs` is refused, or ""."""
     if len(body) > LARGE_BYTES:
         return ""
     try:

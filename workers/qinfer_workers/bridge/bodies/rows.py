@@ -1,10 +1,8 @@
 """Bodies of rows, as JSON lines or Arrow → a request's tensors, by the rules of bulk jobs.
 
-A row that can't be converted refuses its message.
-
-Arrow bodies are not trusted: sizes are checked before decompression, and offsets before use. pyarrow allocates the size
-given before each compressed buffer, so these are added up first. In the IPC format, messages have a flatbuffer
-`Message` as metadata, which pyarrow has checked.
+A row that can't be converted refuses its message. Arrow bodies are not trusted: sizes are checked before decompression,
+offsets before use. pyarrow allocates the size given before each compressed buffer, so these are added up first, in the
+flatbuffer `Message` that is a message's metadata and that pyarrow has checked.
 """
 
 import io
@@ -32,7 +30,7 @@ from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth, check_size
 from qinfer_workers.bridge.config import BodyOptions
 
-_BUFFER = struct.Struct("<qq")  # offset in the message's body, length
+_BUFFER = struct.Struct("<qq")  # offset in the body, length
 _LENGTH = struct.Struct("<q")
 
 _MAX_MESSAGES = 1024
@@ -43,7 +41,7 @@ _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 
 
 def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
-    """Checks that a body does not decompress to more than `max_bytes`, or raises pyarrow's error for damaged data."""
+    """Checks that a body decompresses to at most `max_bytes`; raises pyarrow's error for damaged data."""
     total = 0
     try:
         for number, message in enumerate(_of_file(body) if is_file else _of_stream(body)):
@@ -117,7 +115,7 @@ _MAX_REASON = 200
 
 
 class ArrowLimits(NamedTuple):
-    """The limits of one body, after dictionaries and compression are undone."""
+    """Limits of one body, dictionaries and compression undone."""
 
     rows: int
     size_bytes: int
@@ -192,7 +190,7 @@ def _batches(reader: Any, limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
 
 
 def _size(array: pa.Array, limits: ArrowLimits) -> int:
-    """Returns about how many bytes an array's values take."""
+    """Returns about how many bytes values take."""
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return _size(array.storage, limits)
@@ -322,7 +320,7 @@ class RowInputs:
                 raise InvalidRequest(f"row {count} is no JSON object: {explained(error)}") from None
 
     def _check_row(self, row: bytes) -> None:
-        """Checks a row before it becomes larger objects."""
+        """Checks a row while it is small."""
         if len(row) > LARGE_BYTES:
             check_size(row, self._max_depth, _ELEMENTS_A_VALUE * self._limits.size_bytes, "max_bytes of the route")
         else:

@@ -1,7 +1,4 @@
-"""AMQP 0-9-1 (RabbitMQ): kombu opens the connection and py-amqp the channel; messages go by `amqp_frames`.
-
-Acknowledgements and confirms are for many of the hundreds of messages in flight.
-"""
+"""AMQP 0-9-1 (RabbitMQ): kombu opens the connection, py-amqp the channel; `amqp_frames` moves messages."""
 
 import logging
 import selectors
@@ -56,7 +53,7 @@ class Waker:
         return is_ready
 
     def wake(self) -> None:
-        """Ends a `wait`, or the next one; for other threads, even after `close`."""
+        """Ends a `wait`, or the next one; for other threads."""
         with suppress(OSError):  # full: it wakes up anyway; closed: no thread waits
             self._theirs.send(b"\0")
 
@@ -80,7 +77,7 @@ _WRITE_BYTES = 256 * 1024
 
 
 def missing_queues(client: Connection, queues: Sequence[str], exchange: str) -> list[str]:
-    """Returns the missing queues, without changing anything."""
+    """Returns the missing queues; changes nothing."""
     channel: Any = client.channel()
     if exchange:
         channel.exchange_declare(exchange, "", passive=True)
@@ -131,13 +128,12 @@ class _Link:
                 self._channel.queue_declare(queue, durable=True, auto_delete=False)
 
     def wake(self) -> None:
-        """Ends a wait."""
         self._waker.wake()
 
     def close(self) -> None:
-        """Closes the connection, after the broker has read all data."""
+        """The broker must read all data first."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
-        with suppress(Exception):  # it may be broken in any way
+        with suppress(Exception):  # may be broken
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
             while connection.connected and time.monotonic() < deadline_s:
                 self._receive_messages(0.1)
@@ -170,7 +166,7 @@ class AmqpSource(_Link):
         self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
 
     def close(self) -> None:
-        """Acknowledges the rest, and closes the connection."""
+        """Acknowledges the rest, and disconnects."""
         with suppress(OSError):
             self._send_bytes(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
         super().close()

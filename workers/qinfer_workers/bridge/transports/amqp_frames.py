@@ -1,8 +1,7 @@
-"""AMQP 0-9-1 frames of the three methods that occur once per message: deliver, publish and acknowledge. Pure.
+"""AMQP 0-9-1 frames of the methods that occur once per message: deliver, publish and acknowledge. Pure.
 
-py-amqp's system calls, three to read a frame and one to write a message, are most of a message's cost. Here all arrived
-data is split at once, a batch is written at once, and an acknowledgement covers many messages. py-amqp gets all other
-frames.
+py-amqp's system calls, three a read frame and one a written message, are most of a message's cost. Here arrived data is
+split at once, a batch is one write, and one acknowledgement covers many messages. py-amqp gets all other frames.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +25,7 @@ class Due(NamedTuple):
 class AckLine:
     """The acknowledgements of one AMQP channel, which numbers its messages from 1.
 
-    After `patience_s`, messages done out of order are acknowledged singly, so that one stuck message does not hold up
-    the source.
+    After `patience_s`, messages done out of order are acknowledged singly: a stuck one must not hold up the source.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -38,7 +36,7 @@ class AckLine:
         self._waits_since_s: float | None = None
 
     def due(self, done: Iterable[int], now_s: float) -> Due:
-        """Adds finished tags, and returns the acknowledgements that are due."""
+        """Adds finished tags; returns due acknowledgements."""
         beyond, single = self._beyond, self._single
         beyond.update(done)
         up_to, following = 0, self._done_to + 1
@@ -66,11 +64,11 @@ class AckLine:
 
     @property
     def waits(self) -> bool:
-        """Whether finished messages are not acknowledged."""
+        """Whether finished messages lack an acknowledgement."""
         return bool(self._beyond)
 
     def left(self) -> list[int]:
-        """Returns finished tags without acknowledgement."""
+        """Returns finished, unacknowledged tags."""
         return sorted(self._beyond)
 
 
@@ -93,7 +91,7 @@ _MANDATORY = b"\x01"
 _OVERHEAD_BYTES = 8
 _MAX_SHORT_BYTES = 255
 _WRITTEN = "surrogatepass"
-"""Undecodable bytes survive a round trip, as in py-amqp."""
+"""Undecodable bytes survive, as in py-amqp."""
 _UNREADABLE = (IndexError, error, ValueError, OverflowError, OSError, RecursionError, AMQPError)
 
 
@@ -116,7 +114,7 @@ def _ignore(*_: object) -> None:
 class FrameReader:
     """Splits a connection's data into messages, confirms, and frames for py-amqp.
 
-    `confirmed` gets a tag, whether it stands for all up to it, and whether the broker took them.
+    `confirmed` gets a tag, whether it covers all before, and whether the broker took them.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class FrameReader:
         self._parts: list[bytes] = []
 
     def feed(self, data: bytes) -> list[SourceMessage]:
-        """Adds received data, and returns the complete messages."""
+        """Adds received data; returns complete messages."""
         if self._rest:
             data = self._rest + data
         messages: list[SourceMessage] = []
@@ -252,9 +250,9 @@ def _ack_frame(channel: int, tag: int, *, is_multiple: bool) -> bytes:
 
 
 def publish_frames(channel: int, message: Outgoing, max_frame_bytes: int) -> bytes:
-    """Returns the frames that publish a message: persistent, and returned if no queue takes it.
+    """Returns a message's frames: persistent, and returned if no queue takes it.
 
-    Ids and keys have at most 255 bytes. Raises `ValueError` if properties do not fit one frame, which would end the
+    Ids and keys have at most 255 bytes. Raises `ValueError` for properties beyond a frame, which would end the
     connection.
     """
     body = message.body

@@ -1,8 +1,7 @@
 """The ports to other queues, sources and sinks. Each serves one thread.
 
-`amqp` implements them for AMQP 0-9-1, `redis_list` the source for Redis, and `kombu` the rest. A link is one
-connection: an exception other than `MessageRefused` shows that it is broken, and a `LinkThread` opens another one, with
-a new epoch.
+A link is one connection: an exception other than `MessageRefused` shows that it is broken, and a `LinkThread` opens
+another one, with a new epoch.
 """
 
 from collections.abc import Sequence
@@ -12,23 +11,20 @@ from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 
 
 class MessageRefused(Exception):
-    """A published message ended the connection; which one is unknown."""
+    """An unknown published message ended the connection."""
 
 
 class MessageSource(Protocol):
-    """Consumes one queue; unacknowledged messages return to it at the end."""
+    """Consumes one queue, to which unacknowledged messages return at the end."""
 
     epoch: int
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
-        """Waits for messages or `wake`; also acknowledges, and sends heartbeats.
-
-        At most the source's prefetch is unacknowledged.
-        """
+        """Waits for messages or `wake`; also acknowledges, and sends heartbeats."""
         ...
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Acknowledges messages now or in a later `receive`; drops receipts of other connections."""
+        """Acknowledges messages, maybe later; drops receipts of other connections."""
         ...
 
     def wake(self) -> None:
@@ -41,7 +37,7 @@ class MessageSource(Protocol):
 
 
 class SettledMessages(NamedTuple):
-    """Messages that a queue has, the broker refused, or no queue takes."""
+    """Messages that a queue has, that were refused, or that no queue takes."""
 
     taken: Sequence[Outgoing] = ()
     refused: Sequence[Outgoing] = ()
@@ -52,19 +48,15 @@ class MessageSink(Protocol):
     """A connection that publishes."""
 
     def send(self, messages: Sequence[Outgoing]) -> None:
-        """Publishes messages, without waiting for confirms."""
+        """Publishes without waiting for confirms."""
         ...
 
     def wait_settled(self, timeout_s: float) -> SettledMessages:
-        """Waits for outcomes or `wake`; each message is settled once.
-
-        Raises:
-            MessageRefused: A message ended the connection.
-        """
+        """Waits for outcomes or `wake`; each message is settled once. Raises `MessageRefused`."""
         ...
 
     def wake(self) -> None:
-        """Ends a `settle` soon; for other threads."""
+        """Ends a `wait_settled` soon; for other threads."""
         ...
 
     def close(self) -> None:

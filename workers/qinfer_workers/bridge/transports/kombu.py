@@ -1,6 +1,6 @@
-"""Opens the connections to other queues: AMQP or Redis by the URL, else a transport of kombu such as SQS.
+"""Opens connections to other queues: AMQP or Redis by the URL, else a transport of kombu such as SQS.
 
-Publishing by kombu's transports, or to Redis, waits for the broker's answer, which is the confirm.
+Publishing by kombu or to Redis waits for the broker's answer, which is the confirm.
 """
 
 import threading
@@ -18,11 +18,11 @@ from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSi
 from qinfer_workers.bridge.transports.base import MessageSink, MessageSource, SettledMessages
 from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
 
-_SQS_WAIT_S = 1  # kombu's 10 s would delay acknowledgements and the end
+_SQS_WAIT_S = 1  # kombu's 10 s would delay acknowledgements
 
 
 def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> MessageSource:
-    """Connects, makes a missing queue, and begins to consume; any exception means that the broker can't be used."""
+    """Connects, makes a missing queue, and consumes; any exception: the broker can't be used."""
     with _connected(options.url.get_secret_value(), options.options) as client:
         if is_redis(client):
             return ListSource(client, options, epoch, max_bytes)
@@ -36,7 +36,7 @@ def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], excha
 
 
 def find_missing_queues(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> list[str]:
-    """Connects, and returns the missing queues, if the transport can tell."""
+    """Returns the missing queues, if the transport can tell."""
     missing: list[str] = []
     with _connected(url, options) as client:
         if _is_amqp(client):
@@ -75,7 +75,7 @@ _MOST_AT_ONCE = 100
 
 
 class KombuSource:
-    """`MessageSource` over a queue that kombu emulates; waits are short, because they can't be interrupted."""
+    """A queue that kombu emulates; waits are short, because they can't be interrupted."""
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         self.epoch = epoch
@@ -98,7 +98,7 @@ class KombuSource:
             self._awake.clear()
             return []
         self._awake.clear()
-        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # outstanding messages are soon done
+        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # others are soon done
         ends_s = time.monotonic() + wait_s + _BATCH_S
         with suppress(TimeoutError):
             while len(self._outstanding) < self._prefetch and len(self._received) < _MOST_AT_ONCE:
@@ -121,7 +121,7 @@ class KombuSource:
         self._awake.set()
 
     def close(self) -> None:
-        """Puts unacknowledged messages back, and closes the connection."""
+        """Puts unacknowledged messages back, and disconnects."""
         with suppress(Exception):  # it may be broken; the broker puts messages back at their timeout
             self._channel.qos.restore_unacked()  # `close` would write the rest to a file
         with suppress(Exception):
@@ -134,10 +134,10 @@ class KombuSource:
 
 
 class KombuSink:
-    """`MessageSink` over a queue that kombu emulates.
+    """A queue that kombu emulates.
 
-    kombu does not tell whether the connection or the message fails: the message counts as refused, and another
-    connection continues after it.
+    kombu does not tell whether connection or message fails: the message counts as refused; another connection
+    continues.
     """
 
     def __init__(self, client: Connection, queues: Sequence[str]) -> None:
@@ -203,7 +203,7 @@ class KombuSink:
 
 
 def _compressed(kind: Any) -> Any:
-    """Returns a message class that leaves bodies compressed: kombu decompresses without a bound."""
+    """Leaves bodies compressed: kombu decompresses without a bound."""
 
     class Compressed(kind):  # type: ignore[misc]  # each transport has its own
         def __init__(self, payload: dict[str, Any], channel: Any = None, **more: Any) -> None:
@@ -237,7 +237,7 @@ def _delivered(receipt: Receipt, message: Any) -> SourceMessage:
 
 
 def _broker_id(properties: Any) -> object:
-    """Returns an id that survives redelivery: SQS changes the tag."""
+    """SQS changes the tag at redelivery."""
     info = properties.get("delivery_info")
     sqs = info.get("sqs_message") if isinstance(info, dict) else None
     return sqs.get("MessageId") if isinstance(sqs, dict) else properties.get("delivery_tag")
@@ -254,7 +254,7 @@ def _id(value: object) -> bytes:
 
 
 def _release(client: Connection, channel: Any) -> None:
-    """Closes a possibly broken connection, and boto's, which kombu leaves open."""
+    """Closes boto's connection, too, which kombu leaves open."""
     with suppress(Exception):
         client.release()
     with suppress(Exception):

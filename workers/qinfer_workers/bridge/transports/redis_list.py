@@ -2,12 +2,11 @@
 
     <list>            as producers push it (LPUSH): any text, or the envelopes of kombu and Celery
     <list>:arriving   list of the one message that woke a blocked reader
-    <list>:taken      hash of id → text: messages in hand, with the ids that they got when they were taken
+    <list>:taken      hash of id → text: messages in hand, with ids given when they were taken
     <list>:leases     sorted set of these ids by the end of their lease
-    <list>:oversized  hash of id → text: messages too large for the bridge, which stay there; their dead letters say so
+    <list>:oversized  hash of id → text: too large messages, which stay there; their dead letters say so
 
-A script moves messages to `taken`. When the leases of a killed bridge end, the next one gets its messages with the same
-ids.
+When the leases of a killed bridge end, the next one gets its messages with the same ids.
 """
 
 import base64
@@ -33,10 +32,10 @@ _TAKE = load_script("take", "now_ms", package=_PACKAGE).text
 _LEASE = load_script("lease", "now_ms", package=_PACKAGE).text
 
 LEASE_S = 30.0
-"""Time until another bridge takes a killed one's messages; option `visibility_timeout` overrides it."""
+"""Time until another bridge takes a killed one's messages; default of `visibility_timeout`."""
 
 MAX_BYTES_IN_HAND = 256 * 2**20
-"""A limit for all unacknowledged messages."""
+"""A limit for unacknowledged messages."""
 
 _IDLE_S = 0.25
 _BUSY_S = 0.05
@@ -52,7 +51,7 @@ def is_redis(client: Connection) -> bool:
 
 
 def check_lists(client: Connection, options: Mapping[str, Any], queues: Sequence[str]) -> None:
-    """Checks options, and that queues are lists or missing."""
+    """Checks options, and that queues are lists, if present."""
     _lease_s(options)
     server: Any = redis.Redis(connection_pool=client.channel().pool)
     for name in (f"{options.get('global_keyprefix', '')}{queue}" for queue in queues):
@@ -71,10 +70,9 @@ def _lease_s(options: Mapping[str, Any]) -> float:
 
 
 class ListSource:
-    """`MessageSource` over a list of Redis.
+    """`MessageSource` over a list of Redis; larger entries than `max_bytes` in base64 are not fetched.
 
-    kombu's options `visibility_timeout`, `global_keyprefix`, `priority_steps` and `sep` apply. Entries larger than the
-    envelope of `max_bytes` in base64 are not fetched.
+    kombu's options `visibility_timeout`, `global_keyprefix`, `priority_steps` and `sep` apply.
     """
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int, max_bytes: int) -> None:
@@ -108,7 +106,7 @@ class ListSource:
         self._awake.clear()
         found = self._lease_messages()
         if not found:
-            # Outstanding messages are soon done.
+            # others are soon done
             wait_s = _BUSY_S if self._outstanding else min(timeout_s, _IDLE_S)
             move = ("BLMOVE", self._list, self._arriving, "RIGHT", "LEFT", wait_s)
             if self._redis.execute_command(*move) is not None:
@@ -119,7 +117,7 @@ class ListSource:
         """Implements `MessageSource.acknowledge`."""
         done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
         if done:
-            # A full Redis refuses transactions. A leftover lease is harmless.
+            # no transaction: a full Redis refuses it; a leftover lease is harmless
             with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hdel(self._taken, *done)
                 pipe.zrem(self._leases, *done)
@@ -131,10 +129,10 @@ class ListSource:
         self._awake.set()
 
     def close(self) -> None:
-        """Ends the leases of unacknowledged messages, and closes the connection."""
+        """Ends the leases of unacknowledged messages, and disconnects."""
         with suppress(redis.RedisError, OSError):
             self._set_leases(0)
-        with suppress(Exception):  # it may be broken in any way
+        with suppress(Exception):  # may be broken
             self._client.release()
 
     def _lease_messages(self) -> list[SourceMessage]:
@@ -144,7 +142,7 @@ class ListSource:
         found: list[SourceMessage] = []
         for tag, size, text in zip(words, words, words, strict=True):
             name = tag.decode()
-            if name not in self._outstanding:  # else our own, whose lease was renewed too late
+            if name not in self._outstanding:  # else our own, renewed too late
                 self._outstanding[name] = 0 if text is None else size
                 self._outstanding_bytes += self._outstanding[name]
                 receipt = Receipt(self.epoch, name)
@@ -191,7 +189,7 @@ _envelopes = msgspec.json.Decoder(_Envelope)
 
 
 def delivered(receipt: Receipt, tag: bytes, text: bytes) -> SourceMessage:
-    """Makes a message of a list's entry, or of kombu's envelope in it."""
+    """Makes a message of an entry, or of kombu's envelope in it."""
     try:
         envelope = _envelopes.decode(text) if b'"delivery_tag"' in text else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

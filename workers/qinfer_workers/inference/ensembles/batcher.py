@@ -1,9 +1,9 @@
 """The requests of an ensemble in a worker, with the interface of a `Batcher`; only the steps' models execute.
 
-    admit ─▶ Runs ─▶ steps of other models … ─▶ answered, together with others of this turn ─▶ outlet.answer
+    add_items ─▶ Runs ─▶ steps of other models … ─▶ answers of one loop turn ─▶ outlet.publish_responses
 
-A waiting request has no instance and no thread; number and bytes of held requests are bounded. Steps of nested
-ensembles are steps of the outer one, so that no request waits for another's place.
+Number and bytes of held requests are bounded. Steps of nested ensembles are steps of the outer one, so that no request
+waits for another's place.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from qinfer.queue.entries import Lane
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
 
 MAX_REQUESTS = 256
-"""The most held requests of one ensemble version."""
+"""Held requests of an ensemble version."""
 
 MAX_BYTES = 256 * 2**20
 """Above these input bytes, no more are fetched."""
@@ -44,7 +44,7 @@ class EnsembleBatcher:
         self._update_gates()
 
     def replace_plan(self, model: LoadedModel, plan: EnsemblePlan) -> None:
-        """Continues with another generation; current requests keep their plan."""
+        """Continues with another generation; current requests keep theirs."""
         self.model = model
         self._runs.replace(model, plan)
 
@@ -60,20 +60,20 @@ class EnsembleBatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are here; for any thread."""
+        """Whether requests are here; any thread."""
         return not self._idle.is_set()
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
-        """The model versions that current and future requests run."""
+        """The versions that requests run."""
         return self._runs.versions
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: the steps' models are shared with other requests."""
+        """Returns 0: models are shared with other requests."""
         return 0.0
 
     def classify(self, item: WorkItem) -> None:
-        """Does nothing: requests of an ensemble are not batched."""
+        """Does nothing: ensembles don't batch."""
 
     def add_items(self, items: Sequence[WorkItem]) -> None:
         """Begins items."""
@@ -100,7 +100,7 @@ class EnsembleBatcher:
         return self._fetchable.is_set()
 
     def plan_fetch(self) -> tuple[int, float]:
-        """Returns how many entries to fetch, waiting without limit for the first."""
+        """Returns how many entries to fetch, and no time limit."""
         return max(MAX_REQUESTS - len(self._runs), 1), NEVER_S
 
     def lost(self, item: WorkItem) -> None:
@@ -134,10 +134,7 @@ class EnsembleBatcher:
         self._update_gates()
 
     def _on_request_end(self, item: WorkItem, response: Response | None) -> None:
-        """Notes the end of a request; responses of one turn of the event loop leave together.
-
-        Requests that began apart end together, with the batch of their last step.
-        """
+        """Requests that began apart may end with one batch: responses of one loop turn leave together."""
         if response is not None:
             if not self._answers:
                 self._call_soon(self._hand_over)

@@ -2,9 +2,8 @@
 
     submit_step ─▶ submitted ─▶ (the broker is away) ─▶ a pause ─▶ submitted again … until the deadline
 
-Steps of asynchronous requests, which no client retries, are also repeated while a model is overloaded, and expire at
-the deadline. An earlier submission may still be executed: its answer is dropped, and a numbered step of a sequence
-executes once.
+Steps of asynchronous requests are also repeated while a model is overloaded. Answers of earlier submissions are
+dropped; a numbered step of a sequence executes once.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ _OF_STORED = _AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.
 
 
 class RetryingSteps:
-    """Submits steps repeatedly; `is_stored` marks an asynchronous request."""
+    """Submits steps repeatedly; `is_stored` = asynchronous."""
 
     def __init__(self, steps: StepSubmitter, *, is_stored: bool) -> None:
         self.steps = steps
@@ -80,7 +79,7 @@ class _RetriedStep:
                 response = msgspec.structs.replace(response, failure=Failure.from_error(DeadlineExceeded(TIMED_OUT)))
         self._has_responded = True
         if response.final:
-            # Break the cycle with the step, or the garbage collector has to.
+            # breaks a reference cycle
             self._was_taken, self._submitted = self.is_taken, None
         self._sink.deliver(response)
 
@@ -95,7 +94,7 @@ class _RetriedStep:
             self._submitted.took(nbytes)
 
     def _expires(self, code: str) -> bool:
-        """Returns whether a failure only means that no time was left."""
+        """Returns whether only time was lacking."""
         return self._way.is_stored and code in _OF_STORED
 
     def _waits(self, code: str) -> bool:
@@ -111,7 +110,7 @@ class _RetriedStep:
 
     def _again(self) -> None:
         self._timer = None
-        # The earlier submission has changed these fields.
+        # an earlier submission changed these
         request = msgspec.structs.replace(
             self._request, generation=0, attempt=0, timeout_s=self._queue_timeout_s, payload=False
         )

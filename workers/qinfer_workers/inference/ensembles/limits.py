@@ -4,7 +4,7 @@
                 └▶ parked ─▶ submitted       when one of them has ended, the oldest first
                           └▶ failed          when its time is over
 
-Triton has the same bound for all requests of its process (core #482).
+As in Triton, it holds for the whole process (core #482).
 """
 
 from collections import Counter, OrderedDict
@@ -31,11 +31,11 @@ class StepLimits:
         self._is_going_on = False
 
     def over(self, steps: StepSubmitter) -> StepSubmitter:
-        """Returns a way of one request's steps that keeps the bound."""
+        """Returns one request's way of steps within the bound."""
         return _LimitedSteps(steps, self)
 
     def enter(self, limited: "_LimitedStep") -> bool:
-        """Counts a request of a step; parks it if there is no room."""
+        """Counts a step's request; parks it without room."""
         if self._in_flight[limited.key] < self._most:
             self._in_flight[limited.key] += 1
             return True
@@ -50,10 +50,10 @@ class StepLimits:
             del self._parked[limited.key]
 
     def release_slot(self, key: int) -> None:
-        """Notes the end of a step's request, and submits parked ones."""
+        """Notes the end of a request, and submits parked ones."""
         self._in_flight[key] -= 1
         if self._is_going_on:
-            return  # a resumed request may end at once: no recursion
+            return  # no recursion
         self._is_going_on = True
         try:
             while limited := self._next():
@@ -135,7 +135,7 @@ class _LimitedStep:
             self._sink.deliver(response)
             return
         self._was_taken = self.is_taken
-        # Break the cycle with the step, or the garbage collector has to.
+        # breaks a reference cycle
         self._submitted = None
         self._sink.deliver(response)
         self._leave_limits()

@@ -1,10 +1,9 @@
 """The short cut of steps: a step whose model is in this worker joins its next batch, without Redis and a copy.
 
-    Submission.submit ─▶ take ─▶ Batcher.admit … Batcher ─▶ answer ─▶ PendingRequests.deliver
-                                     └─ give_back ─▶ Submission.enqueue: into the lane after all
+    Submission.submit ─▶ try_admit ─▶ Batcher.add_items … ─▶ publish_responses ─▶ PendingRequests.deliver
+                                      └─ give_back ─▶ Submission.enqueue: into the lane after all
 
-A step overtakes no requests: others must not wait in the lane, and the next batch needs room. Models with priorities or
-queue policies get all steps by their lanes, which enforce these.
+It is taken only if no others wait in the lane and the next batch has room, and never past priorities or queue policies.
 """
 
 import asyncio
@@ -23,16 +22,13 @@ from qinfer.submission.submit import Submission
 
 
 class LocalItem(execution.WorkItem, kw_only=True, eq=False, gc=False):
-    """A step in a batcher of this worker; its lease names the lane only."""
+    """A step in a local batcher; its lease only names the lane."""
 
     waiting: PendingCall
 
 
 class LocalSteps:
-    """The `LocalBatcher` of the worker's submission, and the `Outlet` of its batchers; other items go to `outlet`.
-
-    `called` gets the lane of each step, again if the step goes into it.
-    """
+    """Admits and answers local steps; other items go to `outlet`. `called` gets the lane of each step."""
 
     def __init__(
         self,
@@ -83,16 +79,16 @@ class LocalSteps:
         return True
 
     def serves(self, model: str, version: int) -> bool:
-        """Returns whether a batcher here takes requests past the lane."""
+        """Returns whether a local batcher admits past the lane."""
         return self._batcher_of(model, version) is not None
 
     def has_more(self, model: str, version: int, count: int) -> bool:
-        """Returns whether a batcher here takes requests past the lane, with more than `count` instances."""
+        """Returns whether such a batcher has more than `count` instances."""
         batcher = self._batcher_of(model, version)
         return batcher is not None and batcher.model.executor.count > count
 
     def counts(self) -> dict[tuple[str, int], int]:
-        """Returns the number of local steps of each model version."""
+        """Returns local steps by model version."""
         lanes = [item.lease.entry.lane for item in self._items.values()]
         return dict(Counter((lane.model, lane.version) for lane in lanes))
 
@@ -107,7 +103,7 @@ class LocalSteps:
             batcher.lost(item)
 
     def publish_responses(self, items: Sequence[execution.WorkItem], responses: Sequence[Response]) -> None:
-        """Delivers answers of steps; others go to the outlet."""
+        """Delivers steps' answers; others go to the outlet."""
         if not self._items:
             self._outlet.publish_responses(items, responses)
             return
@@ -123,7 +119,7 @@ class LocalSteps:
             self._outlet.publish_responses(others, [one for one in responses if one.request_id not in mine])
 
     def give_back(self, items: Sequence[execution.WorkItem]) -> None:
-        """Puts steps into their lanes; others go to the outlet."""
+        """Puts steps into lanes; others go to the outlet."""
         for item in items:
             if isinstance(item, LocalItem):
                 self._enqueue(item)
@@ -155,11 +151,11 @@ class LocalSteps:
         except QinferError as error:
             self._note_answer(Response(request_id=item.request.id, failure=Failure.from_error(error)))
         else:
-            # later: its batcher is about to pause
+            # its batcher is about to pause
             self._call_soon(self.called, item.lease.entry.lane)
 
     def _note_answer(self, response: Response) -> None:
-        """Delivers an answer at the end of this turn, when no batcher is busy with one."""
+        """Delivers at the end of this turn, when no batcher is busy."""
         self._items.pop(response.request_id, None)
         if not self._answers:
             self._call_soon(self._deliver)

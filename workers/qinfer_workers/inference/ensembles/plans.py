@@ -1,7 +1,6 @@
-"""The plans of a worker's ensembles: at the load of one, each step gets a version that is READY.
+"""The plans of a worker's ensembles: each step gets a READY version.
 
-A load waits for models that are loading on any worker. A bulk job's plan keeps its versions while those execute the
-same.
+A load waits for models that any worker loads. A bulk job's plan keeps versions that still execute the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,14 @@ class NotYet(QinferError):
 
 
 class PlannedEnsemble(NamedTuple):
-    """The plan of an ensemble version, and its models' versions in the order of the steps."""
+    """The plan of an ensemble version, and its models' versions by step."""
 
     plan: EnsemblePlan
     steps: tuple[StepVersion, ...] = ()
 
 
 class PlannedAgain(NamedTuple):
-    """The plan of an ensemble as a job runs it, and its models' generations."""
+    """A job's plan of an ensemble, and its models' generations."""
 
     plan: EnsemblePlan
     generations: Mapping[str, int]
@@ -45,13 +44,13 @@ class EnsemblePlanner:
         self._limits = limits
 
     async def plan_loaded(self, spec: ModelSpec) -> PlannedEnsemble:
-        """Plans an ensemble, if all models that it uses are loaded.
+        """Plans an ensemble, if all its models are loaded.
 
         Raises:
-            NotYet: A model is still being loaded; look again when the store wakes.
-            ModelLoadFailed: The ensemble does not fit its models, or one of them can't be loaded.
+            NotYet: A model is still loading; look again when the store wakes.
+            ModelLoadFailed: The models don't fit, or can't be loaded.
         """
-        workers = await self._store.workers()  # read first: must not be ahead of the configurations
+        workers = await self._store.workers()  # first: not ahead of the configurations
         desired = {name: wish for name, wish in (await self._store.desired()).items() if wish.load}
         stored = await self._stored(spec)
         if spec.name in stored:
@@ -72,12 +71,8 @@ class EnsemblePlanner:
         return PlannedEnsemble(plan_ensemble(spec, resolve), tuple(steps))
 
     async def again(self, executes: Sequence[ExecutedVersion]) -> PlannedAgain:
-        """Plans an ensemble with a job's versions, itself first.
-
-        Raises:
-            NotYet: No worker is known to execute the same versions now.
-        """
-        # Read first: versions of a later generation are not current.
+        """Plans an ensemble with a job's versions; `NotYet` if no worker executes them now."""
+        # first: later generations are not current
         stored = await self._store.models({one.model for one in executes})
         workers = await self._store.workers()
         for one in executes:
@@ -98,7 +93,7 @@ class EnsemblePlanner:
         return PlannedAgain(plan_ensemble(spec, resolve), {name: one.generation for name, one in stored.items()})
 
     async def is_current(self, planned: PlannedAgain) -> bool:
-        """Returns whether the models of a job's plan have the same generations."""
+        """Returns whether a job's plan has the current generations."""
         stored = await self._store.models(planned.generations)
         return {name: one.generation for name, one in stored.items()} == planned.generations
 
@@ -120,7 +115,7 @@ class _ModelsView(NamedTuple):
     limits: LimitSettings
 
     def resolve(self, step: EnsembleStep) -> ResolvedModel:
-        """Returns the highest READY version, except those that only pins keep."""
+        """Returns the highest READY version that not only pins keep."""
         stored, status = self.stored.get(step.model), self.statuses.get(step.model)
         if stored is None or status is None:
             raise ModelLoadFailed(_unknown(self.ensemble.name, step.model))

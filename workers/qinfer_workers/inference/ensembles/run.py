@@ -4,10 +4,9 @@
 
 Each response of a decoupled step becomes a `Branch` that goes through the steps behind it:
 
-    branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ Responses.send, in the order of the step's responses
+    branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ EnsembleResponses.send, in the step's order
 
-A response counts as taken when its branch has left, so the window of the step's worker bounds the responses held here.
-Responses before a failure leave first.
+A response is taken when its branch has left, so that the step's window bounds the responses here.
 """
 
 import time
@@ -28,15 +27,15 @@ from qinfer.tensors import Tensor
 from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
 
 MAX_BRANCHES = 16
-"""Default of `max_inflight_requests`, for the responses of a decoupled step."""
+"""Default of `max_inflight_requests` for decoupled steps."""
 
 
 class StepHandle(Protocol):
-    """A step that was submitted."""
+    """A submitted step."""
 
     @property
     def is_taken(self) -> bool:
-        """Whether the queue is known to have the step of a sequence."""
+        """Whether the queue has the sequence's step."""
         ...
 
     def cancel(self) -> None:
@@ -44,7 +43,7 @@ class StepHandle(Protocol):
         ...
 
     def took(self, nbytes: int) -> None:
-        """Reports bytes taken of a decoupled step's responses."""
+        """Reports bytes taken of responses."""
         ...
 
 
@@ -52,15 +51,15 @@ class StepSubmitter(Protocol):
     """Submits steps to their models."""
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
-        """Submits a step; its answer or failure goes to the sink later."""
+        """Submits a step; the sink gets its answer or failure later."""
         ...
 
 
 class EnsembleResponses(Protocol):
-    """Takes the responses of a decoupled ensemble, except a failure or an empty one at its end."""
+    """Takes a decoupled ensemble's responses, except a failure or an empty last one."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response; false = no room: call `EnsembleRun.go_on` when there is."""
+        """Sends a response; false = no room: call `EnsembleRun.go_on` later."""
         ...
 
 
@@ -69,7 +68,7 @@ Outcome = tuple[Tensor, ...] | Failure
 
 
 class StepTimes(msgspec.Struct):
-    """The time that steps have taken together."""
+    """The summed times of steps."""
 
     begin_ns: int
     end_ns: int = 0
@@ -94,8 +93,8 @@ class StepTimes(msgspec.Struct):
 class _Branch:
     """The way of a request through one stage of the plan.
 
-    `failure` ends the branch behind its earlier responses; its numbers are the failed nested ensembles. `source` is the
-    decoupled step that ends the stage; `came` are its responses without a branch, `parts` the branches of earlier ones.
+    `failure` ends it behind earlier responses; its numbers are failed nested ensembles. `source` is the decoupled step
+    at the stage's end, `came` its responses without a branch, `parts` earlier branches.
     """
 
     __slots__ = ("came", "failure", "flow", "nbytes", "open", "parts", "source")
@@ -129,8 +128,7 @@ class _Branch:
 class EnsembleRun:
     """Runs one request of an ensemble.
 
-    `ended` is called once, unless the run is stopped. `nested` and `failed_in` have positions of nested ensembles;
-    `parameters` are those of the present response.
+    `ended` is called once, unless it is stopped. `nested` and `failed_in` are positions of nested ensembles.
     """
 
     __slots__ = (
@@ -175,12 +173,12 @@ class EnsembleRun:
         self._root.stop()
 
     def go_on(self) -> None:
-        """Sends ready responses; ends when all have left."""
+        """Sends ready responses; ends after the last."""
         if not self._is_over and self._has_left(self._root) and not self._is_over:
             self._over(())
 
     def stepped(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
-        """Takes the answer of a step, and submits the next steps."""
+        """Takes a step's answer, and submits the next steps."""
         if self._is_over or not response.final or branch.open.pop(number, None) is None:
             return
         step = self.plan.steps[number]
@@ -217,7 +215,7 @@ class EnsembleRun:
             self.nested[position].add(timing, now_ns)
 
     def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
-        """Sends the ready responses of a branch; returns whether all have left. The first failure ends the run.
+        """Returns whether all responses have left. The first failure ends the run.
 
         As in Triton, a response is final if nothing else is in flight.
         """
@@ -300,7 +298,7 @@ class EnsembleRun:
             branch.source = number, submitted
 
     def _send_outputs(self, branch: _Branch, *, is_last: bool) -> bool:
-        """Sends the outputs of a completed branch, or ends with them; returns whether the run continues."""
+        """Sends a branch's outputs, or ends with them; returns whether the run continues."""
         spec, flow = self.plan.spec, branch.flow
         dims = {output.name: output.dims for output in spec.outputs}
         batched, made = spec.max_batch_size > 0, flow.outputs()
@@ -326,7 +324,7 @@ class EnsembleRun:
         return False
 
     def _fail(self, branch: _Branch, step: PlanStep, failure: Failure) -> None:
-        """Ends a branch with a step's failure; the code stays as in Triton."""
+        """The code of the failure stays, as in Triton."""
         branch.cancel()
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
         branch.failure = Failure(failure.code, text, failure.retryable), step.within
@@ -338,10 +336,7 @@ class EnsembleRun:
 
 
 def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
-    """Returns the sequence of a request as parameters of its response, as Triton's ensembles do.
-
-    A step's response may name another sequence.
-    """
+    """Parameters of the response, as in Triton; a step's may name another sequence."""
     if not made:
         return {}
     flags = flags or SequenceFlags(0)

@@ -1,8 +1,8 @@
 """The requests of an ensemble version that are in progress in a worker.
 
-    begin ─▶ Run ─▶ … ─▶ answered, with the response; without one if decoupled: a stream has sent the responses
+    start_run ─▶ EnsembleRun ─▶ … ─▶ answered, with the response; none if decoupled: a stream has sent them
 
-Their owner decides when they begin, and publishes the responses.
+Their owner publishes the responses.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from qinfer_workers.inference.ensembles.traces import RunTrace
 from qinfer_workers.inference.tracing import Spans
 
 STEP_FAILED = "step_failed"
-"""Triton's OTHER (reference §4); a step's model counts its own reason."""
+"""Triton's OTHER (reference §4)."""
 
 
 class NestedCounts(ModelCounts):
-    """Statistics of ensembles that are steps of others."""
+    """Statistics of nested ensembles."""
 
     def __init__(self, metrics: MetricsSettings) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class NestedCounts(ModelCounts):
 
 
 class NoInstances:
-    """The `Executor` of an ensemble, which executes nothing."""
+    """The `Executor` of an ensemble."""
 
     count = 0
 
@@ -78,10 +78,7 @@ class NoInstances:
 
 
 class RunParts(NamedTuple):
-    """The parts of a worker that its ensembles share.
-
-    `near` submits steps by the short cut if possible, `far` through lanes.
-    """
+    """Parts of a worker that its ensembles share; `near` submits by the short cut, `far` through lanes."""
 
     clock: ServerClock
     near: StepSubmitter
@@ -90,15 +87,12 @@ class RunParts(NamedTuple):
     follow: Callable[[], Awaitable[None]]
 
     def way_of(self, item: WorkItem) -> StepSubmitter:
-        """Returns the way of a request's steps: a suspect's go through the queue, so that a crash is counted."""
+        """Returns a request's way of steps: a suspect's use the queue, so that a crash is counted."""
         return RetryingSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
 
 
 class Runs:
-    """The requests of an ensemble version in progress.
-
-    `answered` gets each ended request, and its response if there is one to publish.
-    """
+    """Requests in progress; `answered` gets each ended one, and any response to publish."""
 
     def __init__(
         self,
@@ -117,7 +111,7 @@ class Runs:
         self.replace(model, plan)
 
     def replace(self, model: LoadedModel, plan: EnsemblePlan) -> None:
-        """Continues with another generation; current requests keep their plan."""
+        """Continues with another generation; current requests keep theirs."""
         self._model = model
         self._plan = plan
         most = plan.spec.max_inflight
@@ -133,7 +127,7 @@ class Runs:
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
-        """The model versions that current and future requests run."""
+        """The versions that requests run."""
         return self._plan.versions.union(*[run.plan.versions for run in self._runs.values()])
 
     def start_run(self, item: WorkItem, steps: StepSubmitter) -> None:

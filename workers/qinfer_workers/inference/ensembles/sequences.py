@@ -1,10 +1,9 @@
 """The sequences of a stateful ensemble in a worker, with the interface of a `SequenceBatcher`.
 
-    adopt, admit ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
+    adopt, add_step ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
 
-A step of the ensemble is a step of each stateful model, with the same correlation id. The ensemble's state is the
-number of steps that each model has got: a step repeated after a crash has the same numbers, and gets the committed
-responses.
+A step is a step of each stateful model, with the same correlation id. The ensemble's state is the number of steps that
+each model has got: a step repeated after a crash has the same numbers, and gets the committed responses.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ _STATE = "steps"
 _ENDINGS: dict[str, type[QinferError]] = {
     error.code.value: error for error in (SequenceEnded, SequenceLost, DeadlineExceeded, Cancelled, BrokerUnavailable)
 }
-"""Failures that may have ended the step's sequence."""
+"""These may have ended the sequence."""
 
 
 class _EnsembleSequence:
@@ -87,7 +86,7 @@ class EnsembleSteps:
 
     @property
     def has_work(self) -> bool:
-        """Whether any step is here; for any thread."""
+        """Whether any step is here; any thread."""
         return bool(self.executing or self.waiting)
 
     @property
@@ -96,13 +95,13 @@ class EnsembleSteps:
         return max(MAX_ENSEMBLE_SEQUENCES - len(self._kept), 0)
 
     def is_idle(self, sequence: SequenceId) -> bool:
-        """Returns whether no step of a sequence is here."""
+        """Returns whether a sequence has no step here."""
         kept = self._kept.get(sequence)
         return kept is None or (kept.running is None and not kept.waiting)
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
-        """The model versions that its sequences run."""
+        """The versions that sequences run."""
         return self._runs.versions
 
     async def follow(self) -> None:
@@ -110,24 +109,24 @@ class EnsembleSteps:
         await self._parts.follow()
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: the steps' models are shared with other requests."""
+        """Returns 0: models are shared with other requests."""
         return 0.0
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
-        """Takes a sequence that this worker now owns."""
+        """Takes a newly owned sequence."""
         del committed
         counts = to_numpy(states[0]).tolist() if states else [0] * len(self._stateful)
         self._kept[sequence] = _EnsembleSequence(dict(zip(self._stateful, counts, strict=True)))
 
     def add_step(self, step: PendingStep) -> None:
-        """Takes the next step of an adopted sequence; call `pump` afterwards."""
+        """Takes the next step; call `pump` afterwards."""
         kept = self._kept[step.place.sequence]
         kept.waiting.append(step)
         self.waiting += 1
         self._ready[step.place.sequence] = None
 
     def pump(self) -> None:
-        """Begins the next step of each sequence without a step in progress."""
+        """Begins the next step of each idle sequence."""
         while self._ready and not self.paused:
             sequence, _ = self._ready.popitem()
             if (kept := self._kept.get(sequence)) is not None:
@@ -147,7 +146,7 @@ class EnsembleSteps:
         self._update_idle()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a waiting step; false = it does not wait here."""
+        """Breaks a sequence at a waiting step; false = not here."""
         kept = self._kept.get(sequence)
         steps = list(kept.waiting) if kept else []
         broken = [step for step in steps if step.place.number >= number]
@@ -202,7 +201,7 @@ class EnsembleSteps:
             self._break(kept, item, _ENDINGS.get(failure.code, InferenceFailed)(failure.message))
             return
         kept.counts = steps.counts()
-        # A failed step may have changed the sequences of stateful models before it.
+        # earlier models' sequences may have changed
         counts = np.array([kept.counts[model] for model in self._stateful], "<i8")
         item.state, item.changes_failing = (from_numpy(_STATE, counts),), True
         self._outlet.executed([item], [response])
@@ -210,7 +209,7 @@ class EnsembleSteps:
         self.pump()
 
     def _is_certain(self, item: PendingStep, steps: "_NumberedSteps") -> bool:
-        """Returns whether it is known which models have got a failed step: a dead worker may have got further."""
+        """Returns whether the models that got a failed step are known: a dead worker may have got further."""
         return steps.are_known and (item.lease.deliveries <= 1 or steps.are_all(self._stateful))
 
     def _break(self, kept: _EnsembleSequence, step: PendingStep, error: QinferError) -> None:

@@ -1,8 +1,8 @@
 """The responses of a decoupled ensemble to one request, as a stream of the worker.
 
-    Run ─▶ send ─▶ Stream ─▶ StreamOutlet … the caller takes ─▶ Run.go_on
+    EnsembleRun ─▶ send ─▶ ItemStream ─▶ StreamOutlet … the caller takes ─▶ EnsembleRun.go_on
 
-The event loop can't wait for room in the stream's window: the run keeps what does not fit, and is called again.
+The loop can't wait for room: the run keeps what does not fit, and is called again.
 """
 
 import time
@@ -18,10 +18,7 @@ from qinfer_workers.inference.ensembles.run import EnsembleRun
 
 
 class StreamedResponses:
-    """The `EnsembleResponses` of a run, and the `StreamSource` of a stream.
-
-    `counted` gets each response that leaves; `dropped` is called when the caller takes no more.
-    """
+    """A run's responses; `counted` gets each that leaves, `dropped` is called when the caller takes no more."""
 
     can_ask = False
 
@@ -59,7 +56,7 @@ class StreamedResponses:
         return False
 
     def send_final(self, failure: Failure | None) -> None:
-        """Sends the final response, unless it has left."""
+        """Sends the final response, at most once."""
         with suppress(Cancelled, OutputMismatch):
             self._stream.send(failure or (), final=True, wait=False)
 

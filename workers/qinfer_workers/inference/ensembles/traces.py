@@ -6,7 +6,7 @@
                                 ├─ ensemble    a nested one
                                 └─ publish
 
-`qinfer_workers.inference.tracing` makes the spans of other requests.
+`tracing` makes those of other requests.
 """
 
 import logging
@@ -25,7 +25,7 @@ _LEFT = Failure("cancelled", "the caller has left")
 
 
 class RunTrace:
-    """The spans of one recorded request, made before its first steps."""
+    """The spans of one recorded request."""
 
     def __init__(self, tracer: Tracer, now_s: Callable[[], float], item: WorkItem, plan: EnsemblePlan) -> None:
         self._tracer = tracer
@@ -51,7 +51,7 @@ class RunTrace:
         return _TracedSteps(self, steps)
 
     def set_failure(self, failure: Failure | None) -> None:
-        """Notes the end of the request; without this, its caller has left."""
+        """Notes the end; without it, the caller has left."""
         self._failure = failure
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class RunTrace:
             self._span.end(now_s, self._about, error)
 
     def start(self, step: PlanStep) -> Span:
-        """Begins the span of a step, and of its nested ensembles."""
+        """Begins the span of a step and its nested ensembles."""
         parent, now_s = self._span, self._now_s()
         for position in step.within:
             if position not in self._nested:

@@ -12,10 +12,7 @@ from qinfer.tensors import Tensor, element_count
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A tensor, with the parameters of its response.
-
-    `rows` are those of its request; 0 = its maker has no batch dimension.
-    """
+    """A tensor, with its response's parameters; `rows` = 0: no batch dimension."""
 
     tensor: Tensor
     rows: int
@@ -29,7 +26,7 @@ def renamed(value: Value, name: str, dims: tuple[int, ...], *, batched: bool) ->
 
 
 def reshaped(values: list[tuple[str, Value]], reshapes: Mapping[str, tuple[Reshape, ...]]) -> list[tuple[str, Value]]:
-    """Returns named tensors in the shapes that the ensembles on their way give them."""
+    """Returns tensors in the shapes that ensembles on their way give them."""
     found = []
     for name, value in values:
         tensor = value.tensor

@@ -3,10 +3,8 @@
     SequenceBatcher ─▶ put ─▶ commit (state, response and number together) ─▶ publish ─▶ finish
 
 Commits run one at a time, for one step of each sequence. A step whose sequence another worker owns is not published; a
-step that Redis refuses breaks its sequence.
-
-A state in the model's memory can't be restored: such sequences commit only their last step, and steps that may be sent
-again. The others are published at once.
+refused step breaks its sequence. Sequences with state in memory, which can't be restored, commit only their last step,
+and steps that may be sent again; others are published at once.
 """
 
 import asyncio
@@ -28,7 +26,7 @@ from qinfer_workers.inference.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER = AT_ONCE  # one script: its steps are published during the next one
+_TOGETHER = AT_ONCE
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
@@ -39,10 +37,9 @@ class _ExecutedStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class StepPublisher:
-    """Commits and publishes the steps of a model's sequences.
+    """Commits and publishes a model's steps.
 
-    `is_explicit` = the state is in the model's memory. `settled` gets each step, and whether it is committed or has
-    another owner; `broken` refused ones.
+    `is_explicit` = state in memory. `settled` gets each step and whether it is committed; `broken` refused ones.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class StepPublisher:
         self._outage = OutageLog(logger, "steps not committed, trying again", "steps are committed again")
 
     def put(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
-        """Takes executed steps with their responses, in order within each sequence."""
+        """Takes executed steps, in order within each sequence."""
         by_id = {response.request_id: response for response in responses if response.final}
         if free := [step for step in steps if not self._is_committed(step)]:
             self._publish_uncommitted(free, [by_id[step.request.id] for step in free])
@@ -99,7 +96,7 @@ class StepPublisher:
             self._quiet.set()
 
     async def flush(self) -> None:
-        """Waits until all steps are committed, published without a commit, or lost."""
+        """Waits until all steps are committed, published or lost."""
         await self._quiet.wait()
         if self._uncommitted:
             await asyncio.wait(self._uncommitted)
@@ -142,7 +139,7 @@ class StepPublisher:
             return
 
     async def _commit_alone(self, group: list[_ExecutedStep], error: QinferError) -> None:
-        """Finds the refused step of a commit."""
+        """Finds a commit's refused step."""
         if len(group) == 1:
             self._broken(group[0].step, error)
             return

@@ -4,9 +4,8 @@
       ▲               └── wait ◀─┘        each life that ends sends its owner a ticket, which `take` returns
       └── leave ◀───────────┘
 
-The loop owns as many sequences as there are free slots. If its lease ends, other workers own them, and it drops all.
-After a while without sequences it gives up the lease, until one waits for an owner. `qinfer.queue.sequences` describes
-the protocol.
+The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
+until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
 """
 
 import asyncio
@@ -60,8 +59,8 @@ _PARTITION = 0  # until models are spread
 _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
-_NEVER = 2**63  # above any step number
-_MAX_WAITING = 2000  # steps here, beyond which none are taken
+_NEVER = 2**63
+_MAX_WAITING = 2000
 
 
 class Parts(NamedTuple):
@@ -119,7 +118,7 @@ class SequenceService:
         self._parts = parts
         self._model, self._version = model.spec.name, model.version
         self._sequences = parts.queue.sequences(self._model, _PARTITION)
-        # A new generation must not own the sequences that the old one drains.
+        # the old generation drains its own
         self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
         self.batcher: SequenceBatcher | EnsembleSteps
         if ensemble is None:
@@ -127,7 +126,7 @@ class SequenceService:
         else:
             self.batcher = ensemble(self)
         assert model.spec.sequences is not None, "only stateful models have a service"
-        # An ensemble's models get other ids than the caller's.
+        # an ensemble's models get other ids
         self._told_bits = None if model.spec.sequences.of_steps else model.spec.sequences.told_bits
         self._is_explicit = model.spec.sequences.is_explicit
         idle_s = model.spec.sequences.max_idle_s
@@ -155,7 +154,7 @@ class SequenceService:
         self._loops = [self._parts.tasks.create_task(loop) for loop in (self._run_service(), self._steps.run())]
 
     def executed(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
-        """Commits steps, publishes the responses, and finishes the entries."""
+        """Commits steps, publishes responses, finishes entries."""
         for step in steps:
             held = self._held.get(step.place.sequence)
             if held is not None and held.owned.token == step.token:
@@ -167,7 +166,7 @@ class SequenceService:
         self._end_life(step.place, step.token, error)
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
-        """Ends sequences that are idle by Redis' clock, too."""
+        """Ends sequences that are idle by Redis' clock."""
         for sequence in sequences:
             held = self._held.get(sequence)
             if held is not None:
@@ -175,7 +174,7 @@ class SequenceService:
                 self._spawn(partial(self._sequences.end_idle, place, held.owned.token))
 
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
-        """Ends sequences whose state in the model's memory is gone."""
+        """Ends sequences whose state in memory is lost."""
         for sequence in sequences:
             if held := self._held.get(sequence):
                 self._end_life(_next_of(held), held.owned.token, error)
@@ -183,8 +182,8 @@ class SequenceService:
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
         """Gives back all sequences; returns false if the version is wanted again.
 
-        Waits at most `limit_s` for sequences to end. If other workers have the version (`hands_over`), only those with
-        state in memory are awaited, while a program that submits requests is live.
+        Waits at most `limit_s`. If other workers have the version (`hands_over`), only sequences with state in memory
+        hold it up, while a submitting program is live.
         """
         self._is_draining = True
         self._tickets.ring()  # the loop notices an ended lease
@@ -209,7 +208,7 @@ class SequenceService:
         return True
 
     async def give_up(self, overdue: PendingStep | None, error: QinferError) -> None:
-        """Gives back idle sequences first, because an instance hangs; its `overdue` step gets the error."""
+        """Gives back sequences because an instance hangs; its `overdue` step fails."""
         batcher = self.batcher
         if isinstance(batcher, EnsembleSteps):
             await self.drain(0.0, lambda: False, hands_over=True)
@@ -226,7 +225,7 @@ class SequenceService:
         await self._sequences.hand_over(self._owner, list(moving))
 
     async def _is_deserted(self) -> bool:
-        """Returns whether no program that submits requests is live."""
+        """Returns whether no submitting program is live."""
         with suppress(BrokerUnavailable):
             return not any([await self._parts.store.live_processes(program) for program in CALLERS])
         return False
@@ -257,7 +256,6 @@ class SequenceService:
                     await self._end_lease()
                 else:
                     await self._lose()
-            # either may pass
             except QinferError as error:
                 self._outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
@@ -286,7 +284,7 @@ class SequenceService:
         self.batcher.resume_batching()
 
     async def _serve_sequences(self) -> bool:
-        """Owns sequences and takes steps; returns true when idle, false without a lease."""
+        """Returns true when idle, false without a lease."""
         sequences, owner, version = self._sequences, self._owner, self._version
         ticket, busy_s = "", time.monotonic()
         while True:
@@ -324,7 +322,7 @@ class SequenceService:
             await self._changed.wait()
 
     async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> None:
-        if is_idle:  # a waiting sequence may need one of its slots
+        if is_idle:  # a waiting sequence may need its slot
             await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
             self._look_at_s = 0.0
         else:
@@ -368,7 +366,7 @@ class SequenceService:
             self._drop_sequence(sequence)
 
     async def _adopt(self, owned: OwnedLife) -> QinferError | None:
-        """Takes over a sequence; returns the error if its states can't be read now."""
+        """Returns the error if its states can't be read now."""
         held = _OwnedLife(owned)
         if owned.generation not in self.generations:
             self._end_life(_next_of(held), owned.token, SequenceLost(RELOADED))
@@ -390,7 +388,6 @@ class SequenceService:
         return None
 
     def _take_in(self, taken: DeliveredStep) -> None:
-        """Takes a step or the end of a life, unless the sequence is not held here."""
         place, lease = taken.place, taken.lease
         held = self._held.get(place.sequence)
         is_mine = held is not None and held.owned.token == taken.token and held.owned.life == place.life
@@ -414,7 +411,6 @@ class SequenceService:
             self._receive(held, taken.place, taken.token, lease)
 
     def _cancel(self, held: _OwnedLife, place: StepPlace) -> None:
-        """Ends a life at an unexecuted step whose caller has left."""
         is_here = place.number in held.entries and place.number > held.executed
         if is_here and not self.batcher.cancel(place.sequence, place.number):
             self._end_life(place, held.owned.token, Cancelled(LEFT))
@@ -527,7 +523,7 @@ class SequenceService:
     def _end_life(self, place: StepPlace, token: int, error: QinferError) -> None:
         """Ends a life once earlier steps are committed; a deadline ends it at once."""
         held = self._held.get(place.sequence)
-        self._changed.set()  # fewer steps may wait
+        self._changed.set()
         if held is None or held.owned.token != token:
             self._end_now(place, token, error)
         elif place.number < held.ends_at:

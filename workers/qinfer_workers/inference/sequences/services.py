@@ -1,7 +1,6 @@
 """The stateful model versions of a worker: a `SequenceService` for each, and for each that is being replaced.
 
-A sequence stays on the model that it began with: a version with open sequences is pinned, and a replaced generation
-continues until its sequences have ended.
+A sequence stays on its model: its version is pinned, and a replaced generation continues until its sequences end.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ class SequenceServices:
         return [service.batcher for service in self._all()]
 
     def serve(self, model: LoadedModel, loaded: LoadedVersion) -> None:
-        """Serves a stateful model version; its earlier generation ends with its sequences."""
+        """Serves a version; an earlier generation ends with its sequences."""
         key = model.spec.name, model.version
         before = self._services.get(key)
         ensemble = None if loaded.plan is None else partial(EnsembleSteps, model, loaded.plan, self._ensembles)
@@ -64,7 +63,7 @@ class SequenceServices:
             self._leaving[before] = self._parts.tasks.create_task(self._drain_service(before))
 
     def go_on(self, loaded: LoadedVersion, surplus: int) -> None:
-        """Continues a version under a generation that changes only the number of instances."""
+        """Continues a version with another number of instances."""
         service = self._services[loaded.spec.name, loaded.version]
         service.generations.add(loaded.generation)
         batcher, added = service.batcher, loaded.instances
@@ -77,10 +76,7 @@ class SequenceServices:
         batcher.resize(model, len(added), surplus, executor.end)
 
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
-        """Waits for a version's sequences to end, and unloads it; returns whether it did.
-
-        Until then, a pin keeps the version wanted, if only its policy dropped it.
-        """
+        """Waits for a version's sequences to end, and unloads it; returns whether it did."""
         service = self._services[key]
         if service.has_open:
             await self.pins.write()
@@ -91,15 +87,15 @@ class SequenceServices:
         return True
 
     async def drain_ensembles(self) -> None:
-        """Gives back the sequences of ensembles, while their steps' models are still here."""
+        """Gives back ensembles' sequences, while their steps' models are here."""
         await self._drain([one for one in self._all() if isinstance(one.batcher, EnsembleSteps)])
 
     async def drain(self) -> None:
-        """Gives back all others; those in memory have half of the drain's time to end while a gateway lives."""
+        """Gives back all others; those in memory may end in half of the drain's time while a gateway lives."""
         await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
 
     async def give_up(self, key: Key, item: object, error: QinferError) -> None:
-        """Gives back unexecuted steps, because an instance of version `key` hangs; its overdue step gets the error."""
+        """Gives back unexecuted steps, because an instance of `key` hangs; its step fails."""
         overdue = item if isinstance(item, PendingStep) else None
         hung = self._services.get(key)
         services = [(one, overdue if one is hung else None) for one in self._all()]
@@ -116,7 +112,7 @@ class SequenceServices:
         return [*self._services.values(), *self._leaving]
 
     async def pause_services(self) -> None:
-        """Begins no more executions and waits for current ones, except steps of ensembles."""
+        """Pauses executions, except steps of ensembles."""
         async with asyncio.TaskGroup() as pauses:
             for batcher in self.batchers():
                 if isinstance(batcher, EnsembleSteps):
