@@ -31,7 +31,7 @@ from qinfer.wire.kserve_types import ELEMENTS, UNPARSABLE
 LONG_BYTES = 4096
 """Longer arrays are decoded in pieces."""
 
-GIANT_BYTES = 4 * WINDOW_BYTES
+GIANT_BYTES = 2**20
 """Longer strings are decoded in pieces: one character may make all others four bytes wide."""
 
 REST_SHARE = 4

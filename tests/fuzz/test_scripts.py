@@ -51,7 +51,7 @@ def scripts() -> dict[str, bytes]:
             module = importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
             for name, value in vars(module).items():
                 text = value.text if isinstance(value, Script) else value
-                if isinstance(text, bytes) and text.startswith(b"--"):
+                if isinstance(text, bytes) and b"redis.call(" in text:
                     found[f"{module.__name__}.{name}"] = text
     return found
 

@@ -380,7 +380,7 @@ async def test_a_full_lane_takes_no_more(queue: RedisQueue) -> None:
         await accept(delivery, "r4", limit=2, reports_start=True)
     await delivery.release(leases[1:])
     with pytest.raises(QueueFull):
-        await accept(delivery, "r4", limit=3, is_told=True)
+        await accept(delivery, "r4", limit=3, reports_start=True)
 
 
 async def test_what_workers_hold_waits_no_longer_where_they_do_not_say_what_executes(queue: RedisQueue) -> None:

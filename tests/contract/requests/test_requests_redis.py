@@ -140,7 +140,7 @@ async def test_a_large_payload_that_went_away_in_between_is_sent_again(
     """Nothing is accepted without it: the caller repeats."""
     delivery = await redis_queue.connect()
     with monkeypatch.context() as patch:
-        patch.setattr(Values, "set", _lost)
+        patch.setattr(Values, "_write_large", _lost)
 
         with pytest.raises(BrokerUnavailable, match="try again"):
             await accept(delivery, payload=bytes(LARGE))
@@ -157,7 +157,7 @@ async def test_a_large_result_that_went_away_in_between_is_sent_again(
     await accept(delivery)
     before = names(redis_queue)
     with monkeypatch.context() as patch:
-        patch.setattr(Values, "set", _lost)
+        patch.setattr(Values, "_write_large", _lost)
 
         with pytest.raises(BrokerUnavailable, match="try again"):
             await settle(delivery, ended(blob=bytes(LARGE)))

@@ -51,7 +51,7 @@ async def test_an_endpoint_from_its_file_to_its_end(tmp_path: Path) -> None:
         assert "echo:1 stable 75 %, echo:2 canary 25 %" in listed
 
         late = await run(running, "put", written(tmp_path, split()), "--revision", str(revision + 1))
-        assert (late[0], f"has revision {revision} by now" in late[2]) == (64, True)
+        assert (late[0], f"now has revision {revision}" in late[2]) == (64, True)
         assert (await run(running, "put", written(tmp_path, split()), "--revision", str(revision)))[0] == 0
         assert (await run(running, "delete", "reader"))[:2] == (0, "reader is removed\n")
         gone = await run(running, "show", "reader")

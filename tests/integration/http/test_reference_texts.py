@@ -267,7 +267,8 @@ _PLACES = {
 def fixed_texts() -> list[str]:
     """Returns the texts that the reference fixes, each once."""
     written = REFERENCE.read_text(encoding="utf-8")
-    prose = re.sub(r"`[^`\n]*`", "`", written)
+    paragraphs = re.sub(r"(?<=\S)\n *(?=[^\s|#`-])", " ", written)  # a text may go on in the next line
+    prose = re.sub(r"`[^`\n]*`", "`", paragraphs)
     found = chain(re.findall(r'\{"error":"([^"]+)"\}', written), re.findall(r'"([^"\n]+)"', prose))
     return list(dict.fromkeys(found))
 

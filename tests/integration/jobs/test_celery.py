@@ -56,7 +56,7 @@ async def test_a_job_is_planned_and_finished_whenever_the_process_dies(
 ) -> None:
     """Each process is killed at another step, and the next goes on; those that end a step were told by the sweep."""
     for fault in planning:
-        await bulk.send("plan")
+        await bulk.send("request_plan")
         assert await bulk.ended(bulk.start(*fault)) == -signal.SIGKILL
         assert (await bulk.record()).state == JobState.PLANNING
     plan = bulk.directory / "out" / "_plan.json"
@@ -79,7 +79,7 @@ async def test_a_job_is_planned_and_finished_whenever_the_process_dies(
 
 async def test_a_process_that_is_asked_to_stop_hands_its_task_back(bulk: BulkProcesses, server: RedisServer) -> None:
     """The thread that reads never comes back, and is not waited for."""
-    await bulk.send("plan")
+    await bulk.send("request_plan")
     process = bulk.start("hang", "store")
     await eventually(lambda: "the store hangs" in bulk.log.read_text(), WITHIN_S, f"a reader; see {bulk.log}")
 
@@ -95,7 +95,7 @@ async def test_a_process_that_is_asked_to_stop_hands_its_task_back(bulk: BulkPro
 
 async def test_a_process_that_hangs_ends_itself_and_the_next_goes_on(bulk: BulkProcesses) -> None:
     """With what its threads did in the log; a supervisor starts the next."""
-    await bulk.send("plan")
+    await bulk.send("request_plan")
 
     assert await bulk.ended(bulk.start("hang", "loop")) == os.EX_SOFTWARE
 
@@ -117,7 +117,7 @@ async def ends_well(bulk: BulkProcesses, process: "subprocess.Popen[bytes]", num
 async def test_tasks_come_through_a_restart_of_redis(bulk: BulkProcesses, server: RedisServer) -> None:
     """The worker connects again, and so does the producer; then it ends well."""
     process = bulk.start()
-    await bulk.send("plan")
+    await bulk.send("request_plan")
     await bulk.becomes(JobState.RUNNING)
     await bulk.settle()
 
@@ -133,7 +133,7 @@ async def test_tasks_come_through_a_restart_of_redis(bulk: BulkProcesses, server
 async def test_a_lost_connection_does_not_hang_the_worker(bulk: BulkProcesses, server: RedisServer) -> None:
     """Any of them, at any moment: one for `PUBSUB` would be made again and read, without data and without a limit."""
     process = bulk.start()
-    await bulk.send("plan")
+    await bulk.send("request_plan")
     await bulk.becomes(JobState.RUNNING)
     await bulk.settle()
     with server.client() as client:
@@ -161,7 +161,7 @@ async def test_flower_shows_the_worker_and_its_tasks(bulk: BulkProcesses) -> Non
 
         await eventually(lambda: has("/api/tasks", "{"), WITHIN_S, f"what Flower shows; see {bulk.log}")
         bulk.start()
-        await bulk.send("plan")
+        await bulk.send("request_plan")
 
         await eventually(lambda: has("/api/tasks", "qinfer.bulk.plan"), WITHIN_S, f"what Flower shows; see {bulk.log}")
         await eventually(lambda: has("/workers?json=1", "qinfer-bulk-"), WITHIN_S, f"what Flower shows; see {bulk.log}")

@@ -194,7 +194,7 @@ async def test_a_step_that_is_run_again_changes_the_state_once(scene: EnsemblesS
 
     await scene.kill("w1")
     await scene.worker("w3", models=("sum", "total"))
-    scene.workers["w2"]._plain_batcher("thrice", 1).resume()  # type: ignore[union-attr]
+    scene.workers["w2"]._plain_batcher("thrice", 1).resume_batching()  # type: ignore[union-attr]
     answers += [await answer, await value(scene, 3.0, 1, "end")]
 
     assert answers == expected([1, 2, 3])

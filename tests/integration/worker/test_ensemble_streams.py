@@ -355,12 +355,12 @@ async def test_the_worker_that_waits_for_a_step_may_run_it(streams: Streams) -> 
     first = streams.source()
     batcher = (await streams.scene.worker("w2"))._plain_batcher
     await streams.scene.ready()
-    await batcher("source", 1).pause()  # type: ignore[union-attr]
+    await batcher("source", 1).pause_batching()  # type: ignore[union-attr]
     answer = asyncio.create_task(streams.values("line", 3, 0))
     await eventually(lambda: first.started.acquire(blocking=False), description="the step executes")
 
     await streams.scene.kill("w1")
-    batcher("source", 1).resume()  # type: ignore[union-attr]
+    batcher("source", 1).resume_batching()  # type: ignore[union-attr]
     streams.source().let(10)
 
     assert await answer == [0.0, 5.0, 10.0]

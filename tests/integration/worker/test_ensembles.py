@@ -473,13 +473,13 @@ async def test_what_waits_in_a_lane_goes_before_steps(scene: EnsemblesServed) ->
     await scene.sync()
     worker = await scene.worker()
     await scene.ready()
-    await worker._plain_batcher("slow", 1).pause()  # type: ignore[union-attr]
+    await worker._plain_batcher("slow", 1).pause_batching()  # type: ignore[union-attr]
     waiting = [asyncio.create_task(scene.infer("slow")) for _ in range(3)]
     await eventually(lambda: has(scene, "slow", 3), description="requests in the lane")
     answer = asyncio.create_task(scene.infer("through"))
     await eventually(lambda: has(scene, "slow", 4), description="the step in the lane, too")
 
-    worker._plain_batcher("slow", 1).resume()  # type: ignore[union-attr]
+    worker._plain_batcher("slow", 1).resume_batching()  # type: ignore[union-attr]
 
     assert await answer == pytest.approx([0.2, 0.4])
     assert await asyncio.gather(*waiting) == [[2.0, 4.0]] * 3
@@ -546,7 +546,7 @@ async def test_a_queue_timeout_is_that_of_the_steps(scene: EnsemblesServed) -> N
     await scene.sync()
     worker = await scene.worker()
     await scene.ready()
-    await worker._plain_batcher("patient", 1).pause()  # type: ignore[union-attr]
+    await worker._plain_batcher("patient", 1).pause_batching()  # type: ignore[union-attr]
 
     reply = await scene.post("through", parameters={"timeout": 100_000})
 

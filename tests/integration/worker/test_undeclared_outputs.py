@@ -214,7 +214,7 @@ async def test_a_detector_by_its_file_alone_names_the_fields_to_set(scene: Serve
     rows = np.ones((1, 2), np.float32)
 
     with pytest.raises(
-        InferenceServerException, match=r"must be 1; where the rows .* 'max_batch_size: 0' with 'input'"
+        InferenceServerException, match=r"must be 1; if outputs have other rows .* 'max_batch_size: 0' with 'input'"
     ):
         await scene.grpc.infer("detector", [tensor("x", rows)])
     io = '%s { name: "%s" data_type: TYPE_%s dims: [ -1, 2 ] } '

@@ -51,7 +51,7 @@ def test_a_process_that_cuda_is_lost_to_ends(status: int, ends: int, monkeypatch
     """An assertion on the GPU is for ever; a lack of memory, or a graph that is being recorded, is not."""
 
     class Fake:
-        def use(self, device: int) -> None:
+        def set_device(self, device: int) -> None:
             if status:
                 error = CudaError("cudaSetDevice: refused")
                 error.status = status

@@ -34,7 +34,7 @@ class Cuda:
     def device_count(self) -> int:
         return 1
 
-    def use(self, device: int) -> None:
+    def set_device(self, device: int) -> None:
         assert device == 0
 
     def allocate(self, size_bytes: int) -> int:

@@ -52,7 +52,7 @@ class Eyes(QueueWatch):
 
     def start(self) -> None: ...
 
-    def take(self) -> QueueReading | Away | None:
+    def new_reading(self) -> QueueReading | Away | None:
         latest, self.next = self.next, None
         return latest
 

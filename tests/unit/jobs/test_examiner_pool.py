@@ -366,7 +366,7 @@ GATEWAY = """
 import asyncio, os, sys
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.core.settings import Settings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.testing import stub_spec
 from qinfer.jobs.examiner_pool import ExaminerPool
 
@@ -376,9 +376,9 @@ async def main(url, *command):
         tasks.create_task(examiner.run(asyncio.Event()))
         await asyncio.sleep(0)
         spec = JobSpec(model="stub", inputs=("file:///fine",), output=Output("file:///out"))
-        await examiner.check(spec, stub_spec(), Grant())
+        await examiner.check(spec, stub_spec(), UrlGrant())
         spec = JobSpec(model="stub", inputs=(url,), output=Output("file:///out"))
-        tasks.create_task(examiner.check(spec, stub_spec(), Grant()))
+        tasks.create_task(examiner.check(spec, stub_spec(), UrlGrant()))
 
 asyncio.run(main(*sys.argv[1:]))
 """

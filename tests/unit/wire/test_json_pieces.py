@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.errors import InvalidRequest, MalformedJson, PayloadTooLarge, QinferError
 from qinfer.tensors import to_numpy
-from qinfer.wire.json_pieces import LONG_BYTES, Document, JsonBounds, LongArray
+from qinfer.wire.json_pieces import GIANT_BYTES, LONG_BYTES, Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import LARGE_BYTES, VALUE_BYTES, WINDOW_BYTES, Scan, check_depth, check_size, long_arrays
 from qinfer.wire.kserve_json import decode_infer
 
@@ -79,7 +79,7 @@ def test_a_giant_string_is_what_it_says(unit: str, size: int) -> None:
     "text", ['"\\ud83d"', '"\\ud83d\\u0041"', '"\\udc00"', '"\\x"', '"\\u12g"', '"\n"', '"\udcff"']
 )
 def test_a_giant_string_that_is_broken_is_refused(text: str) -> None:
-    giant = ('"' + "a" * (5 * WINDOW_BYTES) + text[1:-1] + "a" * (2 * WINDOW_BYTES) + '"').encode(
+    giant = ('"' + "a" * (GIANT_BYTES + 1) + text[1:-1] + "a" * (2 * WINDOW_BYTES) + '"').encode(
         "utf-8", "surrogateescape"
     )
     small = text.encode("utf-8", "surrogateescape")
@@ -191,7 +191,7 @@ def test_a_document_says_what_it_held() -> None:
     value = {
         "a": [1] * LONG_BYTES,
         "b": ["x", [2] * 3],
-        "c": "d" * (5 * WINDOW_BYTES),
+        "c": "d" * (GIANT_BYTES + 1),
         "e": {"f": [[], "g" * LONG_BYTES]},
     }
 

@@ -69,10 +69,10 @@ async def test_who_waits_for_the_rate_is_looked_at_again() -> None:
     assert pace.task_capacity(BOARD, 16) == 0
     timer = pace._timer
     assert timer is not None
-    assert pace.room(BOARD, 16) == 0
+    assert pace.task_capacity(BOARD, 16) == 0
     assert pace._timer is timer
     await looked.wait()
     assert pace._timer is None
     pace.took(BOARD, 0, 1)
-    assert pace.room(BOARD, 16) == 0
+    assert pace.task_capacity(BOARD, 16) == 0
     assert pace._timer is None

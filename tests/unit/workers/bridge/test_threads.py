@@ -73,7 +73,7 @@ class Scene:
             tally=self.tally,
         )
 
-    def use(self, _: object) -> None: ...
+    def set_model(self, _: object) -> None: ...
 
     def read(self, message: SourceMessage) -> Work:
         if message.body == b"bad":

@@ -173,7 +173,7 @@ LOADING = """
 import asyncio, atexit, sys, threading
 from pathlib import Path
 import onnxruntime
-from qinfer_workers.inference.__main__ import _leave
+from qinfer_workers.inference.__main__ import _exit_at_once
 from qinfer_workers.inference.executor import in_thread
 
 file, began = Path(sys.argv[1]).read_bytes(), threading.Event()
@@ -188,7 +188,7 @@ async def main():
     await asyncio.to_thread(began.wait)
     loading.cancel()
 
-atexit.register(_leave, [7])
+atexit.register(_exit_at_once, [7])
 asyncio.run(main())
 """
 

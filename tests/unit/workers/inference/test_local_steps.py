@@ -41,14 +41,14 @@ class Fakes:
     def classify(self, _: Item) -> None:
         """Sets nothing."""
 
-    def admit(self, items: Sequence[Item]) -> None:
+    def add_items(self, items: Sequence[Item]) -> None:
         self.items += items
         self.admitted.append([item.request.id for item in items])
 
     def lost(self, item: Item) -> None:
         self.lost_items.append(item.request.id)
 
-    def answer(self, items: Sequence[Item], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[Item], responses: Sequence[Response]) -> None:
         self.answered += [response.request_id for response in responses]
 
     def give_back(self, items: Sequence[Item]) -> None:
