@@ -60,7 +60,7 @@ _MOST_EMPTY = 20
 _HINT_LINES = 20
 _DELIMITERS = (";", "\t", "|")  # common alternatives to the comma
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+")
-_LISTED_CHARACTERS = 1650
+_LISTED_CHARACTERS = 1700
 _AHEAD = 4
 _MOST_SCHEMAS = 64
 
