@@ -28,7 +28,7 @@ from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepar
 
 _BOUNDS = JsonBounds()
 _NULL = b"n"
-_PIECE_ELEMENTS = 65_536  # of an output, objects at once
+_PIECE_ELEMENTS = 8192  # of an output, objects at once
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
