@@ -344,7 +344,7 @@ class RequestRegions:
 
 
 def _open_object(name: str, key: str) -> int:
-    """As `shm_open` does, and nothing else."""
+    """Opens an object as `shm_open` does, and nothing else."""
     if not _KEY.fullmatch(key):
         raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")
     refusal = RegionUnavailable(f"Unable to open shared memory region: '{key}'")

@@ -234,7 +234,7 @@ def _sizes(batch: Batch, name: str, size: int) -> list[int]:
 
 
 def _widened(value: Any) -> Array:
-    """By its address, as float32."""
+    """Reads a BF16 value by its address; returns it as float32."""
     shape = tuple(value.shape())
     raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
     return from_bf16(np.frombuffer(raw, dtype="<u2")).reshape(shape)
@@ -310,7 +310,7 @@ def _openvino_devices() -> list[Any]:
 
 @functools.cache
 def _find_cuda() -> None:
-    """From NVIDIA's packages."""
+    """Loads CUDA's libraries from NVIDIA's packages."""
     said = io.StringIO()
     with redirect_stdout(said):  # it prints missing libraries
         ort.preload_dlls()

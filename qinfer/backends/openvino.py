@@ -140,7 +140,7 @@ def properties(spec: ModelSpec) -> dict[str, str]:
 
 
 def _streams(spec: ModelSpec) -> str:
-    """By default one, for one request at a time."""
+    """Returns the number of streams; one by default, for one request at a time."""
     name = "NUM_STREAMS" if "NUM_STREAMS" in spec.parameters else "CPU_THROUGHPUT_STREAMS"
     text = spec.parameters.get(name, "1").upper()
     if text in ("AUTO", "NUMA"):

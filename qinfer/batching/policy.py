@@ -372,7 +372,7 @@ def _walk(live: Sequence[T], rules: Rules) -> _Walk:
 
 
 def _due_at_s(live: Sequence[T], now_s: float, slots: FreeSlots, rules: Rules, walk: _Walk, latency: Latency) -> float:
-    """Or when the queue changes (§3.3 step 5)."""
+    """Returns when the policy decides again, unless the queue changes before (§3.3 step 5)."""
     timeout_s = NEVER_S if rules.prefetch else _next_timeout_s(live, now_s)
     if not slots.idle:
         full = walk.closed or walk.rows >= rules.largest_preferred

@@ -106,7 +106,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def weight(self) -> int:
-        """Its bytes in `MOST_CALL_BYTES`."""
+        """Returns the bytes of the record that count in `MOST_CALL_BYTES`."""
         tensors, calls = [len(tensor.data) for tensor in self.tensors], [call.weight for call in self.calls]
         return 16 * 1024 + sum(tensors) + sum(calls)
 

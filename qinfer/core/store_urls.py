@@ -178,7 +178,7 @@ def _holds(prefix: _Place, place: _Place) -> bool:
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
-    """Of two prefixes that meet, the longer one remains."""
+    """Intersects prefixes: of two that meet, the longer one remains."""
     pairs = [(_parsed(one), _parsed(other)) for one in first for other in second]
     found = [one if _holds(other, one) else other for one, other in pairs if _holds(one, other) or _holds(other, one)]
     return tuple(dict.fromkeys(map(_spelled, found)))

@@ -73,7 +73,7 @@ async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) 
 async def _store(
     new: StoredModel, wish: DesiredState | None, store: ControlStore, now_ms: int, *, anew: bool
 ) -> WrittenModel:
-    """Of two writers, the slower finds its generation taken, and looks again.
+    """Stores a model; of two writers, the slower finds its generation taken, and looks again.
 
     A generation is at least the milliseconds since the epoch: a removed model that returns must not get one that a
     worker still has loaded.

@@ -206,7 +206,7 @@ def failures(fields: Mapping[str, int]) -> dict[FailureReason, int]:
 
 
 def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: MetricsChoice) -> Iterator[Family]:
-    """Only of models that use or have used the cache."""
+    """Yields the metrics of models that use or have used the cache."""
     counts = {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT}
     of_cached = {key: of for key, of in statistics.items() if key[0] in wanted.cached or counts & set(of)}
     if not of_cached:

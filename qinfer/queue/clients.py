@@ -96,7 +96,7 @@ def _reading(kind: type) -> type:
 
 
 class _AsyncPrimary(redis.asyncio.Redis):
-    """Also closes its connections to the Sentinels, which redis-py leaves open."""
+    """A client that also closes its connections to the Sentinels, which redis-py leaves open."""
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:  # noqa: FBT001 - redis-py's signature
         await super().aclose(close_connection_pool)

@@ -331,7 +331,7 @@ class LaneReader:
         return leases
 
     def _note_division(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
-        """Also rings for other readers."""
+        """Notes that a lane was divided, and rings for other readers."""
         is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
         if is_news and self._bell is not None:
             self._bell.ring(lane)

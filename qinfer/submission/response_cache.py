@@ -230,7 +230,7 @@ class ResponseCache:
     def _take_off(
         self, place: _Place, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
     ) -> None:
-        """It may take twice the model's default timeout, for later callers."""
+        """Executes a request for all its callers; it may take twice the model's timeout, for later ones."""
         spec, submission = served.spec, self._submission
         # It is cached for the requested version.
         flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)
@@ -314,7 +314,7 @@ class ResponseCache:
                 self._table.answer_caller(caller, _of(caller, found, "hit"))
 
     def _count_hit(self, caller: PendingCall) -> None:
-        """It also counts as a success, as in Triton."""
+        """Counts a cache hit, which is a success, too, as in Triton."""
         add, model, version, ns = self._counts.add, caller.model, caller.version, _ns(self._now_s() - caller.started_s)
         add(model, version, stats.CACHE_HIT_COUNT)
         add(model, version, stats.CACHE_HIT_NS, ns)

@@ -293,7 +293,7 @@ class Submission:
     def _submit_step(
         self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
     ) -> PendingCall:
-        """Its limits are checked when it is appended."""
+        """Submits a step, whose limits are checked when it is appended."""
         spec = served.spec
         if not request.generation or request.generation != served.generation:
             check(request, served)

@@ -132,7 +132,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Its approximate size in bytes."""
+        """Returns the approximate size in bytes."""
         return sum(len(text.encode()) for text in (self.row, self.output, self.stable, self.canary)) + 32
 
 

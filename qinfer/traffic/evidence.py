@@ -106,7 +106,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def value(self) -> float:
-        """By chance beyond `n` in at most one of `n` cases."""
+        """Returns the evidence `n`: chance exceeds it in at most one of `n` cases."""
         return math.exp(min(self.log, _LARGEST_LOG))
 
     def begun(self, part: float) -> "Evidence":

@@ -50,7 +50,7 @@ class FastPath(HttpPort):
         return QinferHttpProtocol(self)
 
     def tick(self, now_s: float) -> None:
-        """Also gives up bodies that arrive too slowly."""
+        """Checks timeouts, and gives up bodies that arrive too slowly."""
         super().tick(now_s)
         self.receiving.second_passed()
 

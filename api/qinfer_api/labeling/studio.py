@@ -204,7 +204,7 @@ def _checked(status: int, text: bytes) -> bytes:
 
 
 def _access_of(text: bytes) -> tuple[str, float]:
-    """Its last use is on the monotonic clock."""
+    """Returns the access token, and the last monotonic instant of its use."""
     try:
         access = msgspec.json.decode(text)["access"]
         payload = access.split(".")[1]

@@ -339,7 +339,7 @@ class TracedSink:
         return {}
 
     def _executed_s(self, timing: Timing) -> float:
-        """By the worker's clock."""
+        """Returns when the execution ended by the worker's clock."""
         took_ns = timing.queue_ns + timing.input_ns + timing.infer_ns + timing.output_ns
         return self._queued_s() + took_ns / 1e9 + _ROUNDING_S
 
@@ -374,7 +374,7 @@ class TracedSink:
 
 
 def _trace_of(call: CallRecord, last_s: float) -> CallTrace:
-    """It ended before `last_s`."""
+    """Returns the trace of a call, which ended before `last_s`."""
     stamps = [("REQUEST_START", call.begin_s)]
     if call.timing is not None:
         stamps += [*_computed(call.timing, call.begin_s), ("INFER_RESPONSE_COMPLETE", call.end_s)]

@@ -368,7 +368,7 @@ class _StreamCall:
         self._take_turns()
 
     def _leave_order(self, slot: _Slot) -> None:
-        """Its responses are written as they come."""
+        """Takes a slot out of the order: its responses are written as they come."""
         if slot.is_ordered:
             slot.is_ordered = False
             self._order.remove(slot)

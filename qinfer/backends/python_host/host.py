@@ -349,7 +349,7 @@ class ModelHost:
         return CompletedConfig(json.dumps(config.as_dict()))
 
     def _imported(self, directory: str, filename: str) -> Any:
-        """As in Triton: as a module of the version's package."""
+        """Imports the model as a module of the version's package, as Triton does."""
         path = Path(directory)
         self._directory = directory
         utils.set_model_dir(directory)
@@ -456,7 +456,7 @@ class ModelHost:
         return f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """It outlives `execute`: tasks may answer later."""
+        """Returns the model's loop, which outlives `execute`: tasks may answer later."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
@@ -582,7 +582,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _models(error: BaseException) -> types.TracebackType | None:
-    """From the model's first frame on."""
+    """Returns the traceback from the model's first frame on."""
     frame = error.__traceback__
     while frame is not None and Path(frame.tb_frame.f_code.co_filename).parent == _HERE:
         frame = frame.tb_next

@@ -196,7 +196,7 @@ class HostProcess:
             os.killpg(self.pid, number)
 
     def _await_end(self) -> None:
-        """Its children may keep the connection open."""
+        """Waits for the process itself: its children may keep the connection open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             self._signal_group(signal.SIGKILL)

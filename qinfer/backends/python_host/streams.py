@@ -281,7 +281,7 @@ class HostStreams:
             self._tell_taken(stream)
 
     def _on_taken(self, number: int, item: int, taken_bytes: int) -> None:
-        """From any thread; 0 = the caller has left."""
+        """Reports taken bytes, from any thread; 0 = the caller has left."""
         if not taken_bytes:
             self._unwant(number, item)
             return

@@ -94,7 +94,7 @@ class StepRunner(ABC, Generic[P]):
 
     @abstractmethod
     def _refuse(self, items: Sequence[P], responses: Sequence[Response]) -> None:
-        """They can't be assembled."""
+        """Answers items that can't be assembled."""
 
     @abstractmethod
     def _finish_execution(self, execution: AnySteps, now_s: float, begin_s: float) -> None:

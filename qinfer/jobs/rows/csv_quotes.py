@@ -137,7 +137,7 @@ class _Once:
 
 @lru_cache
 def _strict(csv: Csv) -> "re.Pattern[bytes]":
-    """Only a delimiter or the row's end may follow a closing quote."""
+    """Matches rows in which only a delimiter or the row's end follows a closing quote."""
     quote, delimiter, quoted = re.escape(csv.quote.encode()), re.escape(csv.delimiter.encode()), quoted_value(csv)
     value = rb"(?>%s|(?!%s)[^%s\r\n]*+)" % (quoted, quote, delimiter)
     return re.compile(rb"[\r\n]*+%s(?:%s%s)*+[\r\n]*" % (value, delimiter, value))

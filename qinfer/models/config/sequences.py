@@ -210,7 +210,7 @@ def _kind(control: Any) -> ControlKind:
 
 
 def _direct(direct: Any, slots: int) -> DirectSpec:
-    """As in Triton, rows are compared in single precision, so that 4 of 5 are 0.8."""
+    """Compares rows in single precision, as Triton does, so that 4 of 5 are 0.8."""
     utilization = direct.minimum_slot_utilization
     rows = max(ceil(utilization * slots) - 1, 0)
     while np.float32(rows) / np.float32(slots) < np.float32(utilization):

@@ -190,5 +190,5 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """As `RLIMIT_DATA` counts (proc(5), `statm`)."""
+    """Returns the data size as `RLIMIT_DATA` counts it (proc(5), `statm`)."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -79,7 +79,7 @@ class Environments:
         return directory
 
     def _digest(self, file: BufferedReader) -> str:
-        """By its stamp if known."""
+        """Returns an archive's hash, by its stamp if that is known."""
         stamp = _stamp(file)
         note = self._root / _KNOWN / hashlib.sha256(stamp.encode()).hexdigest()
         with suppress(FileNotFoundError):
