@@ -19,7 +19,7 @@ from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStat
 from qinfer.client.jobs import AsyncJob
 from qinfer.client.model_flows import Inputs
 from qinfer.client.models import AsyncModelCalls
-from qinfer.client.responses import Event, EventReader, Follower, object_of, result_of
+from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
 from qinfer.client.results import InferResult, RequestHandle, RequestStatus, handle_of
 from qinfer.client.sequences import AsyncSequence, StepFlags
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
@@ -265,7 +265,7 @@ class AsyncClient(AsyncModelCalls):
     async def _results(
         self,
         flow: Flow[httpx.Response],
-        take: Callable[[Event], T | None],
+        take: Callable[[StreamEvent], T | None],
         timeout_s: float | None = None,
         *,
         resumes: bool = False,

@@ -20,8 +20,7 @@ from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStat
 from qinfer.client.jobs import Job
 from qinfer.client.model_flows import Inputs
 from qinfer.client.models import ModelCalls
-from qinfer.client.responses import Event as StreamEvent
-from qinfer.client.responses import EventReader, Follower, object_of, result_of
+from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
 from qinfer.client.results import InferResult, RequestHandle, RequestStatus, handle_of
 from qinfer.client.sequences import Sequence as ModelSequence
 from qinfer.client.sequences import StepFlags

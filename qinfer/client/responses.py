@@ -19,7 +19,7 @@ from qinfer.wire.kserve_client import decode_response
 _END = b"\n\n"
 
 
-class Event(NamedTuple):
+class StreamEvent(NamedTuple):
     """A server-sent event: its name, the lines of its data, and its id, which may be empty."""
 
     name: str
@@ -33,7 +33,7 @@ class EventReader:
     def __init__(self) -> None:
         self._text = bytearray()
 
-    def feed(self, piece: bytes) -> Iterator[Event]:
+    def feed(self, piece: bytes) -> Iterator[StreamEvent]:
         """Yields the events that this piece completes, without comments."""
         searched = max(len(self._text) - 1, 0)
         self._text += piece
@@ -56,7 +56,7 @@ class Follower:
         self.seen = ""
         self.has_ended = False
 
-    def result_of(self, event: Event) -> InferResult | None:
+    def result_of(self, event: StreamEvent) -> InferResult | None:
         """Returns the result in an event, if there is one; raises the error of a request that ended badly."""
         result = result_of(event)
         self.seen = event.id or self.seen
@@ -74,7 +74,7 @@ class Follower:
         raise make(BY_CODE.get(str(problem.get("code")), other), str(problem.get("message") or f"the request {state}"))
 
 
-def result_of(event: Event) -> InferResult | None:
+def result_of(event: StreamEvent) -> InferResult | None:
     """Returns the result in an event, if there is one; raises the error of a failed stream."""
     if event.name == "error":
         raise error_of(b"\n".join(event.data))
@@ -89,7 +89,7 @@ def result_of(event: Event) -> InferResult | None:
     return InferResult(response, client_id)
 
 
-def object_of(event: Event) -> dict[str, Any] | None:
+def object_of(event: StreamEvent) -> dict[str, Any] | None:
     """Returns the JSON object in an event of generate_stream, if there is one; raises the error of a failed stream."""
     if event.name != "message" or not event.data:
         return None
@@ -116,7 +116,7 @@ def _object(text: bytes) -> dict[str, Any]:
         return {}
 
 
-def _event(block: bytes) -> Event | None:
+def _event(block: bytes) -> StreamEvent | None:
     name, event_id, data = "message", "", []
     for line in block.split(b"\n"):
         field, _, value = line.partition(b":")
@@ -127,4 +127,4 @@ def _event(block: bytes) -> Event | None:
             event_id = value.decode(errors="replace")
         elif field == b"data":
             data.append(value)
-    return Event(name, data, event_id) if data else None
+    return StreamEvent(name, data, event_id) if data else None

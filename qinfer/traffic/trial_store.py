@@ -18,7 +18,7 @@ from qinfer.queue.router import load_script, ttl_ms
 from qinfer.traffic.canary import Latencies
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S
-from qinfer.traffic.trials import TRIALS, Trial, TrialChange, TrialEvent
+from qinfer.traffic.trials import TRIALS, Event, Trial, TrialChange
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0
@@ -44,7 +44,7 @@ class WebhookNotice(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     endpoint: str
-    event: TrialEvent
+    event: Event
 
 
 class StoredTrial(NamedTuple):
@@ -93,11 +93,11 @@ class TrialStore:
             await self._control.wake()
         return bool(written)
 
-    async def events(self, name: str, count: int = _MOST_EVENTS) -> list[TrialEvent]:
+    async def events(self, name: str, count: int = _MOST_EVENTS) -> list[Event]:
         """Returns the latest events, newest first."""
         with translated():
             found = await self._control.client.lrange(keys.trial_events(name), 0, count - 1)
-        return [msgspec.json.decode(event, type=TrialEvent) for event in found]
+        return [msgspec.json.decode(event, type=Event) for event in found]
 
     async def count(self, name: str, revision: int, counts: Mapping[str, int], latencies: Sequence[str]) -> None:
         """Adds counts, and stable's latencies."""

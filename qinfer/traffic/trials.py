@@ -81,7 +81,7 @@ class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
     allowed: float | None = None
 
 
-class TrialEvent(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a canary.
 
     Attributes:
@@ -108,7 +108,7 @@ class TrialChange(NamedTuple):
 
     trial: Trial
     endpoint: Endpoint | None = None
-    event: TrialEvent | None = None
+    event: Event | None = None
 
 
 def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
@@ -253,12 +253,10 @@ def _at_step(rest: Endpoint, step: canary.Step, version: int) -> Iterator[Target
         yield Target(model=model, version=version, role=Role.SHADOW, weight=step.shadow, trial=version)
 
 
-def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s: float) -> TrialEvent:
+def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s: float) -> Event:
     state, model = trial.state, trial.model
     numbers, step = tuple(numbers_of(plan, state)), state.step + 1
-    return TrialEvent(
-        at_s=now_s, event=event, version=state.canary, step=step, reason=reason, checks=numbers, model=model
-    )
+    return Event(at_s=now_s, event=event, version=state.canary, step=step, reason=reason, checks=numbers, model=model)
 
 
 def _format_target(model: str, version: int) -> str:

@@ -13,7 +13,7 @@ from qinfer.traffic.shadows import OutputDifference, ShadowCounts
 from qinfer.traffic.store import unknown
 from qinfer.traffic.tally import TargetTally
 from qinfer.traffic.trial_store import TrialStore
-from qinfer.traffic.trials import CheckNumbers, Trial, TrialEvent, by_hand, numbers_of
+from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
 from qinfer_api.shadows import OnlineShadows
 
 _TRIES = 5
@@ -117,7 +117,7 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
     targets: list[TargetState]
     problems: list[str]
     canary: CanaryView | None = None
-    events: list[TrialEvent] = []
+    events: list[Event] = []
 
 
 class EndpointService:
@@ -210,7 +210,7 @@ class EndpointService:
             return 0
         return self._tally.requests(endpoint.name, target.model, version)
 
-    def _state(self, endpoint: Endpoint, trial: Trial | None, events: Sequence[TrialEvent] = ()) -> EndpointState:
+    def _state(self, endpoint: Endpoint, trial: Trial | None, events: Sequence[Event] = ()) -> EndpointState:
         view = self._view
         targets = [
             TargetState(

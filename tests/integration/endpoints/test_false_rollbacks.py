@@ -23,7 +23,7 @@ from qinfer.traffic.routing import Endpoints, EndpointWatch
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally
 from qinfer.traffic.trial_store import TrialStore
-from qinfer.traffic.trials import TrialEvent
+from qinfer.traffic.trials import Event
 from tests.property.test_canary import most
 from tests.support.servers.servers import Database
 from tests.support.stub_catalog import stub_catalog
@@ -129,7 +129,7 @@ class Trials:
         self._database = database
         self._random = np.random.default_rng(seed)
         self._gateways: list[GatewayPart] = []
-        self.events: dict[str, list[TrialEvent]] = {}
+        self.events: dict[str, list[Event]] = {}
 
     async def open(self) -> None:
         """Makes the gateways, and declares the endpoints."""

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from qinfer.client.responses import Event, EventReader, result_of
+from qinfer.client.responses import EventReader, StreamEvent, result_of
 from qinfer.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -51,7 +51,7 @@ def test_pieces_end_anywhere(size: int) -> None:
 
     found = [event for at in range(0, len(text), size) for event in reader.feed(text[at : at + size])]
 
-    assert found == [Event("a", [b"1", b"2"]), Event("message", [b"3"], "7")]
+    assert found == [StreamEvent("a", [b"1", b"2"]), StreamEvent("message", [b"3"], "7")]
 
 
 def test_each_response_is_a_result() -> None:
@@ -128,20 +128,20 @@ def test_a_connection_that_breaks_in_the_middle_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("event", "raised"),
     [
-        (Event("response", [b"{}"]), OutputMismatch),
-        (Event("response", [b"no JSON"]), OutputMismatch),
-        (Event("response", [b"{}", b"*"]), OutputMismatch),
-        (Event("error", [b"no JSON"]), InferenceFailed),
-        (Event("error", [b'{"error": "x", "code": "of another version"}']), InferenceFailed),
+        (StreamEvent("response", [b"{}"]), OutputMismatch),
+        (StreamEvent("response", [b"no JSON"]), OutputMismatch),
+        (StreamEvent("response", [b"{}", b"*"]), OutputMismatch),
+        (StreamEvent("error", [b"no JSON"]), InferenceFailed),
+        (StreamEvent("error", [b'{"error": "x", "code": "of another version"}']), InferenceFailed),
     ],
 )
-def test_what_can_not_be_read_is_an_error(event: Event, raised: type[QinferError]) -> None:
+def test_what_can_not_be_read_is_an_error(event: StreamEvent, raised: type[QinferError]) -> None:
     with pytest.raises(raised):
         result_of(event)
 
 
 def test_events_of_later_versions_are_skipped() -> None:
-    assert result_of(Event("progress", [b"{}"])) is None
+    assert result_of(StreamEvent("progress", [b"{}"])) is None
 
 
 def state(name: str, event_id: str, **fields: object) -> bytes:
