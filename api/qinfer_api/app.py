@@ -205,7 +205,7 @@ class Gateway:
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 
     async def _lend(self, pending: PendingCall, nbytes: int) -> Reservation:
-        """Without keys, each request counts as an owner."""
+        """Lends memory to the request's tenant; without keys, each request counts as an owner."""
         owner = pending.quota.tenant if isinstance(pending.quota, Quota) else pending
         return await self.receiving.lent(owner, nbytes)
 
@@ -414,14 +414,14 @@ class Gateway:
                 self._drain()
 
     def _drain(self) -> None:
-        """Health answers 503 from here on."""
+        """Begins to drain; health answers 503 from here on."""
         self.dispatcher.draining = True
         self.requests.waits.end_waits()
         self._server.turn_away()
         asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 
     def _missed(self, away_s: float) -> None:
-        """While Redis is unreachable no answers can come."""
+        """Gives up draining while Redis is unreachable, because no answers can come."""
         if self.dispatcher.draining and away_s >= PATIENCE_S:
             self._give_up()
 

@@ -309,7 +309,7 @@ class Dispatcher:
 
 
 def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:
-    """Infinite if the model's configuration set it."""
+    """Returns the caller's timeout, infinite if the model's configuration set it."""
     own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
     return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
 

@@ -122,7 +122,7 @@ class Quota:
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
     def _count_request(self, now_s: float) -> None:
-        """A first request needs a lease."""
+        """Counts a request; the first after a pause asks for a lease."""
         was_idle = now_s - self._asked_at_s > _IDLE_S
         self._asked_at_s = now_s
         self._demand += 1.0
@@ -133,7 +133,7 @@ class Quota:
         return now_s < self._leased_until_s
 
     def _fill(self, now_s: float) -> None:
-        """Without a lease, at the full rate."""
+        """Adds the tokens since the last call; without a lease, at the full rate."""
         rate = self._rate * self._part if self._is_leased(now_s) else self._rate
         self._tokens = min(self._tokens + (now_s - self._filled_at_s) * rate, self._burst)
         self._filled_at_s = now_s

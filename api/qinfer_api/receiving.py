@@ -121,7 +121,6 @@ class Reservation:
 
 
 def _needed(size: int, held: int) -> int:
-    """Times `_SHARE`."""
     return max(_SHARE * size, held + size)
 
 

@@ -385,7 +385,7 @@ def respond_rows(
 
 
 def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:
-    """Views of one buffer, because an array per item costs microseconds."""
+    """Returns views of one buffer, because an array per item costs microseconds."""
     narrow = datatype if datatype == "BF16" else None
     if name in batch.cuts:
         return [from_numpy(name, part, narrow) for part in cut(name, array, batch.cuts[name])]

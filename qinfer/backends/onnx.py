@@ -202,7 +202,7 @@ class OnnxBackend:
         return arrays
 
     def _run_bound(self, names: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Array]:
-        """One copy each way; not for strings or BF16."""
+        """Runs the session with one copy each way; takes no strings and no BF16."""
         binding = self._binding
         try:
             for name, array in inputs.items():
@@ -283,7 +283,7 @@ def _available() -> list[str]:
 
 
 def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> ort.InferenceSession:
-    """With OpenVINO one at a time, as Triton does."""
+    """Returns a session of the file; with OpenVINO, opens one at a time, as Triton does."""
     options, (first, own) = _options(spec), wanted[0]
     if first != OPENVINO:
         return ort.InferenceSession(str(path), options, providers=wanted)

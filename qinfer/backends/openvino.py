@@ -106,7 +106,7 @@ class OpenvinoBackend:
 
 @cache
 def _core() -> Any:
-    """One per process, made in a thread that ends, and never destroyed.
+    """Returns the process's only core, made in a thread that ends, and never destroyed.
 
     The CPU plugin gives the thread that creates it a signal stack, and unmaps it at the plugin's end. It detaches the
     stack only if it ends in that thread, before any later plugin; otherwise the thread's next signal kills the process
@@ -153,7 +153,7 @@ def _streams(spec: ModelSpec) -> str:
 
 
 def _reshape(spec: ModelSpec, model: Any) -> None:
-    """`RESHAPE_IO_LAYERS` sets dimensions other than the batch's."""
+    """Makes the batch dimension variable; `RESHAPE_IO_LAYERS` sets the other dimensions, too."""
     if flag(spec, "RESHAPE_IO_LAYERS"):
         lead = [-1] if spec.max_batch_size else []
         model.reshape({i.name: ov.PartialShape([*lead, *(i.reshape or i.dims)]) for i in spec.file_inputs})
@@ -180,7 +180,7 @@ def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], port
 
 
 def _dims(port: Any) -> list[int] | None:
-    """-1 = variable; `None` = unknown rank."""
+    """Returns the dimensions, -1 where one is variable; `None` if the rank is unknown."""
     shape = port.partial_shape
     if shape.rank.is_dynamic:
         return None
@@ -209,7 +209,7 @@ def _borrowed(array: Array) -> Any:
 
 
 def _reason(error: BaseException, path: Path | None = None) -> str:
-    """Without the places in its source."""
+    """Returns the error's text without the places in OpenVINO's source."""
     lines = [line.strip() for line in cleaned(error, path).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(("Exception from", "Check '", "FrontEnd API"))]
     return " ".join(told or lines)

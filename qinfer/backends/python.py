@@ -195,7 +195,7 @@ class PythonBackend:
     def _executed(
         self, message: Execute, buffers: Sequence[Bytes], ctx: Context
     ) -> tuple[Message, list[Buffer]] | None:
-        """`None` without a process."""
+        """Returns the process's outcome of a batch; `None` if there is no process."""
         for _ in range(TRIES):
             process = self._instance.process()
             if process is None:

@@ -224,7 +224,7 @@ class TensorrtBackend:
         return _largest(engine, names, self._shapes_max, spec.name)
 
     def _new_context(self) -> trt.IExecutionContext:
-        """In the shared scratch memory."""
+        """Makes a context that uses the shared scratch memory."""
         context = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         context.set_device_memory(self._buffers.scratch, self._buffers.scratch_bytes)
         if context.active_optimization_profile != 0:
@@ -262,7 +262,7 @@ class TensorrtBackend:
             self._buffers.to_host(name, tuple(context.get_tensor_shape(name)), self._stream)
 
     def _record(self, shapes: tuple[Shape, ...], inputs: Mapping[str, Array]) -> None:
-        """In a context of its own that has run once, as TensorRT requires."""
+        """Records a graph in a context of its own that has run once, as TensorRT requires."""
         if shapes not in self._contexts:
             if len(self._contexts) < _MAX_GRAPHS:
                 self._contexts[shapes] = self._new_context()
@@ -307,7 +307,7 @@ def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Sha
 
 
 def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
-    """One process builds at a time."""
+    """Returns the cached engine of an ONNX file, or builds it; one process builds at a time."""
     with LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size) as blob:
         declared = read_onnx(blob, onnx.name)
     build = build_of(spec, declared)

@@ -141,7 +141,7 @@ def _aoti(path: Path, device: torch.device) -> OpenedModel:
 
 
 def _weights_bytes(module: torch.nn.Module) -> int:
-    """Each parameter and buffer counts once."""
+    """Returns the size of parameters and buffers; each counts once."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -247,7 +247,7 @@ class TorchBackend:
             self._compile_now(spec)
 
     def _compile_now(self, spec: ModelSpec) -> None:
-        """One row has code of its own."""
+        """Compiles by calls of several sizes, because one row has code of its own."""
         for rows in (1, 2, spec.max_batch_size) if spec.max_batch_size > 1 else (spec.max_batch_size,):
             lead = (rows,) if rows else ()
             zeros = {
@@ -348,7 +348,7 @@ class _Modes:
 
 
 def set_threads(threads: int) -> None:
-    """PyTorch keeps the number per calling thread."""
+    """Sets PyTorch's number of threads, which it keeps per calling thread."""
     torch.set_num_threads(threads)
     _thread.count = threads
 
@@ -368,7 +368,7 @@ def _device(spec: ModelSpec, device: Device) -> torch.device:
 
 
 def _configure(spec: ModelSpec) -> None:
-    """Process-wide; as in Triton, the first or last model wins."""
+    """Sets options of the whole process; as in Triton, the first or last model wins."""
     threads = count(spec, "INTER_OP_THREAD_COUNT")
     if threads and threads != torch.get_num_interop_threads():
         try:
@@ -385,7 +385,7 @@ def _configure(spec: ModelSpec) -> None:
 
 
 def _to_torch(array: Array) -> torch.Tensor:
-    """Except a request's own bytes."""
+    """Shares the array's memory, but copies a request's own bytes."""
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 
 
@@ -403,7 +403,7 @@ def _described(returned: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """TorchScript's shows the author's code before the last line."""
+    """Returns the error's last line where TorchScript shows the author's code before it, else its first."""
     text = str(error).strip()
     if "Traceback of TorchScript" in text:
         return text.splitlines()[-1].removeprefix("builtins.")

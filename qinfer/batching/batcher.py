@@ -332,7 +332,7 @@ class Batcher:
         return self.model.executor.count - len(self.expected_ends) - self._lent.count
 
     def _idle_count(self) -> int:
-        """Below 0, a batch is placed ahead."""
+        """Returns the number of idle instances, below 0 if a batch is placed ahead."""
         if self._nested.depth == 1:
             return self._free_count
         return max(min(self._free_count, self._nested.count_free(0, self.expected_ends, self.model.executor.count)), 0)
@@ -509,7 +509,7 @@ class Batcher:
         return others
 
     def _start_nested(self, now_s: float) -> None:
-        """If all instances wait for calls, one gives way."""
+        """Starts nested requests; if all instances wait for calls, one gives way."""
         if not self._nested.waiting:
             return
         if late := self._nested.late(now_s):

@@ -232,7 +232,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         }
 
     def _own(self, answer: Answer) -> Answer:
-        """A call's refusal is this model's failure."""
+        """Returns the answer, with a call's refusal as this model's failure."""
         if isinstance(answer, RequestError) and answer in self._refusals:
             return InferenceFailed(f"a call failed: {answer.message}")
         return answer

@@ -88,7 +88,7 @@ class LimitedBatcher(Batcher):
         return min(idle, self._executor.permits) if self._has_waiting or self._blocked.is_overdue else idle
 
     def _slots(self) -> FreeSlots:
-        """The place ahead opens the fetch gate."""
+        """Returns the free slots; the place ahead counts only for the fetch gate."""
         idle = self._idle_count()
         return FreeSlots(max(idle, 0), int(self._is_gating and self._rules.ahead and self._has_room))
 
@@ -119,7 +119,7 @@ class LimitedBatcher(Batcher):
         return list({holder.token: holder for item in items for holder in item.request.holders}.values())
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
-        """Open while a batch that waits for resources has room."""
+        """Keeps the gate open while a batch that waits for resources has room."""
         idle = super()._idle_count()
         if not self._has_waiting and now_s < self._permits_until_s:
             self._fetchable.set()

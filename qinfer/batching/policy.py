@@ -336,7 +336,7 @@ def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T
 
 
 def _rank(item: Item, now_s: float) -> tuple[int, float]:
-    """Delayed items keep the order of queue deadlines."""
+    """Returns the sort key; delayed items keep the order of queue deadlines."""
     if item.delayed or (item.delays and item.queue_deadline_s <= now_s):
         return item.level, item.queue_deadline_s
     return item.level, -NEVER_S
@@ -352,7 +352,7 @@ class _Walk(msgspec.Struct, frozen=True):
 
 
 def _walk(live: Sequence[T], rules: Rules) -> _Walk:
-    """Until an item can't join (reference §3.3 step 4)."""
+    """Counts the items until one can't join (reference §3.3 step 4)."""
     first = live[0]
     if not rules.merge or first.alone:
         return _Walk(1, first.rows, 0, True)

@@ -275,7 +275,7 @@ class Ledger:
     def _in_order(
         self, free: dict[Resource, int]
     ) -> Iterator[tuple[LimitedInstance, Own, dict[Resource, ResourceGrant]]]:
-        """Each reserves its needs, granted or not.
+        """Yields the waiting instances; each reserves its needs, granted or not.
 
         Callees reserve nothing against one another, because the first may wait for the second's caller.
         """

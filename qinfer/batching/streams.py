@@ -269,7 +269,7 @@ class ItemStream:
             callback(0)
 
     def _put(self, answer: Answer | Failure, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
-        """Under the lock, in order."""
+        """Puts a response in order; the caller holds the lock."""
         credit_to = self._streams.credit_to if self.item.request.reply_to and not final else ""
         part = ResponsePart(
             self._count, final, parameters, self.source.timing(self.item, self._streams.now_s()), credit_to

@@ -287,7 +287,7 @@ class _TimedContext:
         """Does nothing."""
 
     def overdue_error(self, error: BaseException) -> QinferError:
-        """The limit's error, not its interruption's."""
+        """Returns the limit's error in place of its interruption's."""
         assert self.overdue is not None
         if isinstance(error, SequenceLost):
             return SequenceLost(f"{self.overdue.message}, and its process had the state in memory")

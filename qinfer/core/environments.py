@@ -115,7 +115,7 @@ def _is_setting(name: str) -> bool:
 
 
 def _setting(role: ProgramRole, setting: str, value: str) -> str | None:
-    """The name is `redis__url`, or `redis` for a section."""
+    """Returns what a role may see of a setting, named `redis__url`, or `redis` for a section."""
     section, _, name = setting.partition("__")
     if section not in role.settings or f"{section}.{name}" in role.withheld:
         return None

@@ -594,7 +594,7 @@ def load_settings() -> Settings:
 
 
 def _check_payload_store(settings: Settings) -> None:
-    """A payload store has every tenant's tensors: jobs may not read it."""
+    """Refuses a location that meets the payload store, whose tensors of all tenants jobs may not read."""
     payloads = settings.limits.payload_url.rpartition("::")[2]  # the last driver of a chain has the location
     for allowed in settings.stores.allow:
         if payloads and do_meet(payloads, allowed):

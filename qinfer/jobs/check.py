@@ -175,7 +175,7 @@ def _collisions(spec: JobSpec, written: Sequence[TensorSpec], schema: pa.Schema)
 
 
 def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Many engines treat names that differ only in case as equal."""
+    """Yields a problem for names that differ only in case, which many engines treat as equal."""
     outputs = [name for tensor in written_outputs(spec, model) for name in output_columns(spec, tensor)]
     taken: dict[str, str] = {}
     for name in (*_server_columns(spec), *outputs, *copied_columns(spec, schema)):

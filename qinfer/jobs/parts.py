@@ -416,7 +416,7 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
 
 
 def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
-    """If attempts left several records of the part's size, the hash of the part decides."""
+    """Returns the part's record; if attempts left several of its size, the hash of the part decides."""
     # Sorted: all readers choose the same.
     names = sorted(child.name for child in store.children(folder) if not child.is_folder)
     if len(names) > _MOST_RECORDS:

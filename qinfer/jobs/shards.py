@@ -202,7 +202,7 @@ def _cut_before(row: int, cuts: Sequence[Cut]) -> Cut:
 
 
 def _least_rows_a_shard(rows: int) -> int:
-    """`MAX_SHARDS` suffice at this size: two neighbours together exceed it."""
+    """Returns a size for which `MAX_SHARDS` suffice: two neighbours together exceed it."""
     return -(-2 * rows // MAX_SHARDS)
 
 

@@ -160,6 +160,6 @@ def _login(fields: dict[str, Any]) -> str:
 
 
 def _tls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Any `ssl_…` option makes kombu use TLS."""
+    """Returns the options of TLS, which kombu uses with any `ssl_…` option."""
     given = {name: value for name, value in fields.items() if name not in _UNUSED and name.startswith("ssl_")}
     return {"ssl_cert_reqs": "required"} | given

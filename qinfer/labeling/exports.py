@@ -90,7 +90,7 @@ def _encode(value: object) -> bytes:
 
 
 def _argilla_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """Argilla 2 reads these by `rg.Record.from_dict` and `dataset.records.from_json`.
+    """Yields a record for Argilla 2's `rg.Record.from_dict` and `dataset.records.from_json`.
 
     Fields are the texts of the model's inputs, or else all texts; the rest is metadata.
     """
@@ -132,7 +132,7 @@ def _suggestions(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _coco_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """COCO detection results (cocodataset.org/#format-results).
+    """Yields COCO detection results (cocodataset.org/#format-results).
 
     FiftyOne keeps the extension `model_version` as an attribute, and pycocotools ignores it.
     """
@@ -174,7 +174,7 @@ _FILE_NAME = re.compile(r"\S+\.[A-Za-z0-9]{2,5}")
 
 
 def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
-    """An image's entry in `labels.json`; the key, by which FiftyOne sorts, is the image's name without extension."""
+    """Yields an image's entry in `labels.json`; the key, by which FiftyOne sorts, is its name without extension."""
     attributes = {"model_version": task.prediction.model_version}
     found = task.prediction.findings
     if _boxes_of(mapping):
@@ -197,7 +197,7 @@ def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
 
 
 def _fiftyone_problems(mapping: Mapping) -> Iterator[str]:
-    """One dataset file of FiftyOne can't combine all results."""
+    """Yields the reasons why one dataset file of FiftyOne can't combine all results."""
     choices = [rule for rule in mapping.results if isinstance(rule, ChoicesRule)]
     if not _boxes_of(mapping) and not choices:
         yield "fiftyone has boxes or classes: the mapping has neither rectanglelabels nor choices"
@@ -227,7 +227,7 @@ _SHOWN_AS = {"text": "text", "file": "image"}
 
 
 def _prodigy_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """A task of Prodigy (prodi.gy/docs/api-interfaces) for the interfaces choice, image_manual and text_input."""
+    """Yields a task for Prodigy's interfaces choice, image_manual and text_input (prodi.gy/docs/api-interfaces)."""
     prediction = task.prediction
     made: dict[str, Any] = dict(task.data)
     for each in mapping.inputs.values():
@@ -257,7 +257,7 @@ def _prodigy_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def _prodigy_problems(mapping: Mapping) -> Iterator[str]:
-    """Prodigy takes one result per kind."""
+    """Yields a problem where the mapping has several results of a kind, of which Prodigy takes one."""
     for name, kind in (("choice", ChoicesRule), ("text", TextRule)):
         if sum(isinstance(rule, kind) for rule in mapping.results) > 1:
             yield f"prodigy has one {name} in a task: leave one in the mapping"

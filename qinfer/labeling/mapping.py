@@ -148,14 +148,14 @@ def _array_tensor(spec: TensorSpec, value: Any, *, is_batched: bool) -> Tensor:
 
 
 def _array_shape(spec: TensorSpec, shape: tuple[int, ...], count: int, *, is_batched: bool) -> tuple[int, ...]:
-    """With as many elements as the input, lists may be nested otherwise."""
+    """Returns the input's shape; with as many elements as the input, lists may be nested otherwise."""
     if len(shape) == len(spec.dims) and all(dim in (-1, size) for dim, size in zip(spec.dims, shape, strict=True)):
         return (1, *shape) if is_batched else shape
     return _shape(spec, count, is_batched=is_batched)
 
 
 def _shape(spec: TensorSpec, count: int, *, is_batched: bool) -> tuple[int, ...]:
-    """The last variable dimension takes all elements, others are 1."""
+    """Returns a shape whose last variable dimension takes all elements; the others are 1."""
     dims = list(spec.dims)
     for i in range(len(dims)):
         if dims[i] == -1:

@@ -377,7 +377,7 @@ def _item(finding: Finding, item_id: str) -> dict[str, Any]:
 
 
 def _item_id(origin: str, from_name: str, number: int) -> str:
-    """The id is the same for the same result of a task, so that repeated predictions are equal."""
+    """Returns the same id for the same result of a task, so that repeated predictions are equal."""
     return hashlib.sha256(f"{origin}\0{from_name}\0{number}".encode()).hexdigest()[:_ID_CHARACTERS]
 
 

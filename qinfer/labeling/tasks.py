@@ -212,6 +212,6 @@ def _steps(tasks: Sequence[LabelTask]) -> Iterator[list[str | int | bytes]]:
 
 
 def _task_of(entry: bytes, data: bytes | None) -> LabelTask:
-    """An entry is lines with the request's id and the queue's item, then the task without its data."""
+    """Decodes an entry: lines with the request's id and the queue's item, then the task without its data."""
     task = msgspec.msgpack.decode(entry.split(b"\n", 2)[2], type=LabelTask)
     return msgspec.structs.replace(task, data=data) if data else task

@@ -405,7 +405,7 @@ def _served(spec: ModelSpec, version: int, generation: int, wait_s: float = 0.0)
 
 
 def _offer(to: dict[tuple[str, int], ServedVersion], version: ServedVersion, status: ModelStatus) -> None:
-    """The last version that is not `pinned` answers requests without a version."""
+    """Adds a version; the last one that is not `pinned` answers requests without a version."""
     to[status.model, version.version] = version
     if not status.versions[version.version].pinned:
         to[status.model, 0] = version

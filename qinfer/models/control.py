@@ -278,7 +278,7 @@ class ModelControl:
             ) from None
 
     async def _present(self, target: StoredModel) -> StoredModel:
-        """A worker may have completed the stored model."""
+        """Returns the stored model of a load, which a worker may have completed."""
         current = await self._store.model(target.model)
         wish = (await self._store.desired()).get(target.model)
         if current is None or wish is None:
@@ -297,7 +297,7 @@ class ModelControl:
         return current
 
     async def _revert(self, failed: StoredModel, wish: DesiredState | None, before: StoredModel | None) -> None:
-        """A new generation, for workers that join later."""
+        """Restores the former model as a new generation, for workers that join later."""
         if before is None or before.error or wish is None or not wish.load:
             return
         current = await self._store.model(failed.model)

@@ -106,7 +106,7 @@ def _order(text: str) -> _Id:
 
 
 def _just_before(question: str) -> str:
-    """An answer may have the question's millisecond."""
+    """Returns an id before the question's millisecond, which an answer may have, too."""
     return str(_order(question)[0] - 1)
 
 

@@ -175,7 +175,7 @@ class InstallationGuard:
         await self._store.wake()
 
     async def _restore_model(self, wish: DesiredState, queue: Queue) -> None:
-        """A value written meanwhile stays."""
+        """Restores a model and its wish; a value written meanwhile stays."""
         known, generation = self._whole.stored.get(wish.model), wish.generation
         if known is not None and not await self._store.has_model(wish.model):
             newest = max(generation, known.generation) + 1

@@ -355,7 +355,7 @@ def _unreachable(error: Exception) -> BrokerUnavailable:
 
 
 def _is_raised_by_redis_py(error: Exception) -> bool:
-    """redis-py's cluster client does so when nodes leave."""
+    """Returns whether redis-py has raised the error, as its cluster client does when nodes leave."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
 
@@ -444,6 +444,6 @@ def _decode_text(value: bytes | str) -> str:
 
 
 def _last_id(streams: Any) -> str:
-    """The reply to XREAD is a map with RESP3."""
+    """Returns the last entry's id; the reply to XREAD is a map with RESP3."""
     entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
     return _decode_text(entries[-1][0])

@@ -112,7 +112,7 @@ async def start(
 async def _sync_at_start(
     repository: Repositories, store: ControlStore, delivery: Queue, settings: RepositorySettings, *, again: bool
 ) -> list[SyncedModel]:
-    """A gateway that joins others and finds no model leaves theirs, except in mode `poll`."""
+    """Syncs; a gateway that joins others and finds no model leaves theirs, except in mode `poll`."""
     may_empty = again or settings.control_mode == "poll"
     try:
         return await sync(repository, store, delivery, min_workers=settings.min_workers, may_empty=may_empty)

@@ -110,7 +110,7 @@ def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse |
 
 
 def _descriptors() -> tuple[int, int]:
-    """Without a free descriptor, returns the limit twice."""
+    """Returns the number of open descriptors and its limit; without a free descriptor, the limit twice."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         return len(os.listdir("/proc/self/fd")) - 1, limit

@@ -202,7 +202,7 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _one_line(text: str) -> str:
-    """Control characters would let clients forge lines."""
+    """Escapes control characters, by which clients could forge lines."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

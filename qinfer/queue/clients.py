@@ -112,7 +112,7 @@ class _Primary(redis.Redis):
 
 
 def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more: Any) -> Any:
-    """`primary` is the class for a node behind Sentinels."""
+    """Makes a client; `primary` is the class for a node behind Sentinels."""
     options = _options(login, timeout_s) | more
     place = parse_place(login.url)
     if isinstance(place, Sentinels):

@@ -156,7 +156,7 @@ class DeadLetters:
         return names
 
     async def _known_s(self, record: bytes) -> float:
-        """0 = it is unknown."""
+        """Returns how long the request stays known; 0 if it is unknown."""
         words = (b"HMGET", record, b"timeout_ms", b"result_ttl_ms", b"tombstone_ttl_ms")
         times = await self._router.call(keys.slot(record), *words)
         return sum(map(int, times)) / 1000 + MARGIN_S if times[0] else 0.0

@@ -230,7 +230,7 @@ class EmbeddedRedis:
             return False
 
     def _send_inline(self, command: bytes) -> bytes:
-        """redis-py would cost the supervisor 18 MB."""
+        """Sends a command by a socket, since redis-py would cost the supervisor 18 MB."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(str(self._socket))
@@ -258,7 +258,7 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 def _socket_path(directory: Path) -> Path:
-    """In a temporary directory if `directory` is too long for the system."""
+    """Returns a path in a temporary directory if `directory` is too long for the system."""
     path = directory / "redis.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
         return path
@@ -267,7 +267,7 @@ def _socket_path(directory: Path) -> Path:
 
 
 def _make_private(directory: Path) -> None:
-    """In a temporary directory others may have created it first."""
+    """Makes a directory, or refuses one that is open to others, who may have created it in a temporary directory."""
     directory.mkdir(mode=0o700, exist_ok=True)
     about = directory.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:

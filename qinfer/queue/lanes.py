@@ -296,7 +296,7 @@ class Queue:
     async def _count_result(
         self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
     ) -> bool:
-        """0 bytes = removed. False if they exceed the tenant's share."""
+        """Counts a result's bytes, 0 if it is removed; returns False if they exceed the tenant's share."""
         if not tenant:
             return True
         key = keys.result(lane.model, lane.partition, request_id)
@@ -404,7 +404,7 @@ class Queue:
         await self.router.close()
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
-        """If the release is lost, the leases expire."""
+        """Releases leases; if the release is lost, they expire."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, 0, *ids)

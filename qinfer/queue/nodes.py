@@ -75,7 +75,7 @@ class Nodes:
         return RedisNode(label, info)
 
     async def _ask_anew(self, link: Link) -> bytes:
-        """A node that loads its data answers INFO, but `Link` refuses it."""
+        """Asks by a connection of its own: a node that loads its data answers INFO, but `Link` refuses it."""
         address = await link.resolve()
         connection = await open_connection(address, self._settings, _ANSWERS_WITHIN_S)
         try:
@@ -155,7 +155,7 @@ def _number(info: Fields, name: str) -> float | None:
 
 
 def _refusals(info: Fields, error: str) -> float:
-    """INFO omits errors that never occurred."""
+    """Returns the count of an error, which INFO omits if it never occurred."""
     about = info.get(f"errorstat_{error}", "count=0")
     return float(about["count"] if isinstance(about, dict) else about.rpartition("=")[2])
 

@@ -168,13 +168,13 @@ class LaneReader:
                 return leases if len(leases) <= count else self._at_most(leases, count)
 
     def _at_most(self, leases: list[Lease], count: int) -> list[Lease]:
-        """COUNT is per stream, so several lanes may each have returned an entry."""
+        """Gives back what exceeds `count`: COUNT is per stream, and several lanes may each have returned an entry."""
         if len(leases) > count:
             self._give_back(leases[count:])
         return leases[:count]
 
     def _distrust(self) -> None:
-        """A lost reply may have had entries: runs the script next, and has leases reclaimed."""
+        """Runs the script next and has leases reclaimed, because a lost reply may have had entries."""
         self._looked, self._took_at_s = -1, float("-inf")
         self._stir()
 
@@ -182,7 +182,7 @@ class LaneReader:
         self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
-        """The last look found nothing, and every ring since would have been heard."""
+        """Returns whether the last look found nothing, and every ring since would have been heard."""
         return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:

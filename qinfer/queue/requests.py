@@ -305,7 +305,7 @@ class Requests:
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
     def _first_of(self, settlements: Sequence[Settlement]) -> int:
-        """Settlements that fit into `STAGED_BYTES`, at least one."""
+        """Returns how many settlements fit into `STAGED_BYTES`, at least one."""
         size = 0
         for number, each in enumerate(settlements):
             nbytes = 0 if self.ends_at_once(each) else len(each.outcome.blob)
@@ -418,7 +418,7 @@ def _record_of(
     is_held: bool = False,
     deliveries: int = 0,
 ) -> RequestRecord:
-    """`deliveries` are the attempts of an unfinished request."""
+    """Decodes a record; `deliveries` are the attempts of an unfinished request."""
     state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
     about = _ACCEPTED.decode(accepted)
     ended = _FAILURE.decode(failure) if failure else _NO_FAILURE

@@ -170,7 +170,7 @@ class Router:
         return link, error.kind == "ASK"
 
     def _following(self, packed: bytes, reply: Reply, left: int) -> Reply:
-        """The callback sees neither MOVED nor ASK."""
+        """Returns a callback that follows redirections, so that `reply` sees neither MOVED nor ASK."""
 
         def follow(answer: Any) -> None:
             target = self._target(answer) if type(answer) is CommandRefused and left else None

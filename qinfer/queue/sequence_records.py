@@ -211,10 +211,10 @@ NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN
 
 
 def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
-    """The sequence is not open and the request no START (reference §3.4)."""
+    """Returns the error for a request that is no START of a sequence that is not open (reference §3.4)."""
     return InvalidRequest(f"inference request for sequence {correlation_id} to model '{model}' {START_MISSING}")
 
 
 def ended_text(model: str, correlation_id: int | str, number: int, reason: str) -> str:
-    """For steps behind the one that ended the sequence."""
+    """Returns the text for steps behind the one that ended the sequence."""
     return f"sequence {correlation_id} of model '{model}' was ended at step {number}: {reason}; {BEGIN_AGAIN}"

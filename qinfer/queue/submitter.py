@@ -88,7 +88,7 @@ class Submitter:
             await asyncio.wait(list(self._large))
 
     def _added_to_share(self, lane: Lane, stream: Lane, sender: _Sender, frame: Bytes, done: Done, reply: Any) -> None:
-        """If the stream is gone, the script finds another."""
+        """Reports an entry; if the stream is gone, the script finds another."""
         if reply is not None:
             _added(stream, done, reply)
             return
@@ -112,7 +112,7 @@ class Submitter:
                 self._run_later(lane, _Sender(tenant, endpoint), entries[start : start + _MOST_AT_ONCE], limit)
 
     def _run_later(self, lane: Lane, sender: _Sender, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
-        """A missing connection is reported by `done`: the submitter has gone on."""
+        """Runs the script; reports a missing connection by `done`, since the submitter has gone on."""
         try:
             self._send_script(lane, sender, entries, limit)
         except BrokerUnavailable as error:

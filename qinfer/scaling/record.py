@@ -281,7 +281,7 @@ def _each_second(times: Sequence[float], totals: Sequence[float]) -> list[int]:
 
 
 def _steps(totals: Sequence[int]) -> tuple[int, ...]:
-    """A total that falls back counts once it is exceeded again."""
+    """Returns the increases; a total that falls back counts once it is exceeded again."""
     steps, reached = [], 0
     for total in totals:
         steps.append(max(total - reached, 0))

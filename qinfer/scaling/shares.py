@@ -125,6 +125,6 @@ class Peers:
         self.others = tuple(found[id_] for id_ in sorted(found))
 
     def _is_peer(self, record: ScalerRecord) -> bool:
-        """One whose workers all fail shares no work."""
+        """Returns whether the other shares the work; one whose workers all fail does not."""
         runs = record.live + record.starting + record.draining > 0
         return record.id != self._own and frozenset(record.places) == self._places and (runs or not record.target)

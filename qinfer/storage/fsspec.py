@@ -202,7 +202,7 @@ class FsspecStore(Store):
         return str(self._files._strip_protocol(url))
 
     def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> CommitOutcome:
-        """`put` takes the driver's mode, `create` or `overwrite`."""
+        """Creates the object unless it exists; `put` takes the driver's mode, `create` or `overwrite`."""
         del source, url
         try:
             put("create")
@@ -278,7 +278,7 @@ class S3Store(FsspecStore):
         return found
 
     def _of_page(self, folder: str, names: deque[str]) -> dict[str, Stat | None]:
-        """One page of a folder; removes its objects from `names`."""
+        """Reads one page of a folder, and removes its objects from `names`."""
         _, prefix = self._place(folder)
         page = self._page(folder, StartAfter=f"{prefix}{names[0][:-1]}")
         there = {one["Key"]: one for one in page.get("Contents", ())}

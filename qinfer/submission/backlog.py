@@ -145,7 +145,7 @@ class LaneLoads:
         return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
 
     def _unfinished(self, served: ServedVersion) -> int:
-        """Two batches per instance, answered and not yet removed."""
+        """Returns how many entries may be answered and not yet removed: two batches per instance."""
         return 2 * self._capacity(served).workers * _batch_size(served.spec)
 
     def _at_best(self, served: ServedVersion, route: LaneRoute, wait_s: float) -> Capacity:
@@ -165,7 +165,7 @@ class LaneLoads:
 
 
 def _note(load: LaneLoad, shares: Sequence[Share], known: int, unplaced: int) -> None:
-    """`known` are this process's entries, and `unplaced` its entries in an unknown share."""
+    """Notes the shares; `known` are this process's entries, `unplaced` those in an unknown share."""
     total = sum(share.entries for share in shares)
     share = next((each for each in shares if each.lane == load.lane), None) or Share(load.lane, 0)
     load.others = max(share.entries - known - unplaced, 0)

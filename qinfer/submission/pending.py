@@ -415,7 +415,7 @@ class PendingRequests:
             raise
 
     async def _end_sequences(self) -> None:
-        """A second caller waits for the first."""
+        """Ends the broken sequences; a second caller waits for the first."""
         async with self._ending:
             while self._broken:
                 step = self._broken[0]

@@ -331,7 +331,7 @@ class ResponseCache:
         self._counts.add(first.model, first.version, stats.CACHE_MISS_NS, flight.looked_ns)
 
     def _count_joined(self, caller: PendingCall, response: Response) -> None:
-        """The worker does not count it."""
+        """Counts a joined call, which the worker does not count."""
         if response.failure is None:
             self._count_hit(caller)
         else:

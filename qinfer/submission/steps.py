@@ -135,7 +135,7 @@ def _pin(served: ServedVersion) -> SequencePin:
 
 
 def _digest(request: InferRequest) -> str:
-    """A key stands for a content that earlier steps of an ensemble may change at a repetition."""
+    """Returns a request's hash, or its key: earlier steps of an ensemble may change the content at a repetition."""
     if request.step_key:
         return request.step_key
     digest = blake2b(digest_size=16)

@@ -342,7 +342,10 @@ def _others_agree(plan: CanaryPlan, state: CanaryState, check: str, names: Colle
 
 
 def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Collection[str]) -> str:
-    """One tenant's requests are at most half of a step's while the others have sent none or few."""
+    """Returns why the step goes on, or an empty text.
+
+    One tenant's requests are at most half of a step's while the others have sent none or few.
+    """
     if state.paused:
         return f"paused: {state.paused}"
     step, lasts_s = plan.steps[state.step], now_s - state.since_s

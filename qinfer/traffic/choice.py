@@ -108,6 +108,6 @@ def by_key(weights: Weights, name: str, key: str) -> Target:
 
 
 def _exponential(text: str) -> float:
-    """The rate is 1."""
+    """Returns the text's exponentially distributed number, of rate 1."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     return -math.log((int.from_bytes(digest) + 0.5) / _SPAN)

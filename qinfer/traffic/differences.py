@@ -213,7 +213,7 @@ def _in_all(marks: Array) -> Array:
 
 
 def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
-    """Infinite where only one target has a NaN, or infinity."""
+    """Returns the distances, infinite where only one target has a NaN, or infinity."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(stable - canary)
     apart[stable == canary] = 0.0  # two infinities
@@ -225,7 +225,7 @@ def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
 
 
 def _same_places(stable: Array, canary: Array) -> Array:
-    """NaN is the least."""
+    """Returns where both have their largest value in the same place; NaN is the least."""
     if not stable.size:
         return np.ones(len(stable), np.bool_)
     ours, theirs = (np.where(np.isnan(values), -math.inf, values).argmax(axis=-1) for values in (stable, canary))

@@ -312,7 +312,7 @@ def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str, ten
 
 
 def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Lost counts begin anew."""
+    """Returns the increases of the counts; lost counts begin anew."""
     if any(now.get(name, 0) < count for name, count in before.items()):
         before = {}
     return {name: count - before.get(name, 0) for name, count in now.items()}

@@ -457,7 +457,7 @@ def timeout_width(timeout_s: float) -> int:
 
 
 def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
-    """The timeout's and the trace text's."""
+    """Returns the places of the timeout and of the trace text."""
     long = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
     payload = _BESIDE if request.payload else ""
     last = (request.partition, request.generation, request.attempt, _flags(request.sequence), payload, *long)

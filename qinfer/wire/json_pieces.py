@@ -177,7 +177,7 @@ class LongArray:
         yield _ArrayPiece(opened + text, cut - len(opened), not depth, True, giants)
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
-        """Each window's last comma, and its depth."""
+        """Yields each window's last comma, and its depth."""
         scan, depth = Scan(), 0
         for begin, window in windows(self._view, self._span.begin, self._span.end):
             at, levels, commas = scan.levels(window, depth)
@@ -239,7 +239,7 @@ class Document:
         return b"".join(parts)
 
     def _restore(self, value: Any) -> None:
-        """A client can't guess the placeholders."""
+        """Puts the cut values in place of their placeholders, which a client can't guess."""
         nodes: list[Any] = [value] if self._cut else []
         while nodes:
             node = nodes.pop()

@@ -120,7 +120,7 @@ def _input(tensor: Tensor, *, binary: bool) -> _InputJson:
 
 
 def _elements(tensor: Tensor) -> bytes:
-    """NaN and infinities as in Triton."""
+    """Encodes the elements as JSON, with NaN and infinities as in Triton."""
     if tensor.datatype in ("FP16", "BF16"):
         raise InvalidRequest(f"'{tensor.name}' is {tensor.datatype}, which JSON can't carry; send it as binary data")
     values = to_numpy(tensor).ravel().tolist()

@@ -385,7 +385,7 @@ class Repetitions:
 
 
 def _ends_with_data(begin: bytes, blob: Bytes, data: Bytes) -> bool:
-    """Other data there changes nothing else."""
+    """Returns whether other data at the end would change nothing else."""
     other = bytes(len(data)) if any(data) else b"\1" * len(data)
     whole, changed = pb.ModelInferRequest.FromString(bytes(blob)), pb.ModelInferRequest.FromString(begin + other)
     is_read = changed.raw_input_contents == [other] and other != data

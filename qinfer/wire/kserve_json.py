@@ -288,7 +288,7 @@ def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _whole(parts: Sequence[Bytes]) -> bytearray:
-    """A large bytearray is not copied."""
+    """Joins the parts; does not copy a large bytearray."""
     whole = parts[0] if isinstance(parts[0], bytearray) else bytearray(parts[0])
     for part in parts[1:]:
         whole += part
@@ -316,7 +316,7 @@ def _with_words(values: Sequence[Any]) -> bytes:
 
 
 def _add_elements(text: bytearray, tensor: Tensor, *, strict: bool) -> None:
-    """Piece by piece: objects take a multiple of memory."""
+    """Adds the elements piece by piece, because objects take a multiple of memory."""
     if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
     values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below

@@ -85,7 +85,7 @@ def _greatest(values: Array, count: int) -> Indices:
 
 
 def _sorted(values: Array, count: int) -> Indices:
-    """Negating would overflow unsigned integers."""
+    """Returns the places of the largest values; negating would overflow unsigned integers."""
     order = values[:, ::-1].argsort(axis=1, kind="stable")[:, ::-1]
     best: Indices = values.shape[1] - 1 - order[:, :count]
     return best

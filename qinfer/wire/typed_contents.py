@@ -145,7 +145,7 @@ class _StringRun(NamedTuple):
 
 
 def _find_strings(window: _Bytes) -> _StringRun | None:
-    """`None` if the first is incomplete or long."""
+    """Returns a run of strings; `None` if the first is incomplete or long."""
     count = len(window)
     padded = np.concatenate((window, np.zeros(2, np.uint8)))
     first, second = padded[1 : count + 1].astype(np.int32), padded[2:].astype(np.int32)

@@ -38,7 +38,7 @@ class FastConnection(Protocol):
     """The address of the client."""
 
     def on_reply(self) -> None:
-        """Called when a call has a reply."""
+        """Takes note that a call has a reply."""
         ...
 
     def is_behind(self, call: "FastCall") -> bool:

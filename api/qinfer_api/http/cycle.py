@@ -165,7 +165,7 @@ class Cycle:
             self._send_head(message)
 
     def _send_head(self, message: Message) -> None:
-        """The server, not the application, decides framing and `connection`."""
+        """Sends the head; the server, not the application, decides framing and `connection`."""
         lines, length = [], None
         for given, value in message.get("headers", ()):
             name = given.lower()

@@ -271,7 +271,7 @@ class BulkJobs:
         return msgspec.structs.replace(spec, model=served.spec.name, version=served.version), served, endpoint
 
     def _served(self, model: str, version: int) -> ServedVersion:
-        """A refusal names the served version."""
+        """Returns the version; a refusal names the served one."""
         try:
             return self.resolve(model, version)
         except ModelNotFound as error:
@@ -338,7 +338,7 @@ class BulkJobs:
             raise
 
     async def _sent(self, job_id: str) -> None:
-        """The sweep repeats it if Celery's broker is away."""
+        """Requests the plan; the sweep repeats it if Celery's broker is away."""
         try:
             await _in_thread(self.tasks.request_plan, job_id)
         except BrokerUnavailable as error:

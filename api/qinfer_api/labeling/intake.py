@@ -271,7 +271,7 @@ class TaskIntake:
         return True
 
     async def _submit(self, board: Board, entry: LabelTask) -> LabelTask:
-        """The result has the version."""
+        """Submits a task's request; the returned entry has the version."""
         is_shared = self._requests.dispatcher.has_tenants
         mapping = await self._book.for_tenant(board.model, board.project, board.tenant, is_shared=is_shared)
         is_endpoint = board.model in self._requests.dispatcher.endpoints.by_name
@@ -343,7 +343,7 @@ class TaskIntake:
                     self._counts.add(each.model or board.model, each.version, field)
 
     def _pause_s(self, entry: LabelTask) -> float:
-        """The task's age, within bounds."""
+        """Returns the task's age, within bounds."""
         return min(max(self._requests.now_s() - entry.created_at, _LATER_S), _MUCH_LATER_S)
 
     async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:
@@ -354,7 +354,7 @@ class TaskIntake:
 
 
 def _attempt(entry: LabelTask | None, name: str, reason: PredictionReason, now_s: float) -> int:
-    """0 if it was requested already."""
+    """Returns the number of the new attempt; 0 if the prediction was requested already."""
     if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S

@@ -141,7 +141,7 @@ class Pusher:
         return list(self._models)
 
     async def _push(self, model: str, endings: Sequence[Ending]) -> None:
-        """A project's failure does not delay the others."""
+        """Pushes the endings of each project; a project's failure does not delay the others."""
         by_board: dict[Board, list[tuple[Ending, Notes]]] = {}
         unread: list[str] = []
         for ending in endings:
@@ -223,7 +223,7 @@ class Pusher:
         return {"task": entry.task, **await prediction_of(mapping, task, response, label_config)}
 
     async def _push_all(self, board: Board, made: Sequence[Made], ends_s: float) -> None:
-        """One by one if some are refused."""
+        """Pushes predictions together, and one by one if some are refused."""
         fresh = await self._fresh(board, made, ends_s - self._step_s / 4)
         if not fresh or time.monotonic() > ends_s:
             return

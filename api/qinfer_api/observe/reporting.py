@@ -170,7 +170,7 @@ def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> MetricsSnapsho
 
 
 async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Family]:
-    """Decoded in a thread: there may be thousands."""
+    """Returns the models' metrics, decoded in a thread because there may be thousands."""
     records = await store.model_metrics(workers)
     return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.series_of(records)))
 
@@ -218,7 +218,7 @@ def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[s
 
 
 def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int]]) -> dict[tuple[str, int], float]:
-    """The longest of each shown version."""
+    """Returns the longest load time of each shown version."""
     times: dict[tuple[str, int], float] = {}
     for record in records:
         for model, versions in record.load_s.items():

@@ -171,7 +171,7 @@ class TracedDispatcher(Dispatcher):
             sink.end_traces(Failure.from_error(Cancelled("the caller went away")))
 
     def _on_response(self, pending: PendingCall, response: Response) -> None:
-        """A recorded request becomes an exemplar of its latency."""
+        """Makes a recorded request an exemplar of its latency."""
         sink = inner_of(pending.sink)
         if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
             seconds = time.monotonic() - pending.started_s
@@ -355,7 +355,7 @@ class TracedSink:
         sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors, calls)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
-        """Ascending, although two clocks differ."""
+        """Returns the stamps in ascending order, although two clocks differ."""
         begin_s, sink = self._begin_s, self._sink
         frontend = self.frontend
         received_s = read_s = begin_s
@@ -410,7 +410,7 @@ def _computed(timing: Timing | None, queued_s: float) -> list[tuple[str, float]]
 
 
 def _ascending(stamps: list[tuple[str, float]], last_s: float) -> Stamps:
-    """Ascending nanoseconds up to the last."""
+    """Returns the stamps as ascending nanoseconds up to the last."""
     ordered, earliest_s = [], 0.0
     for name, instant_s in stamps:
         earliest_s = max(earliest_s, min(instant_s, last_s))

@@ -205,7 +205,7 @@ class Janitor:
         return count
 
     def _shortest_s(self, lane: Lane) -> float:
-        """The model's default timeout."""
+        """Returns the model's default timeout; 0 if the model is unknown."""
         try:
             spec = self._catalog.accepting(lane.model, lane.version).spec
         except QinferError:

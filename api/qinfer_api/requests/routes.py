@@ -210,7 +210,7 @@ async def submit(services: Services, target: UrlTarget, request: Request, prefer
 
 
 async def _located(services: Services, request: Request) -> tuple[CallerContext, EntryAddress]:
-    """A path below an endpoint covers all its targets."""
+    """Returns caller and address of a request; a path below an endpoint covers all its targets."""
     context = authorize(services, request)
     request_id, model = request.path_params["request_id"], request.path_params.get("model")
     if model is not None and model in services.dispatcher.endpoints.by_name:
@@ -259,7 +259,7 @@ async def _repeated(
     options: SubmitOptions,
     body: Bytes | None = None,
 ) -> RequestTicket | None:
-    """The body is read if it is not given."""
+    """Returns the ticket of a repeated request; reads the body if it is not given."""
     if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
@@ -283,7 +283,7 @@ def _send_state(services: Services, record: RequestRecord, status: int, again_s:
 
 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
-    """Without `Retry-After`: repetition would change nothing."""
+    """Answers with the outcome, without `Retry-After`: repetition would change nothing."""
     room = room_of_answer(services, request)
 
     async def read() -> tuple[Response, OutputPlan]:
@@ -325,7 +325,10 @@ async def _events(services: Services, request: Request) -> HttpResponse:
 async def _told_events(
     services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, room: Room, *, strict: bool
 ) -> AsyncIterator[ServerSentEvent | None]:
-    """The last state follows all responses; the client has seen state `told` and `taken` responses."""
+    """Yields the events of a request, the last state after all responses.
+
+    The client has seen state `told` and `taken` responses.
+    """
     async for record in changes:
         if record is None:
             yield None
@@ -378,7 +381,7 @@ def _seen(event_id: str) -> tuple[str, int]:
 
 
 async def _hashed(options: SubmitOptions, target: UrlTarget, request: Request, body: Bytes) -> SubmitOptions:
-    """The hash ignores compression."""
+    """Adds the body's hash, which ignores compression."""
 
     def body_hash() -> str:
         about = [target.model, target.version, request.headers.get(JSON_LENGTH_HEADER)]
@@ -390,7 +393,7 @@ async def _hashed(options: SubmitOptions, target: UrlTarget, request: Request, b
 
 
 def _options(request: Request) -> SubmitOptions:
-    """The body's hash is added later."""
+    """Reads the options from the headers; the body's hash is added later."""
     headers = request.headers
     key = idempotency_key(request)
     if headers.get("request-id") == "":

@@ -176,7 +176,7 @@ class AsyncRequests:
         options: SubmitOptions,
         names: Sequence[str],
     ) -> OutputPlan:
-        """A repeated request goes to its first target."""
+        """Keeps a request's target, so that a repeated request goes to its first one."""
         served = self.of_model(request.model, request.version)
         settings, chosen = self.settings, Kept(request.model, served.version)
         record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s
@@ -260,7 +260,7 @@ class AsyncRequests:
         self.delivery.router.check_up(keys.slot(keys.confirm(model, partition)))
 
     def _timeout_s(self, served: ServedVersion, asked_s: float | None) -> float:
-        """The model's configuration precedes the settings."""
+        """Returns the timeout; the model's configuration precedes the settings."""
         own = served.spec.parameters
         longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
         if asked_s is None:
@@ -281,7 +281,7 @@ class AsyncRequests:
     async def _accept(
         self, context: CallerContext, request: InferRequest, served: ServedVersion, acceptance: Acceptance
     ) -> AcceptOutcome:
-        """If it is not admitted, finds an earlier acceptance."""
+        """Accepts a request; if it is not admitted, finds an earlier acceptance."""
         try:
             timeout_s, tenant = acceptance.timeout_s, context.tenant
             route = self.dispatcher.choose_route(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
@@ -345,7 +345,7 @@ class AsyncRequests:
         plan: OutputPlan,
         options: SubmitOptions,
     ) -> Acceptance:
-        """An idempotency key never outlives its record."""
+        """Makes an acceptance; an idempotency key never outlives its record."""
         settings = self.settings
         kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
         return Acceptance(

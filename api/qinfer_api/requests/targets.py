@@ -142,7 +142,7 @@ def _parsed(url: str, name: str) -> "httpx.URL":
 
 
 def _parse(entry: str, words: TargetTexts) -> _AllowedHost:
-    """`example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
+    """Parses `example.org`, `*.example.org`, `host:port` or `[::1]:port`."""
     host, port = entry.strip().lower(), "0"
     name, colon, digits = host.rpartition(":")
     if colon and digits.isdecimal() and (":" not in name or name.endswith("]")):

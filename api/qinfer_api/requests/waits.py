@@ -88,7 +88,7 @@ class Waits:
 
     @contextlib.contextmanager
     def _waiting(self, request_id: str, tenant: str) -> Iterator[asyncio.Event]:
-        """Set on possible changes."""
+        """Yields an event that is set on possible changes."""
         event = asyncio.Event()
         self._events.setdefault(request_id, set()).add(event)
         try:

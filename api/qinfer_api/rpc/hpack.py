@@ -95,12 +95,12 @@ class Decoder:
 
 
 def _size(fields: list[Field]) -> int:
-    """RFC 9113, section 6.5.2."""
+    """Returns the size of a header list by RFC 9113, section 6.5.2."""
     return sum([len(name) + len(value) + _ENTRY_BYTES for name, value in fields])
 
 
 def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, int]:
-    """Section 5.1; returns the next position, too."""
+    """Reads an integer (section 5.1); returns the next position, too."""
     value = byte & mask
     return (value, position) if value < mask else _long_integer(block, position, mask)
 
@@ -118,7 +118,7 @@ def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
 
 
 def _read_string(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
-    """Section 5.2; returns the next position, too."""
+    """Reads a string (section 5.2); returns the next position, too."""
     byte = block[position]
     length, position = byte & 0x7F, position + 1
     if length == 0x7F:

@@ -471,7 +471,7 @@ class _StreamCall:
         return self._call.packed(encode_streamed(self._infer.encode(response, slot), final=response.final))
 
     async def _message(self, slot: _Slot, response: Response) -> tuple[Sequence[Bytes], bool] | None:
-        """`None` = an empty last message, which is not sent."""
+        """Encodes a response; returns `None` for an empty last message, which is not sent."""
         failure = response.failure
         if failure is None:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):

@@ -299,7 +299,7 @@ class GrpcCall(GrpcStream):
         self._start_method(await self._opened(message))
 
     async def _opened(self, message: _Message) -> Bytes:
-        """Memory stays reserved until `taken`."""
+        """Returns a message's content, whose memory stays reserved until `taken`."""
         assert self.head.method is not None
         self.taken()
         self._opened_memory = message.reservation
@@ -416,7 +416,7 @@ class GrpcCall(GrpcStream):
     # -- the method's side ---------------------------------------------------------------------------------------------
 
     def time_remaining(self) -> float:
-        """Seconds until the client gives up; may be infinite."""
+        """Returns the seconds until the client gives up; may be infinite."""
         return self._until_s - asyncio.get_running_loop().time() if self._until_s < math.inf else math.inf
 
     def run(self, coroutine: Coroutine[Any, Any, None], *, has_deadline: bool = False) -> None:

@@ -141,5 +141,5 @@ def _lane(work: LaneWork) -> LaneBacklog:
 
 
 def _up(seconds: float) -> float:
-    """Little work is not shown as 0."""
+    """Rounds up to milliseconds, so that little work is not shown as 0."""
     return math.ceil(seconds * 1000) / 1000

@@ -31,7 +31,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _heed() -> None:
-    """`multiprocessing` ends its processes by SIGTERM."""
+    """Lets a forked child heed signals, because `multiprocessing` ends its processes by SIGTERM."""
     for signum in IGNORED:
         if signal.getsignal(signum) is _ignore:
             signal.signal(signum, signal.SIG_DFL)

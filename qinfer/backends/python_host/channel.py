@@ -79,7 +79,7 @@ class _Segment:
         self.view: Buffer = np.empty(0, np.uint8)
 
     def create(self) -> int:
-        """The caller closes the descriptor."""
+        """Maps new shared memory and returns its descriptor, which the caller closes."""
         descriptor = -1
         try:
             descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC)
@@ -219,7 +219,7 @@ class Channel:
                 self._dropped.append(self._free.pop(-1 if kept > KEPT_BYTES else 0).number)
 
     def _lend(self, number: int, whole: Buffer) -> None:
-        """Freed once no array refers to it; numpy's views refer to their base array.
+        """Frees the segment once no array refers to `whole`, to which all of numpy's views refer.
 
         The sender learns of it with the next message, so a huge segment's memory is freed at once.
         """

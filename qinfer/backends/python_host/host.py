@@ -465,7 +465,7 @@ class ModelHost:
         return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Even after a task has called `sys.exit`."""
+        """Runs the loop, and goes on after a task has called `sys.exit`."""
         while True:
             try:
                 loop.run_forever()
@@ -558,7 +558,7 @@ class ModelHost:
         return self._visible_message(error)
 
     def _visible_message(self, error: BaseException) -> str:
-        """Without the model's path."""
+        """Returns the error's class and text without the model's path."""
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
@@ -566,7 +566,7 @@ class ModelHost:
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseException | None]:
-    """`sys.exit` would end asyncio's loop."""
+    """Returns the result or the exception, since a raised `SystemExit` would end asyncio's loop."""
     try:
         return await coroutine, None
     except BaseException as error:  # noqa: BLE001  as in `ModelHost._guarded`
@@ -592,7 +592,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 def _requests(
     message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], senders: Sequence[InferenceResponseSender] = ()
 ) -> list[InferenceRequest]:
-    """Views; as in Triton, a request without output names gets all."""
+    """Returns requests with views of the inputs; as in Triton, one without output names gets all."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
     requests = []

@@ -190,7 +190,7 @@ class HostInstance:
 
 
 def _stop_all() -> None:
-    """Before the kernel kills their processes."""
+    """Stops all instances before the kernel kills their processes."""
     with _live_lock:
         instances = list(_live)
     # Busy processes had the drain's time, and don't read `Finalize`.

@@ -186,7 +186,7 @@ class HostProcess:
         self.metrics.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        """The model may have started processes."""
+        """Signals the whole group, because the model may have started processes."""
         with self._reaping:
             if not self._has_ended.is_set():
                 self._signal_group(number)

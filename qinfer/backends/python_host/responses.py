@@ -240,7 +240,7 @@ class ResponseStream:
             raise TritonModelException(_CLOSED)
 
     def _take_room(self, size: int) -> None:
-        """Until a response fits, or the request is cancelled."""
+        """Waits until a response of `size` bytes fits, or the request is cancelled."""
         if not size:
             return
         excess_bytes = self._on_way_bytes + size + RESPONSE_OVERHEAD_BYTES - self._window_bytes
@@ -254,7 +254,7 @@ class ResponseStream:
         self._on_way.append((self._sent_bytes, size + RESPONSE_OVERHEAD_BYTES))
 
     def _needed_bytes(self, excess_bytes: int) -> int:
-        """To free `excess_bytes`."""
+        """Returns how many of the sent bytes must be taken to free `excess_bytes`."""
         for sent_bytes, used_bytes in self._on_way:
             excess_bytes -= used_bytes
             if excess_bytes <= 0:

@@ -164,7 +164,7 @@ class HostStreams:
                 self._close(*place)
 
     def _await_streams(self, batch: _OpenBatch) -> None:
-        """A warm-up's context takes none after `execute`."""
+        """Waits for the batch's streams, since a warm-up's context takes no responses after `execute`."""
         with self._changed:
             self._changed.wait_for(lambda: not batch.streams or batch.refusal is not None)
         if batch.refusal is not None:
@@ -176,7 +176,7 @@ class HostStreams:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
 
     def _held(self) -> list[str]:
-        """Unanswered requests, now or at the death."""
+        """Returns the ids of the unanswered requests, now or at the process's death."""
         with self._changed:
             return self._lost if self._is_lost else self._open_request_ids()
 
@@ -317,7 +317,7 @@ class HostStreams:
         self._messages.put(CancelledAnswer(message.number, cancelled))
 
     def _context(self, call: HostCall) -> Context | None:
-        """Unknown batches are the latest."""
+        """Returns the context of the call's batch, or of the latest if the call names none."""
         with self._changed:
             latest = next(reversed(self._batches), 0)
             batch = self._batches.get(call.batch or latest)

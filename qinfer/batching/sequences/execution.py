@@ -110,7 +110,7 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
         return [(self.table.open if step.start else self.table.reopen_stream)(step.item, self) for step in steps]
 
     def _ended_by(self, error: QinferError, stream: ItemStream) -> QinferError:
-        """No item starts again."""
+        """Turns a lost sequence into a failure, since no item starts again."""
         del stream
         return InferenceFailed(error.message) if isinstance(error, SequenceLost) else error
 

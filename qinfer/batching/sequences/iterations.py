@@ -200,7 +200,7 @@ class Iterations(StepRunner[WorkItem]):
         self._iterations = self._iterations * _DECAY + held.iterations
 
     def _begin_anew(self, batch: StepBatch[WorkItem], failure: QinferError) -> None:
-        """After a loss of memory; requests with responses fail."""
+        """Begins requests anew after a loss of memory; those with responses fail."""
         for item, held in list(self._held.items()):
             if held.instance == batch.instance and held.step not in batch.steps:
                 if self.model.streams is not None and held.iterations:

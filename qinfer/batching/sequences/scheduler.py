@@ -317,7 +317,7 @@ class SequenceScheduler(Generic[T]):
             del self._queues[queue.key]
 
     def _fill(self, now_s: float) -> None:
-        """The lowest first: batches get few rows."""
+        """Fills the lowest slots first, so that batches get few rows."""
         while self._backlog and (self._freed or self._used < self._instances * self._spec.slots):
             queue = next(iter(self._backlog))
             del self._backlog[queue]
@@ -423,7 +423,7 @@ class _Deadlines(Generic[T]):
         self._numbers = count()
 
     def add(self, step: SequenceStep[T], here: Collection[SequenceStep[T]]) -> None:
-        """`here` still wait or execute."""
+        """Adds a step; those `here` still wait or execute, and all others may be forgotten."""
         if step in self._listed:
             return
         if len(self._heap) > 2 * len(here) + _SLACK:

@@ -177,7 +177,7 @@ def _objects(values: pa.Array) -> Array:
 
 
 def _is_rounded(integers: Array) -> npt.NDArray[np.bool_]:
-    """True where FP64 can't represent a 64-bit integer."""
+    """Returns where FP64 can't represent a 64-bit integer."""
     floats = integers.astype(np.float64)
     has_place = floats < 2.0 ** (64 if integers.dtype.kind == "u" else 63)  # the largest integers round up to this
     back = np.where(has_place, floats, 0.0).astype(integers.dtype)

@@ -134,7 +134,10 @@ class _Output:
     def columns_of(
         self, scored: Sequence[ScoredRows], place: pa.Array | None, rows: int, errors: RowErrors
     ) -> list[pa.Array]:
-        """`place` has each row's number among the executed ones, or null; `None` = all rows, in order."""
+        """Returns the columns of `rows` rows.
+
+        `place` has each row's number among the executed ones, or null; `None` = all rows, in order.
+        """
         parts = [self._part(part, rows, errors) for part in scored]
         if place is None:
             return parts[0]

@@ -59,7 +59,7 @@ class JobIndex:
         return place
 
     async def _find_all(self, job_ids: Sequence[str]) -> list[JobAddress | None]:
-        """Not cached: an id may be used again for another model."""
+        """Reads the addresses without a cache, since an id may be used again for another model."""
         if not job_ids:
             return []
         found = await self._send_command(b"HMGET", _PLACES, *job_ids)

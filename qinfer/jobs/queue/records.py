@@ -173,7 +173,7 @@ def _rows_left(record: JobRecord, settled: int) -> int:
 
 
 def service_order(record: JobRecord) -> tuple[int, float, str]:
-    """Sort key: by priority, then the oldest first."""
+    """Returns a sort key: by priority, then the oldest first."""
     return record.priority, record.created_at, record.id
 
 

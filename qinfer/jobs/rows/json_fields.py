@@ -91,7 +91,7 @@ class JsonFields:
         return without(pa.schema(list(_type(self._whole))), [each.path for each in self.mixed])
 
     def _add_value(self, field: _Field, value: Any, path: Path, owner: _Field | None) -> None:
-        """Within lists, `path` and `owner` are of the outermost list's field."""
+        """Notes a value's kind; within lists, `path` and `owner` are of the outermost list's field."""
         if value is None or (owner or field).is_mixed:
             return
         kind = float if type(value) is int and value not in _INT64 else type(value)

@@ -102,7 +102,7 @@ def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> 
 
 
 def _check_metadata(footer: bytes, footer_bytes: int) -> None:
-    """A column chunk of three bytes takes 800."""
+    """Refuses a footer that takes too much memory: a column chunk of three bytes takes 800."""
     items = _Items(footer, MAX_METADATA_BYTES * footer_bytes // FOOTER_BYTES)
     try:
         schemas = _arrow_schemas(footer)
@@ -122,7 +122,7 @@ def _check_metadata(footer: bytes, footer_bytes: int) -> None:
 
 
 def _arrow_schemas(footer: bytes) -> list[bytes] | None:
-    """`None` = a value may not follow its key."""
+    """Returns the schemas that Arrow has stored; `None` if a value may not follow its key."""
     found = []
     place = footer.find(ARROW_SCHEMA)
     while place >= 0:

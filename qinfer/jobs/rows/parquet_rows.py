@@ -70,14 +70,14 @@ class _Leaf(NamedTuple):
         return each + _LEVELS_BYTES
 
     def row_bytes(self, rows: int, *, as_indices: bool) -> float:
-        """The average for short lists."""
+        """Returns the bytes of a row; for short lists, of an average one."""
         if not self.max_level:
             return self.value_bytes(as_indices=as_indices)
         values = self.longest_row or max(self.pages.values / max(rows, 1), 1.0)
         return self.value_bytes(as_indices=as_indices) * values
 
     def held_bytes(self, *, as_indices: bool) -> int:
-        """A page, and the dictionary in stored and decoded form."""
+        """Returns the bytes of a page, and of the dictionary in stored and decoded form."""
         pages = self.pages
         copies, entry = (4, _INDEX_BYTES) if as_indices else (2, _TEXT_BYTES)
         return self.width + pages.largest_bytes + copies * pages.dictionary_bytes + entry * pages.dictionary_values

@@ -81,7 +81,7 @@ def _schema(urls: Sequence[str], types: TextTypes) -> pa.Schema:
 
 
 def _changes(value: str | None) -> bool:
-    """A whole number such as `07` would change."""
+    """Returns whether the value is a whole number that would change, such as `07`."""
     return value is not None and value.isascii() and value.lstrip("+-").isdigit() and str(int(value)) != value
 
 

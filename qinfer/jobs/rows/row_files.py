@@ -196,7 +196,7 @@ class _Columns:
 
 
 def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
-    """A row that is too large loses its largest columns."""
+    """Cuts a record into parts; a row that is too large loses its largest columns."""
     for part in cut(record, max_bytes):
         record = part.record
         for name in part.too_large:

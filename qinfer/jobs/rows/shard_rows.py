@@ -149,7 +149,7 @@ class ShardReader:
                 left.popleft()
 
     def _unread(self, source: "_Source", left: deque[Range], why: str) -> Generator["_Chunk", None, None]:
-        """Null rows for the rest of a row group, or of a file without row groups."""
+        """Yields null rows for the rest of a row group, or of a file without row groups."""
         is_last = False
         while left and not is_last:
             lost = left.popleft()
@@ -236,7 +236,7 @@ class _Source:
             self.check()
 
     def content(self, format_: FileFormat) -> Any:
-        """Small remote files are read whole."""
+        """Opens the file; a small remote one is read whole."""
         found, sequential = self._planned if self._is_seen else self.check(), is_text(format_)
         if not self.is_far:
             return self._store.open(self.url) if sequential else pa.OSFile(str(local_path(self.url)))
@@ -270,7 +270,7 @@ class _SourceFiles:
         self._ahead: deque[tuple[_Source, Future[Any]]] = deque()
 
     def __iter__(self) -> Iterator[tuple[_Source, tuple[Range, ...]]]:
-        """Each must be opened before the next."""
+        """Yields the files with their ranges; each must be opened before the next."""
         waiting = iter(self._list)
         several = len(self._list) > 1 and self._list[0][0].is_far
         for source, ranges in self._list:

@@ -295,7 +295,10 @@ def _folder(url: str) -> str:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Atomic groups (`(?>…)`) match the text after a `*` at its first place only: no name takes long."""
+    """Returns a pattern's regular expression, which takes long for no name.
+
+    Atomic groups (`(?>…)`) match the text after a `*` at its first place only.
+    """
     *folders, last = pattern.split("/")
     groups = [""]
     for segment in folders:

@@ -60,7 +60,7 @@ def first_row(text: bytes, csv: Csv) -> bytes:
 
 
 def _last_end(text: bytes) -> int:
-    """A final carriage return may be half of a line end."""
+    """Returns the end of the last line; a final carriage return may be half of a line end."""
     return max(text.rfind(b"\n"), text.rfind(b"\r", 0, -1)) + 1
 
 

@@ -398,7 +398,7 @@ def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:
 
 
 def _check_header(head: bytes, csv: Csv) -> None:
-    """Each column takes kilobytes."""
+    """Refuses a header of too many columns, each of which takes kilobytes."""
     parts = head.split(csv.quote.encode())[::2] if csv.quote else [head]
     row = b"".join(parts).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
     if row.count(csv.delimiter.encode()) >= MAX_COLUMNS:

@@ -57,7 +57,7 @@ def _complete_batching(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> None:
-    """A scalar becomes [1], and an unknown shape [-1], instead of Triton's [1], so that outputs of any length fit."""
+    """Adds tensors; a scalar or unknown shape becomes [1] or [-1], not Triton's [1], so that any length fits."""
     for tensor in tensors:
         dims = ((-1,) if tensor.dims is None else tensor.dims)[1 if max_batch_size else 0 :]
         added = target.add(name=tensor.name, data_type=_config_datatype(tensor.datatype), dims=dims or (1,))

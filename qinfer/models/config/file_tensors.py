@@ -233,7 +233,7 @@ def read_openvino(content: bytes, name: str) -> FileTensors:
 
 
 def _refuse_doctype(*_: object) -> None:
-    """An IR has no document type, which might define entities that grow without bound."""
+    """Refuses a document type, which no IR has: it might define entities that grow without bound."""
     raise ValueError("document type")
 
 
@@ -246,7 +246,7 @@ def _openvino_input(reader: _OpenvinoReader, layer: str) -> FileTensor:
 
 
 def _openvino_output(reader: _OpenvinoReader, layer: str) -> FileTensor:
-    """Without dimensions, a Result is a scalar or of unknown rank."""
+    """Returns the tensor of a Result, which without dimensions is a scalar or of unknown rank."""
     producer, number = reader.edges[layer]
     port = reader.ports[producer, number]
     return _openvino_tensor(_any_name(port.names) or reader.names[producer], port, tuple(port.dims) or None)

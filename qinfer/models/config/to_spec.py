@@ -259,7 +259,7 @@ def _graph_level(config: ModelConfig) -> int | None:
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:
-    """Without a batch dimension, only priorities and queue policies apply."""
+    """Returns the rules of batching; without a batch dimension, only priorities and queue policies apply."""
     if not config.HasField("dynamic_batching"):
         return None
     batching = config.dynamic_batching

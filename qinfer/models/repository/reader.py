@@ -201,7 +201,7 @@ class _ModelReader(NamedTuple):
         return tensors
 
     def _pending(self, known: ModelConfig, version: int) -> str:
-        """`model.py` is not executed here."""
+        """Returns the backend that completes the configuration, because `model.py` is not executed here."""
         path = f"{version}/{known.default_model_filename}"
         if not self.how.autocomplete or known.backend != "python" or path not in self.listing.files:
             return ""

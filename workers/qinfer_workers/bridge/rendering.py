@@ -147,7 +147,7 @@ def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Res
 
 
 def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Response]) -> Iterator[EncodedReply]:
-    """An empty final response is left out, unless it is the only one."""
+    """Encodes a stream; leaves out an empty final response, unless it is the only one."""
     saying = [response for response in responses if response.says_something]
     if route.responses == "one":
         yield encode_list(note.reply, saying)

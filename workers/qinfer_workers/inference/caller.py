@@ -361,7 +361,7 @@ class WorkerCaller:
             self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
-        """Without the store, the last view stays."""
+        """Refreshes an old view; without the store, the last one stays."""
         async with self._refreshing:
             if self._now_s() - self._refreshed_at <= older_than_s:
                 return

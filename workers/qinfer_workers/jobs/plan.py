@@ -171,7 +171,7 @@ class JobPlanner:
         await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
     async def _check_model(self, record: JobRecord, plan: JobPlan) -> None:
-        """A plan of an earlier qinfer is refused if the model changed: one output would mix two models."""
+        """Refuses a plan of an earlier qinfer if the model changed: one output would mix two models."""
         if is_executed(plan.model_hash):
             return
         stored = await self._services.store.model(record.model)

@@ -112,7 +112,7 @@ class Sweeper:
                 await self._end_job(record, JobState.CANCELLED, "")
 
     async def _send_again(self, record: JobRecord) -> None:
-        """The fresh record keeps other sweeps from it."""
+        """Sends the record's task again; the fresh record keeps other sweeps from it."""
         await self._services.note_idle(record)
         if not await self._services.jobs.move(record.id, {record.state}, record.state):
             return

@@ -94,7 +94,7 @@ class Environments:
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
-        """Under the lock; if the disk is full, removes unused ones first."""
+        """Unpacks the environment under its lock; if the disk is full, removes unused ones first."""
         began_s = time.monotonic()
         for unused_s in (UNUSED_S, 0.0):
             self._sweep(unused_s)
@@ -165,7 +165,7 @@ def _stamp(file: BufferedReader) -> str:
 
 
 def _hold(home: Path) -> bool:
-    """For this process and its children; returns whether it is ready."""
+    """Holds the environment for this process and its children; returns whether it is ready."""
     descriptor = hold(home, READY)
     if descriptor is not None:
         os.set_inheritable(descriptor, True)

@@ -131,7 +131,7 @@ class _Link:
         self._waker.wake()
 
     def close(self) -> None:
-        """The broker must read all data first."""
+        """Closes the connection once the broker has read all data, or the time is up."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
         with suppress(Exception):  # may be broken
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))

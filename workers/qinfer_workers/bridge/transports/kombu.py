@@ -237,7 +237,7 @@ def _delivered(receipt: Receipt, message: Any) -> SourceMessage:
 
 
 def _broker_id(properties: Any) -> object:
-    """SQS changes the tag at redelivery."""
+    """Returns the id that the broker keeps, because SQS changes the tag at redelivery."""
     info = properties.get("delivery_info")
     sqs = info.get("sqs_message") if isinstance(info, dict) else None
     return sqs.get("MessageId") if isinstance(sqs, dict) else properties.get("delivery_tag")

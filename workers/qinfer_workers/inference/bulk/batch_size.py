@@ -117,7 +117,7 @@ class BatchSize:
 
 
 def _usual(seconds: list[float]) -> float:
-    """The mean without the slowest, which may be the first of its size."""
+    """Returns the mean without the slowest, which may be the first of its size."""
     if len(seconds) < _TRIALS:
         return min(seconds)
     return (sum(seconds) - max(seconds)) / (len(seconds) - 1)

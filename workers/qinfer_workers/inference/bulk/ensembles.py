@@ -213,7 +213,7 @@ class _RowResponses:
         self._left = left
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """The caller sends the final one once all count."""
+        """Offers the outputs; the caller sends the final response once all count."""
         del final
         try:
             self._ctx.offer(self._number, outputs, final=False)

@@ -335,7 +335,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Beside online requests, admits one thread, which takes a core."""
+    """Admits one thread beside online requests, because each takes a core."""
     if not chunks.is_shared:
         yield
         return

@@ -324,7 +324,7 @@ class EnsembleRun:
         return False
 
     def _fail(self, branch: _Branch, step: PlanStep, failure: Failure) -> None:
-        """The code of the failure stays, as in Triton."""
+        """Fails a branch; the code of the failure stays, as in Triton."""
         branch.cancel()
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
         branch.failure = Failure(failure.code, text, failure.retryable), step.within
@@ -336,7 +336,7 @@ class EnsembleRun:
 
 
 def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
-    """Parameters of the response, as in Triton; a step's may name another sequence."""
+    """Returns the response's parameters, as in Triton; a step's may name another sequence."""
     if not made:
         return {}
     flags = flags or SequenceFlags(0)
