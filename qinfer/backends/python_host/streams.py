@@ -317,7 +317,7 @@ class HostStreams:
         self._messages.put(CancelledAnswer(message.number, cancelled))
 
     def _context(self, call: HostCall) -> Context | None:
-        """Returns the context of the call's batch, or of the latest if the call names none."""
+        """Returns the context of the call's batch, or of the latest batch if the call has no number."""
         with self._changed:
             latest = next(reversed(self._batches), 0)
             batch = self._batches.get(call.batch or latest)
