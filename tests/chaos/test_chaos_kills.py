@@ -21,7 +21,7 @@ from tests.chaos.repository import write_models
 from tests.chaos.verdict import Ledger, judge, leftovers
 from tests.support.servers.servers import matrix
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "24"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "12"))
 KILLS = int(os.environ.get("CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 
