@@ -37,6 +37,7 @@ MAX_REGIONS = 10_000
 """Registered regions, each with a descriptor; a tenant below its share is admitted even if it is full."""
 
 _MAX_UINT64 = 2**64 - 1
+_MAX_DEVICE_ID = 2**31 - 1  # CUDA's `int`
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
 _KEY = re.compile(r"/*(?!\.{1,2}$)[^/\0]{1,254}")
 
@@ -169,9 +170,16 @@ class SharedMemory:
         assert found is not None, "it was checked"
         with self._lock:
             self._check_free(name)
-            if byte_size <= 0:
-                raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
-            memory = CudaObject(found, name, handle, device_id, byte_size)
+        if byte_size <= 0 or not 0 <= device_id <= _MAX_DEVICE_ID:
+            raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
+        # Without the lock, for which requests wait on the event loop: the first use of a GPU takes long.
+        memory = CudaObject(found, name, handle, device_id, byte_size)
+        with self._lock:
+            try:
+                self._check_free(name)
+            except BaseException:
+                memory.close()
+                raise
             self._regions[name] = _OpenRegion(CudaRegion(name, device_id, byte_size), memory)
 
     def check_cuda(self, name: str) -> None:

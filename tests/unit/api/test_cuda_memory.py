@@ -1,10 +1,12 @@
 """Regions of memory on GPUs, with a stand-in for the driver."""
 
+from typing import Any
+
 import pytest
 
 from qinfer.errors import AlreadyExists, InvalidRequest, RegionNotFound, RegionUnavailable
 from qinfer_api import shared_memory
-from qinfer_api.cuda_memory import Driver
+from qinfer_api.cuda_memory import CudaObject, Driver
 from qinfer_api.shared_memory import CudaRegion, SharedMemory
 from tests.support.cuda import HANDLE, FakeCuda
 
@@ -32,6 +34,32 @@ def test_a_region_is_read_and_written(memory: SharedMemory, cuda: FakeCuda) -> N
     assert cuda.devices == [1]
     with pytest.raises(InvalidRequest, match="Invalid offset \\+ byte size for shared memory region: 'r'"):
         memory.view("r", 30, 4)
+
+
+@pytest.mark.parametrize("device", [-1, 2**31, 2**32])
+def test_a_number_that_no_device_has_is_refused(memory: SharedMemory, cuda: FakeCuda, device: int) -> None:
+    """CUDA takes an `int`: 2**32 would be the first device."""
+    with pytest.raises(InvalidRequest, match="failed to register shared memory region 'r': invalid args"):
+        memory.register_cuda("r", HANDLE, device, 32)
+
+    assert cuda.devices == []
+
+
+def test_a_name_that_is_taken_meanwhile_leaves_nothing_open(
+    memory: SharedMemory, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beside(*arguments: Any) -> CudaObject:
+        monkeypatch.setattr(shared_memory, "CudaObject", CudaObject)
+        memory.register_cuda("r", HANDLE, 1, 16)
+        return CudaObject(*arguments)
+
+    monkeypatch.setattr(shared_memory, "CudaObject", beside)
+    with pytest.raises(AlreadyExists):
+        memory.register_cuda("r", HANDLE, 1, 32)
+
+    assert memory.cuda_status("r") == [CudaRegion("r", 1, 16)]
+    memory.unregister("r", CudaRegion)
+    assert cuda.opened == 0
 
 
 def test_the_status_tells_each_kind_apart(memory: SharedMemory) -> None:
