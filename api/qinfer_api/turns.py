@@ -19,7 +19,7 @@ TURN_S = 0.004
 """Duration of a turn, for all large reads of a port."""
 
 LEAST_S = 0.0002
-"""Its part for connections that have waited."""
+"""The part of a turn for connections that have waited."""
 
 
 class Turns:

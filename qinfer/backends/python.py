@@ -60,7 +60,7 @@ MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 """Prefixes a path within the model's directory."""
 
 TRIES = 5
-"""After so many deaths before a batch, its requests fail as retryable."""
+"""The number of deaths before a batch after which its requests fail as retryable."""
 
 M = TypeVar("M", bound=Message)
 COMPLETE_S = 120.0

@@ -19,7 +19,7 @@ from qinfer.observe.host import MemoryUse
 from qinfer.observe.model_metrics import ModelSeries
 
 _OWN_TENSORS = "python"
-"""Its models see requests."""
+"""The backend whose models see requests."""
 
 
 def with_ragged_batches(backend: Backend, spec: ModelSpec) -> Backend:

@@ -78,7 +78,7 @@ FETCH_LEAD_S = 0.003
 """A fetch's lead before an expected end: a few round trips."""
 
 LOOK_S = 0.002
-"""After this long, a fetch has found no requests."""
+"""The time after which a fetch has found no requests."""
 
 FIRST = "p1"
 """The lane of the highest level."""

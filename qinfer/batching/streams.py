@@ -35,7 +35,7 @@ _LEFT = "the model stopped in the middle because another request of its batch wa
 _LOOK_S = 0.5  # between checks for stalled and late streams
 
 LEAST_RATE = 256 * 1024
-"""With a half-full window, a slower caller is too slow."""
+"""The least rate of a caller with a half-full window."""
 
 _LEAST_S = 1.0  # before a stream counts as unread
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 PREFIX = "QINFER_"
-"""Of settings' variables, in any case."""
+"""The beginning of settings' variables, in any case."""
 
 ALLOW_INSPECTION = f"{PREFIX}ALLOW_INSPECTION"
 """All processes get it, for debuggers."""

@@ -55,7 +55,7 @@ PLAN_SHARES = 4
 """A planning process keeps all files of a job in memory."""
 ESTIMATE_THREADS = 16
 CHECK_S = 120
-"""After this the kernel kills a check; gateways give up before."""
+"""The time after which the kernel kills a check; gateways give up before."""
 
 DIED = "the process that read "
 

@@ -7,7 +7,7 @@ from qinfer.jobs.shards import ShardPace
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 
 _ENOUGH_NS = 3 * 10**9
-"""After this time, the speed of jobs counts."""
+"""The time after which the speed of jobs counts."""
 _ENOUGH = 3
 """A batch size counts after this many executions, since first ones are slow."""
 

@@ -21,7 +21,7 @@ WORKERS = 2
 """A row alone in its range fails after this many different workers died."""
 
 MOST_DEATHS = 5
-"""It also fails after this many deaths of one worker."""
+"""The deaths of one worker after which a shard fails, too."""
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16

@@ -134,7 +134,7 @@ class SequenceSpec:
 
 
 MAX_ENSEMBLE_SEQUENCES = 1000
-"""In one worker, of one version."""
+"""The most sequences of an ensemble version in one worker."""
 
 
 def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:

@@ -29,7 +29,7 @@ class Info(NamedTuple):
 
 
 ALL: list[Info] = []
-"""In the order of this module."""
+"""All metrics, in the order of this module."""
 
 _CLUSTER, _PROCESS, _BRIDGE = MetricScope.CLUSTER, MetricScope.PROCESS, MetricScope.BRIDGE
 _MODEL, _REASON, _LANE = ("model", "version"), ("model", "reason", "version"), ("lane", "model", "version")

@@ -20,10 +20,10 @@ ERROR = (GROWTH - 1) / (GROWTH + 1)
 """Relative, of a quantile."""
 
 WINDOW_S = 60.0
-"""As in Triton."""
+"""The window of quantiles, as in Triton."""
 
 FIRST_RESPONSE_BUCKETS_MS = (100, 500, 2000, 5000)
-"""As in Triton."""
+"""The bounds of buckets for first responses, as in Triton."""
 
 REQUEST, QUEUE, INPUT, INFER, OUTPUT = "request", "queue", "input", "infer", "output"
 """Phases of requests with a summary."""

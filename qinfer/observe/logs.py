@@ -25,7 +25,7 @@ _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
 """Their own settings enable these loggers, at any level."""
 MODELS = "qinfer.models.output"
-"""For lines of the models themselves."""
+"""The logger of the models' own lines."""
 EXCEPTION = "exception"
 """A traceback, perhaps of another process."""
 _ALWAYS = frozenset((ACCESS, AUDIT))

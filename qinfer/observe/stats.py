@@ -44,9 +44,9 @@ BOUNDS: Mapping[str, Sequence[float]] = {
 
 SUCCESS_COUNT = "success_count"
 SUCCESS_NS = "success_ns"
-"""From enqueueing, over all requests answered with outputs."""
+"""Nanoseconds from enqueueing, over all requests answered with outputs."""
 FAIL_NS = "fail_ns"
-"""From enqueueing, over all failed requests."""
+"""Nanoseconds from enqueueing, over all failed requests."""
 LAST_INFERENCE_MS = "last_inference_ms"
 """The start, since the epoch in the broker's time."""
 LATEST = frozenset((LAST_INFERENCE_MS,))
@@ -60,7 +60,7 @@ QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = "queue_ns", "input_ns", "infer_ns", "o
 """Each request has its whole batch's, as in Triton (reference §1.13)."""
 PUBLISH_NS = "publish_ns"
 FILL_PERMILLE = "fill_permille"
-"""Of the largest batch, over all batches in the histogram."""
+"""Thousandths of the largest batch, over all batches in the histogram."""
 ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
 """Rows of bulk jobs in settled shards."""
 PUT_OFF = "job_put_off:"
@@ -75,20 +75,20 @@ REDELIVERIES = "redeliveries"
 RETRIES = "retries"
 DEAD_LETTERS = "dead_letters"
 FAILURES = "failures:"
-"""In a worker: `failures:<error code>`."""
+"""Failures in a worker: `failures:<error code>`."""
 REFUSALS = "refusals:"
-"""In a gateway, missed deadlines and cancellations included: `refusals:<error code>`."""
+"""Refusals in a gateway, missed deadlines and cancellations included: `refusals:<error code>`."""
 LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES = "label_queued", "label_pushed", "label_retries"
 """Tasks stored and pushed, and pushes that are tried again."""
 LABEL_FAILED = "label_failed:"
-"""By `LabelFailure`."""
+"""Failed label tasks by `LabelFailure`."""
 BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
     "batch_count:",
     "batch_input_ns:",
     "batch_infer_ns:",
     "batch_output_ns:",
 )
-"""By batch size: `batch_count:<rows>`, …"""
+"""Counts by batch size: `batch_count:<rows>`, …"""
 
 
 LOAD_FAILURES = "load_failures"

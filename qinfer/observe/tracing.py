@@ -44,7 +44,7 @@ MESSAGING_SYSTEM, DESTINATION, OPERATION, MESSAGE_ID, MESSAGE_COUNT = (
 """The destination is a lane."""
 
 CLOSE_S = 3.0
-"""For the export of the last spans at the end."""
+"""The time for the export of the last spans at the end."""
 
 Attributes = Mapping[str, str | int]
 _SWITCHES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")

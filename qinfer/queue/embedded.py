@@ -103,7 +103,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """For `RedisSettings.url`."""
+        """Returns the URL for `RedisSettings.url`."""
         return f"unix://{quote(str(self._socket))}"
 
     def start(self, timeout_s: float = 60.0) -> None:

@@ -52,10 +52,10 @@ VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
 """Messages name this setting."""
 
 UNREACHABLE = "the payload store can't be reached; try again"
-"""For clients: without the store's text."""
+"""The error for clients, without the store's text."""
 
 SWEEP_MARGIN_S = 3600.0
-"""From expiry to sweep, for slow transfers and different clocks."""
+"""The time from expiry to sweep, for slow transfers and different clocks."""
 
 _EXPIRY_STEP_S = 60
 _FOLDER = re.compile(r"[0-9]{12}")

@@ -40,7 +40,7 @@ RELEASED_EVERY_S = 0.1
 """How often a busy reader of a single lane looks for released entries."""
 
 AWAKE_S = 5.0
-"""Without entries for this long a reader sleeps."""
+"""The time without entries after which a reader sleeps."""
 
 _LIMBO_S = 0.05
 """How long the result of a sleeping read waits for a fetch."""

@@ -73,7 +73,7 @@ _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
     *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
 )
-"""In the order of `_record_of`."""
+"""Fields in the order of `_record_of`."""
 
 _ACCEPT = load_script(
     "each", *PLACING, "origin", "drop", "deliveries", "requests/stored", "requests/known", "requests/accept"

@@ -28,7 +28,7 @@ _LEAVE = load_script("resources/leave")
 _BLOCK_S = 0.5
 
 Units = Mapping[str, int]
-"""By resource, each at least 1."""
+"""Units by resource, each at least 1."""
 
 
 class ExchangeOutcome(NamedTuple):

@@ -207,7 +207,7 @@ def told_id(sequence: SequenceId, told: Renaming) -> int | str:
 
 
 NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN_AGAIN}"
-"""For a repeated step without a stored response."""
+"""The error of a repeated step without a stored response."""
 
 
 def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:

@@ -25,7 +25,7 @@ from qinfer.tensors import Bytes
 Done = Callable[[Entry | QinferError], None]
 
 PLACING = ("now_ms", "shares", "holder", "waiting", "places")
-"""For scripts that append a tenant's entry to a lane."""
+"""Parts of scripts that append a tenant's entry to a lane."""
 
 _MOST_AT_ONCE = 64
 """Redis serves no other client meanwhile."""

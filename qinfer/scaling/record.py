@@ -21,7 +21,7 @@ from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import QueueObservation, ScalingDecision, Version
 
 LAG_S = 15.0
-"""After this, rows that left the queue count as cancelled or failed."""
+"""The time after which rows that left the queue count as cancelled or failed."""
 
 MOST_S = 31 * 86400.0
 """The longest readable record: the traffic is computed per second."""

@@ -13,7 +13,7 @@ from qinfer.models.state import ScalerRecord
 from qinfer.scaling.policy import QueueObservation, ScalingDecision, ScalingPolicy, ScalingState, adopt, decide
 
 RECORD_TTL_S = 15.0
-"""After this, others take an autoscaler's share."""
+"""The time after which others take an autoscaler's share."""
 
 
 def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> ScalingPolicy:

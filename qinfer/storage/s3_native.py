@@ -21,7 +21,7 @@ _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
 class _S3Connection(NamedTuple):
-    """Without an `endpoint` AWS' for the region, with virtual-hosted buckets."""
+    """Connection parameters; without an `endpoint` AWS' for the region, with virtual-hosted buckets."""
 
     session: Any
     region: str

@@ -28,7 +28,7 @@ from qinfer.traffic.evidence import Blocks, Evidence, EvidenceBlock, merged
 from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded, heard, told_apart, without
 
 LEAST_LATENCIES = 100
-"""For a limit."""
+"""The least latencies for a limit."""
 _LEAST_OF_A_TENANT = 25
 
 DEADLINE, _DEADLINE_QUANTILE = "deadline", 0.99

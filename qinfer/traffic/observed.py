@@ -27,7 +27,7 @@ from qinfer.traffic.trial_store import written_latency
 from qinfer.traffic.trials import Trial, count_names
 
 MOST_LATENCIES = 200
-"""Of a tenant, until the next push."""
+"""The most latencies of a tenant until the next push."""
 
 SERVER_FAILURES = frozenset(
     {

@@ -24,10 +24,10 @@ from qinfer.traffic.trials import Trial
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""Without a wake-up; with little CPU time, some looks come late."""
+"""The time between looks without a wake-up; with little CPU time, some come late."""
 
 DEAF_AFTER_S = 2.0
-"""Without a look for this time, only stable targets are used."""
+"""The time without a look after which only stable targets are used."""
 
 _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text

@@ -24,7 +24,7 @@ from qinfer.wire.versions import encode_document
 LEASE_S = 5.0
 
 HEARD_S = DEAF_AFTER_S + 1.0
-"""Without news for this time, a gateway uses only stable targets."""
+"""The time without news after which a gateway uses only stable targets."""
 
 _KEEP_COUNTS_S = 3600.0
 _KEEP_EVENTS_S = 90 * 86400.0

@@ -40,7 +40,7 @@ from qinfer.wire.versions import NewerVersion
 FRAME_VERSION = 1
 OLDEST_READABLE = 1
 ALIGNMENT = 8
-"""In bytes from the frame's start."""
+"""The alignment of tensors, in bytes from the frame's start."""
 
 MAX_HEADER_BYTES = 2 * 2**20
 """A larger header is damaged, or an attack."""

@@ -11,7 +11,7 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import Bytes
 
 MAX_FIELDS = 65_536
-"""Of a large message: each costs more than its bytes."""
+"""The most fields of a large message: each costs more than its bytes."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 

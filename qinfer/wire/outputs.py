@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 
 MAX_ELEMENTS = 1_000_000
-"""Of a ranked row (reference §1.9)."""
+"""The most elements of a ranked row (reference §1.9)."""
 
 _BLOCK = 2**18
 _FLOATS = ("FP32", "FP64")

@@ -163,13 +163,13 @@ ID_HEADER = b"qinfer-request-id"
 """The request's id, as in logs and spans."""
 
 CACHE_HEADER = b"qinfer-cache"
-"""Of models with the response cache: `hit` or `miss`."""
+"""The header of replies of models with the response cache: `hit` or `miss`."""
 
 TIMEOUT_HEADER = "Request-Timeout"
 """Request header: seconds until the request expires."""
 
 TARGET_HEADER = b"qinfer-target"
-"""Of endpoints: the target, such as `digits:4`."""
+"""The header of an endpoint's replies: the target, such as `digits:4`."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """Unquoted in a header value."""

@@ -201,7 +201,7 @@ _END = 256
 
 _Step = tuple[bytes, "_Node"]
 _Node = list["_Step | None"]
-"""For each next byte, its output and the next node."""
+"""The output and the next node for each next byte."""
 
 
 class _Huffman:

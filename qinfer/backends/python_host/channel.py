@@ -36,7 +36,7 @@ INLINE_BYTES = 32 * 1024
 """Smaller messages travel on the socket: no page to map."""
 
 KEPT_BYTES = 256 * 1024 * 1024
-"""Of unused segments."""
+"""The bytes of unused segments that are kept."""
 
 KEPT_COUNT = 4
 """The most unused segments that are kept."""

@@ -33,7 +33,7 @@ FINALIZE_S = 10.0
 """Limits `finalize`, before termination."""
 
 TERMINATE_S = 2.0
-"""From termination to the kill."""
+"""The time from termination to the kill."""
 
 _DEATH_S = 5.0
 _TAIL_LINES = 20

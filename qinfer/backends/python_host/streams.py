@@ -49,7 +49,7 @@ from qinfer.tensors import Bytes, Tensor
 logger = logging.getLogger("qinfer.backends.python")
 
 OPEN_STREAMS = 512
-"""With so many open requests, an instance takes no batch."""
+"""The open requests with which an instance takes no batch."""
 
 Outcome = ExecutedAnswers | HostFailure
 Place = tuple[int, int]

@@ -25,7 +25,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, to_numpy
 
 States = tuple[Tensor, ...]
-"""In the order of `SequenceSpec.states`."""
+"""States in the order of `SequenceSpec.states`."""
 
 
 def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelSpec) -> Batch:

@@ -13,7 +13,7 @@ PATIENCE_S = 1.0
 """The wait for a free slot before another tenant gives one up."""
 
 TURN_S = 10.0
-"""With more tenants than slots, each keeps its slot at least this long."""
+"""The least time for which a tenant keeps its slot, with more tenants than slots."""
 
 
 class SlotTurn(NamedTuple):

@@ -423,7 +423,7 @@ def _store(subject: str, url: str) -> Finding:
 
 
 def _within(work: Callable[[], T]) -> T:
-    """After a time limit, the thread is abandoned."""
+    """Runs a check in a thread, which is abandoned after a time limit."""
     threads = ThreadPoolExecutor(1, thread_name_prefix="doctor")
     try:
         return threads.submit(work).result(_LIMIT_S)

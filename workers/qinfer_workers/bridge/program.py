@@ -37,7 +37,7 @@ logger = logging.getLogger("qinfer_workers.bridge")
 REPORT_EVERY_S = 1.0
 
 REPORT_TTL_S = 15.0
-"""Without a report, a bridge is not live."""
+"""The time without a report after which a bridge is not live."""
 
 CLOSE_S = 5.0
 """Time for the last report."""

@@ -33,10 +33,10 @@ from qinfer_workers.liveness import exit_process
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 
 QUIET_S = 300.0
-"""It may send nothing for this long while Redis is reachable."""
+"""The longest time without a message while Redis is reachable."""
 
 MOST_WAITING = 100
-"""It sends nothing while this many tasks wait: without bulk workers, Redis would fill."""
+"""The waiting tasks above which nothing is sent: without bulk workers, Redis would fill."""
 
 _QUIET_SWEEPS = 5
 _LEVELS = {"celery.beat": logging.WARNING}  # it logs each sweep

@@ -27,7 +27,7 @@ _MAX_HOPS = 40
 
 _MAX_LINK_BYTES = 4095
 _MEMORY_BYTES = 2**30
-"""For headers, which `tarfile` reads whole."""
+"""The memory for headers, which `tarfile` reads whole."""
 
 
 class ArchiveBounds(NamedTuple):

@@ -27,7 +27,7 @@ from qinfer.core.shared_folders import hold, is_held, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
-"""After so long, an unused environment is removed."""
+"""The time after which an unused environment is removed."""
 
 READY = "ready"
 _KNOWN, _LENT, _LOCK = "known", "lent", ".lock"

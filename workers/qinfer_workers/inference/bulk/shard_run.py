@@ -41,7 +41,7 @@ WAITS_S = 30.0
 """A shard waits this long for the previous one before others get it."""
 
 MODEL_LOADS_WITHIN_S = 600.0
-"""After a job's start, the planned model may load for this long."""
+"""The time after a job's start within which the planned model may load."""
 
 KEEPS_WITHIN_S = 120.0
 """The limit for storing scored rows of a released shard."""
