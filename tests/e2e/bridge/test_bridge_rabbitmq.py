@@ -203,7 +203,9 @@ async def test_what_can_not_be_used_becomes_a_dead_letter(scene: Scene) -> None:
         said = letter.headers["x-qinfer-reason"]
         assert reason in said, (name, said)
         assert "Error:" not in said, (name, said)
-        assert (bytes(letter.body), letter.content_type) == (body, content_type)
+        compression = letter.headers.get("compression")  # the test's kombu has unpacked what it knows
+        assert bytes(letter.body) == (zlib.decompress(body) if compression == "zlib" else body)
+        assert letter.content_type == content_type
         assert letter.properties["correlation_id"] == f"c-{name}"
         assert letter.headers["x-qinfer-route"] == route["name"]
     assert "used before with another body" in letters["good0"].headers["x-qinfer-reason"]
