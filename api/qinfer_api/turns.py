@@ -18,6 +18,9 @@ SLICE_BYTES = 2048
 TURN_S = 0.004
 """Duration of a turn, for all large reads of a port."""
 
+START_S = 0.0002
+"""The part of a turn that one start of an application costs."""
+
 LEAST_S = 0.0002
 """The part of a turn for connections that have waited."""
 
@@ -37,6 +40,13 @@ class Turns:
         if not self._is_running:
             self._start_turn(now_s)
         return now_s < self._ends_s
+
+    def may_start(self) -> bool:
+        """Returns whether an application may start for a request of a flood; the turn pays for it."""
+        if not self.may_read():
+            return False
+        self._ends_s -= START_S
+        return True
 
     def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
         """Calls `go_on` in a later turn; `is_fresh` = nothing is parsed."""

@@ -7,6 +7,7 @@ read may hold thousands of requests.
 
 import asyncio
 import logging
+import select
 from collections import deque
 from collections.abc import Iterable
 from email.utils import formatdate
@@ -37,6 +38,12 @@ logger = logging.getLogger(__name__)
 
 MAX_PIPELINED = 64
 
+READ_BYTES = 32 * 1024
+"""Bytes read at once, and the most that a connection holds unparsed."""
+
+BODY_READ_BYTES = 256 * 1024
+"""Bytes of one body read at once."""
+
 SLICE_BYTES = 1024
 """Bytes parsed at once, or more of one body: about as many of the shortest requests as `MAX_PIPELINED`."""
 
@@ -50,10 +57,21 @@ MAX_FRAMING_BYTES = 64 * 1024
 """Bytes of chunk extensions, long sizes and trailers in one chunked body."""
 
 _NOTHING = memoryview(b"")
+_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # Linux sees the end behind unread bytes
 _INVALID = "Invalid HTTP request received."
 _CHUNK_BYTES = 16  # size line and two line ends
 _LINGER_S = 2.0
 _LONGEST_LINGER_S = 30.0
+
+
+def has_ended(transport: asyncio.Transport) -> bool:
+    """Returns whether the client sends no more; reads nothing."""
+    opened = transport.get_extra_info("socket")
+    if opened is None or opened.fileno() < 0:
+        return True
+    poll = select.poll()
+    poll.register(opened.fileno(), _ENDED)
+    return bool(poll.poll(0))
 
 
 class Exchange(Protocol):
@@ -112,6 +130,7 @@ class HttpPort:
         self.common: Headers = ()
         self.keep_alive_s, self.read_timeout_s = http.keep_alive_s, http.request_read_timeout_s
         self.turns = Turns()
+        self.buffer, self._body_buffer = memoryview(bytearray(READ_BYTES)), memoryview(bytearray(BODY_READ_BYTES))
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.is_idle = asyncio.Event()
@@ -121,6 +140,10 @@ class HttpPort:
         """Creates the protocol of a connection."""
         return HttpConnection(self)
 
+    def body_buffer(self, left: int) -> memoryview:
+        """Returns the buffer for a body of which `left` bytes are missing."""
+        return self._body_buffer[:left]
+
     def tick(self, now_s: float) -> None:
         """Renews the `date` header and checks timeouts."""
         self.common = [(b"date", formatdate(usegmt=True).encode())]
@@ -128,7 +151,7 @@ class HttpPort:
             connection.check_timeouts(now_s)
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """One connection; `writable` is set while the client reads its replies."""
 
     transport: asyncio.Transport
@@ -142,7 +165,7 @@ class HttpConnection(asyncio.Protocol):
         self.writable.set()
         self._queue: deque[Exchange] = deque()
         self._reading: Exchange | None = None  # receives a body; `None`: it is ignored
-        self._unparsed = _NOTHING
+        self._buffer = self._unparsed = _NOTHING
         self._parser = self._new_parser()
         self._is_parsing = self._is_paused = self._awaits_turn = False
         self._closing = False
@@ -164,6 +187,16 @@ class HttpConnection(asyncio.Protocol):
         return parser
 
     # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Returns a buffer that all connections share: `buffer_updated` copies what was read."""
+        left, port = self._body_left, self.port
+        self._buffer = port.buffer if left <= READ_BYTES else port.body_buffer(left)
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Takes the bytes that were read."""
+        self.data_received(bytes(self._buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         """Parses data until a request stalls."""
@@ -199,6 +232,15 @@ class HttpConnection(asyncio.Protocol):
     def _take_turn(self) -> None:
         self._awaits_turn = False
         self.go_on()
+
+    @property
+    def floods(self) -> bool:
+        """Whether more than a few requests were sent before the replies."""
+        return len(self._queue) > 1 or len(self._unparsed) > SMALL_BYTES
+
+    def is_abandoned(self) -> bool:
+        """Returns whether the client of a flood has ended its side: under load the rest is not worth its time."""
+        return len(self._unparsed) > SMALL_BYTES and len(self._queue) > 1 and has_ended(self.transport)
 
     def _stalls(self) -> bool:
         queue = self._queue

@@ -58,7 +58,7 @@ class Cycle:
         self.reply: HttpReply | None = None
         self.has_begun = self.closes = False
         self._expects_continue = expects_continue
-        self._is_started = self._is_gone = False
+        self._is_started = self._is_gone = self._awaits_turn = False
         self._body = bytearray()
         self._is_whole = self._is_taken = False  # the whole body
         self._news = asyncio.Event()
@@ -83,13 +83,26 @@ class Cycle:
         return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
 
     def start(self) -> None:
-        """Runs the application, if it has not started."""
-        if not self._is_started:
+        """Runs the application, once; a request of a flood waits for a turn first."""
+        if self._is_started or self._awaits_turn or self._is_gone:
+            return
+        turns = self._connection.port.turns
+        if self._connection.floods and not turns.may_start():
+            self._awaits_turn = True
+            turns.wait(self._start_in_turn, is_fresh=False)
+        else:
             self._is_started = True
             tasks = self._connection.port.tasks
             task = asyncio.get_running_loop().create_task(self._run_app())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+
+    def _start_in_turn(self) -> None:
+        self._awaits_turn = False
+        if self._connection.is_abandoned():
+            self._connection.transport.abort()
+        else:
+            self.start()
 
     def come_first(self) -> None:
         """Starts the application."""

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
+ACCEPTS = 8
+"""Connections accepted in a turn of the event loop."""
+
 
 def bound_socket(section: str, host: str, port: int, advice: str) -> socket.socket:
     """Binds a socket that does not listen yet; `section` names the variables in errors."""
@@ -42,19 +45,36 @@ def bound_socket(section: str, host: str, port: int, advice: str) -> socket.sock
     return opened
 
 
-async def listen_anew(
-    server: asyncio.Server, connect: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext
-) -> asyncio.Server:
-    """Replaces a server's TLS context; connections stay open."""
-    listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))
-    try:
+class Listeners:
+    """Several servers of one socket, because each accepts one connection a turn of the event loop."""
+
+    def __init__(self, connect: Callable[[], asyncio.BaseProtocol], listener: socket.socket) -> None:
+        self._connect, self._listener = connect, listener
+        self._servers: list[asyncio.Server] = []
+
+    async def listen(self, tls: ssl.SSLContext | None) -> None:
+        """Accepts connections, or replaces the TLS context: earlier connections stay open."""
+        replaced, self._servers = self._servers, []
         loop = asyncio.get_running_loop()
-        successor = await loop.create_server(connect, sock=listener, ssl=tls, backlog=BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    server.close()
-    return successor
+        while len(self._servers) < ACCEPTS and self._listener.fileno() >= 0:
+            opened = socket.socket(fileno=os.dup(self._listener.fileno()))
+            try:
+                server = await loop.create_server(self._connect, sock=opened, ssl=tls, backlog=BACKLOG)
+            except BaseException:
+                opened.close()
+                self._servers += replaced
+                raise
+            self._servers.append(server)
+        for server in replaced:
+            server.close()
+        if self._listener.fileno() < 0:
+            self.close()
+
+    def close(self) -> None:
+        """Accepts no more."""
+        for server in self._servers:
+            server.close()
+        self._listener.close()
 
 
 def netloc(host: str, port: int) -> str:
@@ -102,15 +122,16 @@ class HttpServer:
         port.app = app if port.cors is None else CorsApp(app, port.cors)
         self._http = http
         self._serving = serving
-        self._server: asyncio.Server | None = None
+        self._listeners: Listeners | None = None
         self._ends = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
         """Serves until `turn_away`, then drains."""
-        loop, tls = asyncio.get_running_loop(), _tls(self._http)
+        tls = _tls(self._http)
         async with asyncio.TaskGroup() as group:
             ticking = group.create_task(self._tick(listener))
-            self._server = await loop.create_server(self.port.connect, sock=listener, ssl=tls, backlog=BACKLOG)
+            self._listeners = Listeners(self.port.connect, listener)
+            await self._listeners.listen(tls)
             if self._serving is not None:
                 self._serving()
             await self._ends.wait()
@@ -127,8 +148,8 @@ class HttpServer:
     def turn_away(self) -> None:
         """Stops accepting connections and requests."""
         self._ends.set()
-        if self._server is not None:
-            self._server.close()
+        if self._listeners is not None:
+            self._listeners.close()
         for connection in tuple(self.port.connections):
             connection.shutdown()
 
@@ -153,15 +174,14 @@ class HttpServer:
     async def show_certificate(self) -> None:
         """Reloads the certificate files for new connections."""
         tls = await asyncio.to_thread(_tls, self._http)
-        if self._server is None or tls is None:
-            return
-        self._server = await listen_anew(self._server, self.port.connect, tls)
-        if self._ends.is_set():
-            self._server.close()
+        if self._listeners is not None and tls is not None:
+            await self._listeners.listen(tls)
 
 
 def note_descriptors(outage: OutageLog, listener: socket.socket) -> None:
     """Logs when file descriptors run out, which the event loop hides."""
+    if listener.fileno() < 0:
+        return
     try:
         os.close(os.dup(listener.fileno()))
     except OSError as error:

@@ -8,7 +8,7 @@ import ssl
 from qinfer.core.settings import GrpcSettings, Settings
 from qinfer.errors import SettingsError
 from qinfer.wire.protos import grpc_service_pb2, health_pb2
-from qinfer_api.http.server import BACKLOG, bound_socket, listen_anew, netloc, read_certificate, read_tls_file
+from qinfer_api.http.server import Listeners, bound_socket, netloc, read_certificate, read_tls_file
 from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rest.services import Services
@@ -65,13 +65,12 @@ class RpcServer:
     """Serves gRPC at `url`; opened first, so that a wrong setting shows at the start."""
 
     def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, settings: GrpcSettings) -> None:
-        self._listener = listener
+        self._listeners = Listeners(self._connect, listener)
         self._tls = tls
         self._settings = settings
         host, port = listener.getsockname()[:2]
         self.url = f"{'grpc' if tls is None else 'grpcs'}://{netloc(host, port)}"
         self._calls = Server({}, ConnectionLimits(), ReceivingBudget(0))
-        self._server: asyncio.Server | None = None
         self._checks: asyncio.Task[None] | None = None
 
     def set_services(self, services: Services) -> None:
@@ -99,18 +98,14 @@ class RpcServer:
 
     async def start(self) -> None:
         """Starts to accept connections."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connect, sock=self._listener, ssl=self._tls, backlog=BACKLOG)
-        self._checks = loop.create_task(self._check_connections())
+        await self._listeners.listen(self._tls)
+        self._checks = asyncio.create_task(self._check_connections())
 
     async def show_certificate(self) -> None:
         """Reloads the TLS files for new connections."""
         tls = await asyncio.to_thread(_tls, self._settings)
-        if self._server is None or tls is None:
-            return
-        self._server = await listen_anew(self._server, self._connect, tls)
-        if self._calls.is_closing:
-            self._server.close()
+        if self._checks is not None and tls is not None:
+            await self._listeners.listen(tls)
 
     def _connect(self) -> Http2Connection:
         return Http2Connection(self._calls)
@@ -129,8 +124,7 @@ class RpcServer:
         Calls that are under way are still admitted.
         """
         self._calls.is_closing = True
-        if self._server is not None:
-            self._server.close()
+        self._listeners.close()
         await asyncio.gather(*[connection.shut() for connection in tuple(self._calls.connections)])
 
     async def stop(self, within_s: float) -> None:
@@ -145,8 +139,6 @@ class RpcServer:
         """Ends at once, also before a start."""
         if self._checks is not None:
             self._checks.cancel()
-        if self._server is not None:
-            self._server.close()  # before its socket, which asyncio looks up
-            for connection in tuple(self._calls.connections):
-                connection.close_now()
-        self._listener.close()
+        self._listeners.close()
+        for connection in tuple(self._calls.connections):
+            connection.close_now()

@@ -9,12 +9,13 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from qinfer.core.settings import HttpSettings
 from qinfer_api.app import bind
-from qinfer_api.http.connection import MAX_CHUNKS, MAX_FRAMING_BYTES, MAX_HEAD_BYTES
+from qinfer_api.http.connection import MAX_CHUNKS, MAX_FRAMING_BYTES, MAX_HEAD_BYTES, READ_BYTES
 from qinfer_api.http.fast import QinferHttpProtocol
 from tests.support.gateway import Running, running_gateway, settings_of
 
@@ -91,6 +92,14 @@ def the_connection(running: Running) -> QinferHttpProtocol:
     return connection
 
 
+async def the_one_connection(running: Running) -> QinferHttpProtocol:
+    """Waits for the server's side of the only connection."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not running.gateway._server.port.connections:  # noqa: ASYNC110 - a set has no event
+            await asyncio.sleep(0)
+    return the_connection(running)
+
+
 async def until_in_flight(running: Running, count: int) -> None:
     """Waits until the dispatcher has that many unanswered requests."""
     async with asyncio.timeout(TIMEOUT_S):
@@ -145,6 +154,35 @@ async def test_a_slow_fast_request_holds_back_what_is_behind_it() -> None:
         statuses = [(await client.reply())[0] for _ in range(3)]
 
         assert statuses == [503, 200, 200]
+
+
+async def test_a_connection_holds_one_small_read_unparsed() -> None:
+    """Its pipelined requests wait in the socket: the server's memory does not grow with connections that flood."""
+    flood = get("/v2/health/live") * 8000
+    async with running_gateway() as running, connected(running) as client:
+        cast(asyncio.Transport, client.writer.transport).pause_reading()
+        client.send(flood)
+        connection = await the_one_connection(running)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not connection._is_paused:  # noqa: ASYNC110 - a flag has no event
+                await asyncio.sleep(0)
+
+        assert len(connection._unparsed) <= READ_BYTES < len(flood)
+
+
+async def test_a_flood_ends_with_its_client_while_others_are_served() -> None:
+    """While turns are used up, requests that a client left behind are not answered, and its connection closes."""
+    async with running_gateway() as running:
+        port = running.gateway._server.port
+        port.turns.may_start = lambda: False  # type: ignore[method-assign]  # as beside a flood of others
+        async with connected(running) as client:
+            client.send(get("/v2/health/live") * 2000)
+            await the_one_connection(running)
+            client.writer.write_eof()
+
+            with contextlib.suppress(ConnectionResetError):  # as after `close` with unread bytes
+                assert await client.is_closed()
+            assert not port.tasks
 
 
 async def test_hundreds_of_pipelined_requests() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from qinfer_api import turns
-from qinfer_api.turns import TURN_S, Turns
+from qinfer_api.turns import START_S, TURN_S, Turns
 
 
 class Clock:
@@ -112,3 +112,15 @@ async def test_a_failure_stops_no_one_else(clock: Clock) -> None:
 
     assert served == ["next"]
     assert [type(each) for each in seen] == [ValueError]
+
+
+async def test_an_application_that_starts_uses_its_part_of_a_turn(clock: Clock) -> None:
+    ours = Turns()
+
+    started = 0
+    while ours.may_start():
+        started += 1
+
+    assert started == round(TURN_S / START_S)
+    await asyncio.sleep(0)
+    assert ours.may_start()
