@@ -161,7 +161,9 @@ class _WaitingReservations:
 
     def take_out(self, one: Reservation) -> None:
         if not one.is_answer:
-            self.bodies -= Counter((one.owner,))
+            self.bodies[one.owner] -= 1
+            if not self.bodies[one.owner]:
+                del self.bodies[one.owner]
         if place := self._places.pop(one, None):
             own = self._own[one.owner]
             del own[bisect_left(own, place)]

@@ -22,7 +22,7 @@ from qinfer.cli.console import (
     print_error,
     show,
 )
-from qinfer.errors import QinferError
+from qinfer.errors import ControlDisabled
 
 if TYPE_CHECKING:
     from qinfer.core.settings import RedisSettings
@@ -183,9 +183,7 @@ def _with_remedy() -> Iterator[None]:
     """Adds the remedy to Triton's refusal of load requests."""
     try:
         yield
-    except QinferError as error:
-        if "not allowed if polling is enabled" not in error.message:
-            raise
+    except ControlDisabled as error:
         remedy = (
             "start the server with --model-control-mode explicit, or change the repository and `qinfer models sync`"
         )

@@ -201,7 +201,6 @@ def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:
             yield (
                 f"the copied column '{shown(name)}' is of type {shown(str(field.type))}, which "
                 f"{format_name} does not have; {remedy}"
-                + ("" if has_runs(field.type) else ", or make 'output.format' arrow")
             )
 
 

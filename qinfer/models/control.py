@@ -27,7 +27,7 @@ from qinfer.models.installation import refuse_lost
 from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
 from qinfer.models.repository.open import Repositories
 from qinfer.models.repository.reader import is_model_name
-from qinfer.models.state import DesiredState, State, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, ErrorKind, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
 from qinfer.queue.lanes import Queue
@@ -249,7 +249,7 @@ class ModelControl:
             raise _not_polled(model) from None
         except QinferError as error:
             raise _not_polled(model, error.message) from None
-        if "version must be available" in found.error:
+        if found.error_kind == ErrorKind.NO_VERSION:
             raise ModelLoadFailed(f"failed to load '{model}', no version is available")
         if found.error:
             raise _not_polled(model, found.error)

@@ -32,6 +32,14 @@ class ModelUse(msgspec.Struct, frozen=True, array_like=True):
     version: int = 0
 
 
+class ErrorKind(StrEnum):
+    """Kinds of a model's error; the next read of an `UNREADABLE` model may succeed."""
+
+    NO_VERSION = "no_version"
+    NOT_UNIQUE = "not_unique"
+    UNREADABLE = "unreadable"
+
+
 class StoredModel(msgspec.Struct, frozen=True):
     """A model's configuration, as it is read from the repositories and stored.
 
@@ -40,6 +48,7 @@ class StoredModel(msgspec.Struct, frozen=True):
         versions: Selected by its version policy, ascending.
         content_hash: Of the configuration's text, and path, size and modification time of all files.
         error: Why the model can't be loaded, for clients.
+        error_kind: An `ErrorKind`, if the server treats the error in its own way.
         labels: Output → the names of its classes.
         location: In the overlay; empty = in the repositories.
         pending: The backend that must complete the configuration first, in a worker.
@@ -60,6 +69,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     uses: tuple[ModelUse, ...] = ()
     override: str = ""
     files_of: str = ""
+    error_kind: str = ""
 
     @property
     def files(self) -> str:

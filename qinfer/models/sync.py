@@ -15,8 +15,8 @@ import msgspec
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.dependents import in_order, missing_uses, renew_users, wanted_for_another
-from qinfer.models.repository.open import NOT_UNIQUE, Repositories
-from qinfer.models.state import DesiredState, StoredModel, WorkerRecord
+from qinfer.models.repository.open import Repositories
+from qinfer.models.state import DesiredState, ErrorKind, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
 from qinfer.queue.lanes import Queue
@@ -161,8 +161,8 @@ async def _sync_model(
 ) -> SyncedModel:
     if model.error and wish is not None and wish.load and any(worker.serves(model.model) for worker in workers):
         kept = await store.model(model.model)
-        if kept is not None and model.error == NOT_UNIQUE:
-            return await _unload(kept, wish, NOT_UNIQUE, store)
+        if kept is not None and model.error_kind == ErrorKind.NOT_UNIQUE:
+            return await _unload(kept, wish, model.error, store)
         if kept is not None and not kept.error:
             return SyncedModel(
                 model=model.model,
@@ -170,7 +170,7 @@ async def _sync_model(
                 versions=kept.versions,
                 error=f"{model.error}; the model loaded before stays in service",
             )
-    if model.error == NOT_UNIQUE and wish is not None and not wish.load:
+    if model.error_kind == ErrorKind.NOT_UNIQUE and wish is not None and not wish.load:
         return SyncedModel(model=model.model, generation=wish.generation, error=model.error)
     anew = wish is not None and not wish.load  # a worker may still have the generation of before the unload
     stored, changed = await write_model(model, wish, store, delivery, anew=anew, min_workers=min_workers)

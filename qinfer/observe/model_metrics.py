@@ -41,6 +41,8 @@ class ModelFamily(Family):
 
     def number(self, value: float) -> str:
         """Returns a value as shown."""
+        if not math.isfinite(value):
+            return "Nan" if math.isnan(value) else f"{'+' if value > 0 else '-'}Inf"
         return str(int(value)) if float(value).is_integer() else str(value)
 
     def show(self, one: ModelSeries) -> None:
@@ -53,8 +55,7 @@ class ModelFamily(Family):
         below = 0.0
         for bound, count in zip((*one.bounds, math.inf), counts, strict=True):
             below += count
-            shown = "+Inf" if math.isinf(bound) else self.number(bound)
-            self.samples.append(SampleLine("_bucket", (*one.labels, ("le", shown)), below))
+            self.samples.append(SampleLine("_bucket", (*one.labels, ("le", self.number(bound))), below))
 
 
 def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:

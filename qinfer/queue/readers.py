@@ -408,8 +408,6 @@ class TicketReader:
             self._reading, self.is_asleep = None, False
 
 
-BLOCK_S = 0.5
-
 REPLY_TTL_MS = 60_000
 """A reply stream outlives its reader by this."""
 
@@ -433,7 +431,7 @@ class ReplyReader:
         lost: Callable[[], None],
     ) -> None:
         self._key = keys.reply(reply_address(owner)).encode()
-        self._link: BlockingLink = router.blocking(keys.slot(self._key), "qinfer-replies", BLOCK_S)
+        self._link: BlockingLink = router.blocking(keys.slot(self._key), "qinfer-replies", MAX_BLOCK_S)
         self._deliver = deliver
         self._monotonic_s = monotonic_s
         self._lost = lost
@@ -477,8 +475,8 @@ class ReplyReader:
             self._is_made = True
 
     async def _read_replies(self) -> None:
-        command = (b"XREAD", b"COUNT", _READ_COUNT, b"BLOCK", int(BLOCK_S * 1000), b"STREAMS", self._key, self._last)
-        reply = await self._link.call(*command)
+        block = (b"BLOCK", int(MAX_BLOCK_S * 1000))
+        reply = await self._link.call(b"XREAD", b"COUNT", _READ_COUNT, *block, b"STREAMS", self._key, self._last)
         self._is_idle = reply is None
         if reply is not None:
             entries = reply[0][1]

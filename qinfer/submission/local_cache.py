@@ -8,8 +8,8 @@ import msgspec
 from qinfer.core.messages import Response
 from qinfer.tensors import Tensor
 
-LARGEST_SHARE = 8
-"""An entry takes at most an eighth of the cache."""
+LARGEST_SHARE = 1 / 8
+"""An entry takes at most this share of the cache."""
 
 _ENTRY_BYTES, _PART_BYTES = 512, 256
 """Python's overhead of an entry, and of a tensor or parameter in it."""
@@ -42,7 +42,7 @@ class LocalCache:
     def put(self, key: bytes, response: Response) -> None:
         """Caches a response, unless it exceeds its share."""
         size = size_of(response)
-        if size * LARGEST_SHARE > self._size_bytes:
+        if size > LARGEST_SHARE * self._size_bytes:
             return
         old = self._entries.pop(key, None)
         self.used_bytes += size - (old.size if old is not None else 0)

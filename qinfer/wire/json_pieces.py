@@ -34,7 +34,7 @@ LONG_BYTES = 4096
 GIANT_BYTES = 2**20
 """Longer strings are decoded in pieces: one character may make all others four bytes wide."""
 
-REST_SHARE = 4
+REST_DIVISOR = 4
 """Divides the limit for parsed text without long arrays."""
 
 STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
@@ -210,7 +210,7 @@ class Document:
         else:
             self.rest = self._without(text, long_arrays(text, LONG_BYTES, bounds.depth))
             if len(self.rest) > LARGE_BYTES:
-                check_size(self.rest, bounds.depth, len(self.rest) + bounds.nbytes // REST_SHARE)
+                check_size(self.rest, bounds.depth, len(self.rest) + bounds.nbytes // REST_DIVISOR)
         try:
             value = [load(self.rest, bounds.depth)]
         except InvalidRequest as error:

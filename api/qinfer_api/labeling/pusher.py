@@ -9,7 +9,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ class Pusher:
         self._outboxes: dict[str, None] = {}  # models with possible endings
         self._outbox = ""
         self._finished: set[str] = set()
-        self._failures: Counter[str] = Counter()  # by ending
+        self._failures: dict[str, int] = {}  # by ending, the last to fail last
 
     async def run(self) -> None:
         """Feeds and pushes until cancelled."""
@@ -293,10 +292,11 @@ class Pusher:
         await self._confirm([ending.id])
 
     async def _try_later(self, board: Board, ending: Ending, entry: LabelTask, error: StudioFailed) -> None:
+        failures = self._failures.pop(ending.id, 0) + 1  # `attempts` also counts rounds of outage
         if len(self._failures) >= _REMEMBERED:
-            self._failures.clear()
-        self._failures[ending.id] += 1  # `attempts` also counts rounds of outage
-        if self._failures[ending.id] >= self._settings.max_attempts:
+            del self._failures[next(iter(self._failures))]  # failed longest ago: another gateway may have ended it
+        self._failures[ending.id] = failures
+        if failures >= self._settings.max_attempts:
             await self._fail(board, ending, entry, error.message, LabelFailure.PUSH_FAILED)
         else:
             self._finished.add(ending.id)

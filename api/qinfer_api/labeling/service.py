@@ -110,13 +110,12 @@ class Labeling:
 
     async def predict(self, context: CallerContext, model: str, asked: PredictCall) -> LabelPredictions:
         """Returns each task's prediction; in push mode queues the tasks."""
-        mapping, served = await self._found(context, model, asked.project)
+        project = asked.project or _project_of(asked)
+        mapping, served = await self._found(context, model, project)
         version = model_version(served.spec.name, served.version)
         if mapping.mode == PUSH:
-            project = asked.project or _project_of(asked)
-            await self._queue_tasks(
-                self._board(context, model, project), mapping, served, asked.tasks, PredictionReason.ASKED
-            )
+            board = self._board(context, model, project)
+            await self._queue_tasks(board, mapping, served, asked.tasks, PredictionReason.ASKED)
             return LabelPredictions([[] for _ in asked.tasks], version)
         config = _parsed(asked.label_config)
         mapping.check(served.spec, config)

@@ -285,14 +285,14 @@ class Jobs:
         return True
 
     async def delete(self, job_id: str) -> bool:
-        """Deletes an ended job."""
+        """Deletes an ended job, or the rest of one; false if it has not ended or is unknown."""
         place = await self._index.find(job_id)
         if place is None:
             return False
         deleted = int(await self._run_script(place, _DELETE))
         if deleted:
             await self._index.remove(job_id)
-        return deleted > 0
+        return deleted != 0
 
     async def report(self, job_id: str, lease: Lease, index: int, rows: int, put_off: str = "") -> bool:
         """Records a held shard's scored rows and why it was put off; returns whether it is wanted."""

@@ -28,8 +28,8 @@ from qinfer.models.config.config import from_json
 from qinfer.models.config.to_spec import FILES_OF
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
-from qinfer.models.repository.reader import UNREADABLE, ModelFiles, ReadingOptions, is_model_name, read_model
-from qinfer.models.state import StoredModel
+from qinfer.models.repository.reader import ModelFiles, ReadingOptions, is_model_name, read_model, unreadable
+from qinfer.models.state import ErrorKind, StoredModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _NOTHING = Listing({}, ())
 _NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
-NOT_UNIQUE = "model appears in two or more repositories"
+_NOT_UNIQUE = "model appears in two or more repositories"
 
 
 class _Place(NamedTuple):
@@ -72,7 +72,7 @@ class Repositories:
         for place in self._places:
             for model in self._scan(place):
                 is_known = model.model in found
-                found[model.model] = StoredModel(model.model, error=NOT_UNIQUE) if is_known else model
+                found[model.model] = _not_unique(model.model) if is_known else model
         return [found[name] for name in sorted(found)]
 
     def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
@@ -97,7 +97,7 @@ class Repositories:
             if not holders:
                 raise ModelNotFound(f"no model repository has a model '{name}'")
             if len(holders) > 1:
-                return StoredModel(name, error=NOT_UNIQUE)
+                return _not_unique(name)
             place, listing = holders[0]
             return read_model(ModelFiles(place.files, name, listing), self._how, self._lend, override)
         except SettingsError as error:
@@ -169,7 +169,7 @@ class Repositories:
     def _scanned(self, place: _Place, name: str, listing: Listing | Exception) -> StoredModel:
         if isinstance(listing, Exception):
             reason = listing.strerror if isinstance(listing, OSError) else str(listing)
-            return StoredModel(name, error=f"{UNREADABLE}: {reason}")
+            return unreadable(name, reason)
         digest, key = listing.digest(), (place.url, name)
         known = self._read.get(key)
         if known is not None and known[0] == digest:
@@ -177,14 +177,14 @@ class Repositories:
         model = read_model(ModelFiles(place.files, name, listing), self._how, self._lend)
         if model.files_of:  # its listing does not show changes of the other model's files
             self._read.pop(key, None)
-        elif not model.error.startswith(UNREADABLE) and (place.files.is_remote or _is_settled(listing)):
+        elif model.error_kind != ErrorKind.UNREADABLE and (place.files.is_remote or _is_settled(listing)):
             self._read[key] = (digest, model)
         return model
 
     def _lend(self, owner: str) -> ModelFiles:
         holders = self._holders(owner) if is_model_name(owner) else []
         if len(holders) != 1:
-            why = NOT_UNIQUE if holders else "no model repository has a model of that name"
+            why = _NOT_UNIQUE if holders else "no model repository has a model of that name"
             raise ModelLoadFailed(f"{FILES_OF} names '{owner}': {why}")
         place, listing = holders[0]
         return ModelFiles(place.files, owner, listing)
@@ -201,7 +201,7 @@ class Repositories:
         holders = self._holders(name)
         if len(holders) != 1:
             raise ModelLoadFailed(
-                f"model '{name}': {NOT_UNIQUE}" if holders else f"no model repository has a model '{name}'"
+                f"model '{name}': {_NOT_UNIQUE}" if holders else f"no model repository has a model '{name}'"
             )
         return holders[0][0]
 
@@ -256,6 +256,10 @@ def _open_files(url: str) -> Files:
     if protocol in _LOCAL:
         return LocalFiles(Path(unquote(rest)))
     return RemoteFiles(url)
+
+
+def _not_unique(name: str) -> StoredModel:
+    return StoredModel(name, error=_NOT_UNIQUE, error_kind=ErrorKind.NOT_UNIQUE)
 
 
 def _is_for_others_files(override: str) -> bool:

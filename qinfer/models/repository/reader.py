@@ -22,7 +22,7 @@ from qinfer.models.config.torch_tensors import UncertainError, read_torch
 from qinfer.models.config.warmup import executed_samples
 from qinfer.models.dependents import uses_of
 from qinfer.models.repository.files import Blob, Files, Listing, TooFarSpreadError
-from qinfer.models.state import StoredModel
+from qinfer.models.state import ErrorKind, StoredModel
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,6 @@ NAMED_CONFIGS = "configs"
 CONFIG_BYTES = 4 * 2**20
 LABEL_BYTES = 10 * 2**20
 MODEL_PY_BYTES = 16 * 2**20
-UNREADABLE = "can't be read"
-"""Begins the error of a model that changed meanwhile; the next read may succeed."""
-
 _MODEL_FILES = (".onnx", ".pt", ".pt2", ".xml", ".plan", ".py")
 
 COMPLETION_HOOK = "auto_complete_config"
@@ -94,10 +91,20 @@ def read_model(own: ModelFiles, how: ReadingOptions, lend: Lend, override: str =
         model = _ModelReader(*used, how, name).model(config, digest)
         return msgspec.structs.replace(model, files_of=owner)
     except ModelLoadFailed as error:
-        return StoredModel(name, content_hash=digest, error=error.message, files_of=owner)
+        kind = ErrorKind.NO_VERSION if isinstance(error, _NoVersion) else ""
+        return StoredModel(name, content_hash=digest, error=error.message, error_kind=kind, files_of=owner)
     except OSError as error:  # removed or changed while it was read
-        reason = f"{UNREADABLE}: {error.strerror or 'a file is gone'}"
-        return StoredModel(name, content_hash=digest, error=reason, files_of=owner)
+        return unreadable(name, error.strerror, content_hash=digest, files_of=owner)
+
+
+def unreadable(name: str, reason: str | None, content_hash: str = "", files_of: str = "") -> StoredModel:
+    """Returns a model that can't be read now."""
+    error = f"can't be read: {reason or 'a file is gone'}"
+    return StoredModel(name, content_hash=content_hash, error=error, error_kind=ErrorKind.UNREADABLE, files_of=files_of)
+
+
+class _NoVersion(ModelLoadFailed):
+    """The version policy selects no version."""
 
 
 def _borrowed(name: str, owner: str, own: Listing, lend: Lend) -> ModelFiles:
@@ -134,7 +141,7 @@ class _ModelReader(NamedTuple):
     def model(self, config: ModelConfig, digest: str) -> StoredModel:
         versions = select_versions(config, self.listing.versions())
         if not versions:
-            raise ModelLoadFailed(
+            raise _NoVersion(
                 f"at least one version must be available under the version policy of model '{self.name}'"
                 f"{self._misplaced()}"
             )

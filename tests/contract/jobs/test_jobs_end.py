@@ -6,7 +6,7 @@ import random
 import pytest
 
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, ShardOutcome, Standing
+from qinfer.jobs.queue.records import JobAddress, JobRecord, ShardOutcome, Standing
 from qinfer.queue import keys
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
@@ -267,6 +267,19 @@ async def test_only_a_job_that_has_ended_is_deleted(queue: RedisQueue) -> None:
     await Jobs(other).drop_shard("j1", lease, 0)
     assert await delivery.depth(LANES) == [0, 0, 0]
     assert await Jobs(delivery).create(record())
+
+
+async def test_a_delete_that_was_interrupted_is_completed_by_the_next(redis_queue: RedisQueue) -> None:
+    """The job's keys are gone, and the index still lists it."""
+    delivery = await redis_queue.connect()
+    await running(delivery, 1)
+    await Jobs(delivery).stop("j1", "cancelled", in_hand=True)
+    redis_queue.on_owner("DEL", JobAddress("digits", 0, "j1").record)
+
+    assert await Jobs(delivery).delete("j1")
+    assert not await Jobs(delivery).delete("j1")
+
+    assert not redis_queue.on_owner("EXISTS", keys.jobs())
 
 
 async def test_a_webhook_is_told_of_the_end_once(queue: RedisQueue) -> None:

@@ -161,6 +161,16 @@ async def test_a_share_leaves_nothing_behind(redis_queue: RedisQueue) -> None:
     assert not redis_queue.on_owner("EXISTS", STORED)
 
 
+async def test_a_result_that_is_stored_again_counts_once(small: RedisQueue) -> None:
+    """A worker repeats a write whose reply was lost."""
+    queue, count = await small.connect(), 0
+    while await result_stored(queue, f"r{count}"):
+        count += 1
+
+    assert [await result_stored(queue, f"r{number}") for number in range(count)] == [True] * count
+    assert small.on_owner("HGET", STORED, "") == str(count * len(LARGE)).encode()
+
+
 async def test_large_results_that_come_together_are_stored_one_by_one(small: RedisQueue) -> None:
     """Those that fit are, though all of them together take more than there is."""
     queue = await small.connect()

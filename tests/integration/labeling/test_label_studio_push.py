@@ -159,6 +159,17 @@ async def test_predict_answers_nothing_and_queues(client: httpx.AsyncClient, stu
     await all_are(client, "done", 2)
 
 
+async def test_a_call_of_predict_without_a_project_uses_the_mapping_of_its_tasks(
+    studio: LabelStudioServer, tmp_path: Path
+) -> None:
+    settings = settings_for(studio, tmp_path)
+    (tmp_path / "text.yaml").write_text(MAPPING.format(model="text", mode="push") + "project: 12\n")
+    async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+        reply = await client.post("/label-studio/text/predict", json={"tasks": studio.add("pos")})
+
+    assert reply.json() == {"results": [[]], "model_version": "text:1"}
+
+
 async def test_other_events_are_taken(client: httpx.AsyncClient, studio: LabelStudioServer) -> None:
     """Label Studio sends all of them to an ML backend; and those of projects whose predictions are not pushed."""
     tasks = studio.add("pos")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import pytest
 
@@ -189,6 +190,20 @@ def test_a_release_does_not_look_at_all_that_wait() -> None:
 
     assert budget.waiting == count
     assert CountedOwner.lookups < 10
+
+
+def test_a_body_that_leaves_does_not_look_at_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subtraction of counters visits every owner."""
+    bodies = Bodies()
+    for name in ("first", "second"):
+        bodies.ask(name, LARGE)
+    one, _ = bodies.ask("one", LARGE), bodies.ask("other", LARGE)
+    assert one is not None
+    monkeypatch.setattr(Counter, "_keep_positive", None)
+
+    one.release()
+
+    assert bodies.budget._waiting.bodies == {"other": 1}
 
 
 @pytest.mark.parametrize(

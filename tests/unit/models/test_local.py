@@ -16,7 +16,7 @@ from qinfer.models.repository.files import LocalFiles
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.repository.reader import select_versions
 from qinfer.models.spec import Device
-from qinfer.models.state import StoredModel
+from qinfer.models.state import ErrorKind, StoredModel
 from tests.support import models
 
 FLOAT = TensorProto.FLOAT
@@ -118,7 +118,9 @@ def test_a_model_without_a_version_has_an_error(tmp_path: Path) -> None:
     """Its text is Triton's."""
     (tmp_path / "m").mkdir()
 
-    assert only(tmp_path).error == "at least one version must be available under the version policy of model 'm'"
+    found = only(tmp_path)
+    assert found.error == "at least one version must be available under the version policy of model 'm'"
+    assert found.error_kind == ErrorKind.NO_VERSION
 
 
 def test_a_file_beside_the_versions_is_told_its_place(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import IndexEntry, ModelControl
 from qinfer.models.repository.open import Repositories
-from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import ErrorKind, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import Completion, put_completion
 from qinfer.queue.lanes import Queue
@@ -204,9 +204,8 @@ async def test_what_can_not_be_loaded_changes_nothing(
     scene: Scene, model: str, arguments: tuple[object, ...], error: type[QinferError], text: str
 ) -> None:
     """The texts are Triton's, with the reason behind them."""
-    scene.source.put(StoredModel(model="bad", error="line 1"))
-    none = "at least one version must be available under the version policy of model 'none'"
-    scene.source.put(StoredModel(model="none", error=none))
+    scene.source.put(StoredModel(model="bad", error="line 1: a version must be available"))
+    scene.source.put(StoredModel(model="none", error="no version", error_kind=ErrorKind.NO_VERSION))
 
     caught = await refused(load(scene, model, *arguments))
 

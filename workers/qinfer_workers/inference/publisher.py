@@ -378,7 +378,8 @@ class Publisher:
     async def _publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
-        await self.publish(items, responses, begin_ns)
+        if not _are_lost(items):
+            await self.publish(items, responses, begin_ns)
 
     async def publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         """Publishes responses without checking leases; `begin_ns` = they were ready."""
@@ -404,6 +405,9 @@ class Publisher:
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
         answers = [answer for answer in answers if not answer[0].lost]
+        items = [item for item, _ in answers]
+        if not items:
+            return
         settlements = [settlement_of(item, response) for item, response in answers]
         # Large settlements keep their leases.
         large = [each for each in settlements if not self._queue.requests.ends_at_once(each)]

@@ -34,6 +34,7 @@ _KNOWN, _LENT, _LOCK = "known", "lent", ".lock"
 _SETTLED_S = 2.0
 """Clocks are coarse: a newer stamp does not identify an archive."""
 
+_DIGEST_LENGTH = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -83,14 +84,16 @@ class Environments:
         stamp = _stamp(file)
         note = self._root / _KNOWN / hashlib.sha256(stamp.encode()).hexdigest()
         with suppress(FileNotFoundError):
-            return note.read_text()
+            if len(known := note.read_text()) == _DIGEST_LENGTH:
+                return known
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         file.seek(0)
         if _stamp(file) == stamp and os.fstat(file.fileno()).st_ctime < time.time() - _SETTLED_S:
-            note.parent.mkdir(exist_ok=True, mode=0o700)
-            partial = note.with_name(f".{os.getpid()}")
-            partial.write_text(digest)
-            partial.rename(note)
+            with suppress(OSError):  # the disk may be full
+                note.parent.mkdir(exist_ok=True, mode=0o700)
+                partial = note.with_name(f".{os.getpid()}")
+                partial.write_text(digest)
+                partial.rename(note)
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
@@ -143,7 +146,7 @@ class Environments:
                 unused_bytes += int((home / READY).read_text() or 0)
             if is_old or unused_bytes > self._bounds.max_bytes:
                 remove_unused(home, READY)
-        for note in (self._root / _KNOWN).glob("*"):
+        for note in (self._root / _KNOWN).glob("[!.]*"):  # others are being written
             if used_at(note) <= limit and not (self._root / note.read_text()).exists():
                 note.unlink(missing_ok=True)
 

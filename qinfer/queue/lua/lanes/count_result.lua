@@ -2,7 +2,9 @@
 -- KEYS: result. ARGV: prefix, tenant, id, bytes (0 = removed), ttl (ms). Returns 1, or 0 if the tenant has stored too
 --   much.
 local prefix, tenant, id, bytes, ttl = unpack(ARGV)
-if bytes ~= '0' and is_over(prefix, tenant, tonumber(bytes)) then return 0 end
+bytes = tonumber(bytes)
+local more = bytes - tonumber(redis.call('HGET', prefix .. 'stored:' .. tenant, id) or '0') -- it may be stored again
+if more > 0 and is_over(prefix, tenant, more) then return 0 end
 
-note_stored(prefix, tenant, id, tonumber(bytes), now_ms() + tonumber(ttl))
+note_stored(prefix, tenant, id, bytes, now_ms() + tonumber(ttl))
 return 1

@@ -77,6 +77,30 @@ def test_a_histogram_is_shown_as_tritons(memory: MetricMemory) -> None:
     ]
 
 
+def test_an_observed_nan_is_in_the_first_bucket(memory: MetricMemory) -> None:
+    """As in Triton: prometheus-cpp 1.0.1, which it uses, counts NaN there."""
+    times = family("times", HISTOGRAM)
+
+    times.Metric(buckets=[0.1, 1.0]).observe(float("nan"))
+
+    assert shown(memory)[2:] == [
+        "times_count 1", "times_sum Nan", 'times_bucket{le="0.1"} 1', 'times_bucket{le="1"} 1',
+        'times_bucket{le="+Inf"} 1',
+    ]  # fmt: skip
+
+
+def test_infinite_values_and_bounds_are_shown_as_tritons(memory: MetricMemory) -> None:
+    level, times = family("level", GAUGE), family("times", HISTOGRAM)
+
+    level.Metric().set(float("inf"))
+    times.Metric(buckets=[float("-inf"), 1]).observe(float("-inf"))
+
+    assert [line for line in shown(memory) if not line.startswith("#")] == [
+        "level +Inf", "times_count 1", "times_sum -Inf", 'times_bucket{le="-Inf"} 1', 'times_bucket{le="1"} 1',
+        'times_bucket{le="+Inf"} 1',
+    ]  # fmt: skip
+
+
 def test_equal_labels_share_one_value(memory: MetricMemory) -> None:
     """In whatever order they are, of families that were declared twice."""
     first, second = family(), family(text="the second")

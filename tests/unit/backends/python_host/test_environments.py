@@ -200,6 +200,43 @@ def test_a_disk_that_stays_full_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert homes(tmp_path / "environments") == set()
 
 
+def test_a_note_that_a_process_writes_is_not_swept(tmp_path: Path) -> None:
+    """Another process would fail to rename it, and this one to read it after that."""
+    root = tmp_path / "environments"
+    (root / "known").mkdir(parents=True)
+    partial = root / "known" / ".17"
+    partial.write_text("of an archive that will be unpacked")
+    os.utime(partial, (LONG_AGO, LONG_AGO))
+
+    Environments(root, BOUNDS).unpacked(packed(tmp_path / "new"), {})
+
+    assert partial.exists()
+
+
+def test_an_archive_whose_note_can_not_be_written_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note spares a read only; a full disk may get room."""
+    monkeypatch.setattr(environments, "_SETTLED_S", -1.0)
+    root = tmp_path / "environments"
+    (root / "known").mkdir(parents=True)
+    (root / "known" / f".{os.getpid()}").mkdir()
+
+    place = Environments(root, BOUNDS).unpacked(packed(tmp_path / "new"), {})
+
+    assert (place / "lib" / "a.py").exists()
+
+
+def test_an_empty_note_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine may leave one, and the whole directory would be taken for the environment."""
+    monkeypatch.setattr(environments, "_SETTLED_S", -1.0)
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"
+    place = Environments(root, BOUNDS).unpacked(file, {})
+    (note,) = (root / "known").iterdir()
+    note.write_text("")
+
+    assert Environments(root, BOUNDS).unpacked(file, {}) == place
+    assert note.read_text() == place.parent.name
+
+
 def test_a_known_archive_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "_SETTLED_S", -1.0)
     file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"

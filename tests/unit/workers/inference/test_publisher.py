@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,17 +92,20 @@ class Noting(Offline):
     """A queue that notes what leaves.
 
     Attributes:
+        writes: How often answers were published or stored.
         seen: The ids of requests whose answers were published or stored.
         finished: The ids of entries, those that were finished together in one list.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.writes = 0
         self.seen: list[str] = []
         self.finished: list[list[str]] = []
         self.requests.settle = self._settle  # type: ignore[method-assign]  # it is the test's own
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
+        self.writes += 1
         self.seen += [response.request_id for response in decode_responses(blob)]
         return True
 
@@ -108,6 +113,7 @@ class Noting(Offline):
         self.finished.append([entry.entry_id for entry in entries])
 
     async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        self.writes += 1
         self.seen += [settlement.address.id for settlement in settlements]
         return [True] * len(settlements)
 
@@ -210,6 +216,24 @@ async def test_nothing_is_answered_while_leases_may_have_ended(reply_to: str) ->
         await publisher.finish_accepted()
 
     assert delivery.seen == ["r2"]
+
+
+@pytest.mark.parametrize("reply_to", ["reply:g", ""])
+async def test_a_batch_that_is_lost_before_it_is_answered_is_not_counted(reply_to: str) -> None:
+    delivery = Noting()
+    items = [pending(1, reply_to), pending(2, reply_to)]
+    asked = asyncio.Event()
+    renewals: Any = SimpleNamespace(ask=asked.set)
+    keeper = LeaseKeeper(renewals, delivery.clock, 1e-9, list, lambda item: setattr(item, "lost", True))
+    keeper.hold(items)
+    async with asyncio.TaskGroup() as tasks:
+        outlet = Publisher(delivery, keeper, tasks)
+        outlet.publish_responses(items, responses(items))
+        await asked.wait()
+        keeper.renewed(float("inf"), {place_of(item) for item in items})
+        await outlet.finish_accepted()
+
+    assert (delivery.writes, delivery.seen, outlet.durations.drain()) == (0, [], {})
 
 
 async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.LogCaptureFixture) -> None:

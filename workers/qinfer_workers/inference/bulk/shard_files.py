@@ -52,7 +52,7 @@ _MOST_ROWS = 65_536
 _MOST_SHARED_ROWS = 8192
 _STREAMED_ROWS = 64
 """Few, since a decoupled model's responses may be large."""
-_STREAMED_SHARE = 16
+_STREAMED_DIVISOR = 16
 _GROWTH = 8
 _COMMITS = 5
 _FIRST_COMMIT_S = 1.0
@@ -308,7 +308,7 @@ class ShardFiles:
 def streamed_bytes(read_bytes: int) -> int:
     """Returns the limit of responses to a row."""
     # a chunk's responses become one array with 32-bit offsets
-    return min(read_bytes // _STREAMED_SHARE, 2**31 // _STREAMED_ROWS)
+    return min(read_bytes // _STREAMED_DIVISOR, 2**31 // _STREAMED_ROWS)
 
 
 def clear_spool(folder: Path, older_than_at: float) -> None:
