@@ -1,9 +1,9 @@
 """The batcher turns pending requests into executions: one per model version and worker, on the event loop.
 
-    admit ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.answer
-                 │          └─▶ expired ─▶ outlet.answer  └─▶ bisection, if it raised ─▶ executor …
-                 ├─▶ outlet.give_back (items that others can run sooner)
-                 └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
+    add_items ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.publish_responses
+                    │          └─▶ expired ─▶ fail            └─▶ bisection, if it raised ─▶ executor …
+                    ├─▶ outlet.give_back (items that others can run sooner)
+                    └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
 
 `policy` decides, and the worker does the I/O. At most one batch is placed ahead of busy instances, fetched just before
 a running one ends, so that idle workers get the rest (docs/explanation/batching.md).
@@ -195,7 +195,7 @@ class Batcher:
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
         """Switches to another generation; the old instances end their batches and are unloaded.
 
-        Returns the items that have not started: check them again, `classify` and admit them.
+        Returns the items that have not started: check them again, `classify` them, and pass them to `add_items`.
         """
         old, self._lent = self.model.executor, LentInstances()
         self._recall()

@@ -1,8 +1,8 @@
 """Streams: the responses of decoupled models leave one by one, even after `execute` has returned.
 
-    any thread of the model ── Stream.send ──▶ Streams ── event loop ──▶ StreamOutlet.send
-          ▲ waits while the window is used up                                  │
-          └────────────────── Streams.credit ◀── the gateway's credits ────────┘
+    any thread of the model ── ItemStream.send ──▶ WorkerStreams ── event loop ──▶ StreamOutlet.send
+          ▲ waits while the window is used up                                            │
+          └────────────────── WorkerStreams.credit ◀── the gateway's credits ────────────┘
 
 A stream is open from the beginning of its execution to its final response. It holds its lease until then, and the
 instance only until `execute` returns. Ensembles have no execution and are another `StreamSource`.

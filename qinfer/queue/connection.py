@@ -1,6 +1,6 @@
 """The connection to one Redis node for the hot path: pipelined commands, reply callbacks, one write per loop tick.
 
-    Link ──holds──▶ Connection ──▶ socket        a Link outlives its Connections: it reconnects by itself
+    Link ──holds──▶ RedisConnection ──▶ socket        a Link outlives its connections: it reconnects by itself
 
 `send` needs no task, future or timer per command; `call` is its coroutine form for rarer commands. Error replies are
 mapped here to qinfer's errors.

@@ -376,7 +376,7 @@ class TicketReader:
         self.is_asleep = False
 
     async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> bool:
-        """Waits up to `wait_s` for `take` or, with free slots, `own`; returns whether there is something."""
+        """Waits up to `wait_s` for steps or, with free slots, for sequences to own; returns whether there are any."""
         return await self._wait_for_entry(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
 
     async def sleep(self, after: str, *, has_slots: bool) -> bool:

@@ -1,6 +1,6 @@
 """Asynchronous requests: accepted now, ended once, readable until their result expires.
 
-    accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` is their `finish`
+    accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` finishes the entry, too
 
 The guarantees, each with a test in `tests/contract/`:
 

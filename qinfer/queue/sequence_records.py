@@ -157,7 +157,7 @@ class DeliveredStep(msgspec.Struct, frozen=True):
 
 
 class DeliveredSteps(msgspec.Struct, frozen=True):
-    """The outcome of `take`; pass `ticket` to the next call."""
+    """The outcome of `Sequences.take_steps`; pass `ticket` to the next call."""
 
     ticket: str
     taken: Items[DeliveredStep]

@@ -1,8 +1,8 @@
 """Sequences in the queue: ownership, committed steps, and hand-over when an owner dies.
 
-    submit ──▶ steps ──ticket──▶ own ──▶ take ──▶ execute ──▶ commit ──▶ publish ──▶ finish
+    submit ──▶ steps ──ticket──▶ own ──▶ take_steps ──▶ execute ──▶ commit ──▶ publish ──▶ finish
                                   ▲
-                                  └── give_back (a drain), reap (a dead owner's)
+                                  └── hand_over (a draining worker's sequences), reap (a dead worker's)
 
 A *sequence* is a tenant's correlation id at a model. Its *life* begins with START and ends with END, by idle time, or
 by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
@@ -208,7 +208,8 @@ class Sequences:
     ) -> list[OwnedLife] | None:
         """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first.
 
-        Returns `None` if its lease has ended. `told_bits` is the `bits` of `tell`.
+        Returns `None` if the worker's lease has ended. `told_bits` is the `bits` of `assign_id`; `None` = the model
+        gets no ids.
         """
         if count <= 0:
             return []
@@ -251,7 +252,7 @@ class Sequences:
         return DeliveredSteps(ticket.decode(), [self._taken(worker_id, each) for each in told])
 
     def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
-        """Returns a reader that waits for `take` or `own`; close it."""
+        """Returns a reader that waits until `take_steps` or `own` would return something; close it."""
         link = self._router.blocking(self._slot, "qinfer-sequences", MAX_BLOCK_S)
         place = place_of(Lane(self._model, version, _WAITING[0], self._partition))
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)

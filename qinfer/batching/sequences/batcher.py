@@ -1,7 +1,7 @@
 """The batcher of sequences: one per model version and worker, on the event loop, beside `Batcher` for plain requests.
 
-    adopt, admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.executed
-                          └─▶ outlet.broken, outlet.idle
+    adopt, add_step ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.executed
+                             └─▶ outlet.broken, outlet.idle
 
 It keeps its sequences' states and does no I/O: the outlet commits steps, and asks Redis whether a sequence has ended.
 """

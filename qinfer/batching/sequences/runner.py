@@ -1,6 +1,6 @@
 """The runner of the steps of one model version: its scheduler, its instances, and a batch's way through both.
 
-    SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.ended ─▶ decide …
+    SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.end_batch ─▶ decide …
 
 Subclasses keep the states and answer: `SequenceBatcher` for stateful models, `Iterations` for iterative ones.
 """

@@ -1,6 +1,6 @@
 """The sequences of one worker: which have a slot, which steps run, and when a sequence ends (reference §3.4).
 
-    admit  →  decide  →  batches to execute  →  ended  →  decide  → …
+    add_step  →  decide  →  batches to execute  →  end_batch  →  decide  → …
 
 Pure; Redis decides the owner. A sequence waits in the backlog for a slot of an instance, and keeps it until it ends.
 Its steps execute one at a time, in the order of admission. It ends by END, by the START of the next sequence of its

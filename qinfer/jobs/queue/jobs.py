@@ -1,14 +1,14 @@
 """Bulk jobs in the queue: records, shards on the way to workers, and their outcomes.
 
-    create ──▶ validating ─▶ planning ──plan──▶ running ──finish_shard …──▶ finalizing ─▶ completed
+    create ──▶ validating ─▶ planning ──add_shards──▶ running ──finish_shard …──▶ finalizing ─▶ completed
                                 │ todo ──advance──▶ bulk1 | bulk2 | bulk3 ──fetch──▶ lease
 
 A *shard* is an entry on a bulk lane of its model version, leased like any entry; its frame is opaque here. The
 promises, each with a test in `tests/contract/`:
 
 1. `create` stores a record once; `move` changes an expected state in one step.
-2. `plan` is idempotent: it adds each shard once, skips shards that succeeded or are in the lane, and works only while
-   the job is `planning`. `complete` makes the job run.
+2. `add_shards` is idempotent: it adds each shard once, skips shards that succeeded or are in the lane, and works only
+   while the job is `planning`. Its argument `complete` makes the job run.
 3. A shard is in `todo`, in the lane or settled. `advance` moves shards to the lane in one step, the lowest index
    first; the lane holds at most twice as many as may run. `finish_shard` refills it in the same step.
 4. `finish_shard` is the only terminal step of a shard: it removes the entry regardless of its owner, records outcome

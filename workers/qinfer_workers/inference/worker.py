@@ -1,6 +1,6 @@
 """The worker: fetches entries for its models, makes items of them, runs suspects alone, drains.
 
-    queue.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
+    queue.fetch ─▶ LeaseIntake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
 
 Each stateless model version has a fetch loop, each stateful one a `SequenceService`. Only model code and lease renewal
 run outside the event loop.

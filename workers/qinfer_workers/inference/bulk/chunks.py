@@ -1,8 +1,8 @@
 """Rows on their way through a shard's threads: read ─▶ scored ─▶ written, in order, a bounded number at a time.
 
     reader ──add──▶ │ chunk chunk chunk │ ──next_scored──▶ writer
-                       │ take    ▲ done
-                       ▼         │
+                       │ next_batch   ▲ done
+                       ▼              │
                     instance threads, a slice each
 
 One condition guards everything: threads enter it once or twice per batch.

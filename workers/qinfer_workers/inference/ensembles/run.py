@@ -1,8 +1,8 @@
 """One request of an ensemble on its way through the steps, driven by answers, without a task or a thread.
 
-    begin ─▶ submit steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
+    submit_first_steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
 
-Each response of a decoupled step becomes a `Branch` that goes through the steps behind it:
+Each response of a decoupled step becomes a branch (`_Branch`) that goes through the steps behind it:
 
     branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ EnsembleResponses.send, in the step's order
 

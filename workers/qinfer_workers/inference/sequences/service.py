@@ -1,8 +1,8 @@
 """The sequences of one model version in a worker: owns them, takes their steps, and gives them back.
 
-    sleep ─▶ join ─▶ own ─▶ take ─▶ SequenceBatcher ─▶ StepPublisher
-      ▲               └── wait ◀─┘        each life that ends sends its owner a ticket, which `take` returns
-      └── leave ◀───────────┘
+    sleep ─▶ join ─▶ own ─▶ take_steps ─▶ SequenceBatcher ─▶ StepPublisher
+      ▲               └── wait ◀─┘          a life that ends sends its owner a ticket, which `take_steps` returns
+      └── end_lease ◀───────┘
 
 The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
 until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
