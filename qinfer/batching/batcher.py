@@ -150,10 +150,10 @@ class Outlet(Protocol):
 
 
 class Batcher:
-    """Batches a version's requests; times are the broker's."""
+    """Batches a version's requests; instants are on Redis' clock."""
 
     keeps_for_calls = True
-    """Whether nested requests go first."""
+    """Whether requests of calling models go first (`NestedRequests`)."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None

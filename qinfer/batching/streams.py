@@ -288,7 +288,7 @@ class WorkerStreams:
         credit_to: The worker's reply address for credits.
         window_bytes: The most bytes of a stream on their way.
         stall_s: The longest time that a caller may leave its window full.
-        now_s: The broker's time.
+        now_s: The time of Redis' clock.
 
     Attributes:
         unread: Called twice a second with the unread streams.

@@ -92,7 +92,7 @@ class CalledTensor(msgspec.Struct, frozen=True, array_like=True):
 class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     """A call by a traced request's model, or a step of its ensemble.
 
-    `begin_s` and `end_s`, its last response, are in the broker's time.
+    `begin_s` and `end_s`, its last response, are instants of Redis' clock.
     """
 
     model: str

@@ -72,7 +72,7 @@ class Board(msgspec.Struct, frozen=True):
 
 
 class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The entry of a task; times are the broker's.
+    """The entry of a task; instants are on Redis' clock.
 
     `request_id` differs for other data or another version. `version` is, for an endpoint, the stable target's until the
     request is made; `model` is then its target, otherwise empty. `attempt` counts from 1. `data` (JSON) is empty once

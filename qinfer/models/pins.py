@@ -20,7 +20,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         content_hash: When it was pinned (`is_executed`); empty = any.
         reason: The kind of the holder, such as `job`.
-        expires_at: Seconds of the broker's time.
+        expires_at: Seconds on Redis' clock.
     """
 
     model: str

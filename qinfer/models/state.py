@@ -125,7 +125,7 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
     """An execution, warm-up or load (`what`) that has lasted for a while.
 
     Attributes:
-        since: In the broker's time, without calls of other models; restarts with each response of a stream.
+        since: On Redis' clock, without calls of other models; restarts with each response of a stream.
         seconds: Its duration at the heartbeat.
         limit_s: 0 = no limit.
     """
@@ -155,7 +155,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: Unique for each start of a worker.
-        started_at: Seconds since the epoch, in the broker's time.
+        started_at: Seconds since the epoch, on Redis' clock.
         executing: Requests in its batches.
         clock_offset_s: Broker time minus its wall clock.
         speeds: Requests a second that it can execute.

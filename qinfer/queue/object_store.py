@@ -1,6 +1,6 @@
 """Large tensors in an object store: their names, lifetime and deletion.
 
-    <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
+    <url>/<expiry>/<hash of the model>-<random>          expiry: seconds on Redis' clock, a multiple of a minute
 
 An object is written before its reference, under a random name, and never changed. References in Redis expire before
 their objects; an object is deleted with its reference. `sweep` deletes the rest: only names of this form in expired

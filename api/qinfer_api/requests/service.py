@@ -98,7 +98,7 @@ class AsyncRequests:
     ids: IdFactory = field(default_factory=IdFactory)
 
     def now_s(self) -> float:
-        """Returns the broker's time, which records use."""
+        """Returns the time of Redis' clock, which records use."""
         return self.delivery.clock.now_s()
 
     def resolve(self, model: str, version: int) -> ServedVersion:

@@ -55,7 +55,7 @@ class _OwnedSequence:
 
 
 class SequenceBatcher(StepRunner[PendingStep]):
-    """Executes one worker's sequences; times are the broker's."""
+    """Executes one worker's sequences; instants are on Redis' clock."""
 
     def __init__(
         self,

@@ -219,7 +219,7 @@ def _mark(step: SequenceStep[WorkItem]) -> None:
 
 
 class IterativeBatcher:
-    """An iterative model's `Batcher`; times are the broker's."""
+    """An iterative model's `Batcher`; instants are on Redis' clock."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None

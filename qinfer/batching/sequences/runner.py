@@ -39,7 +39,7 @@ P = TypeVar("P", bound=WorkItem)
 
 
 class StepRunner(ABC, Generic[P]):
-    """Runs a model's steps; times are the broker's."""
+    """Runs a model's steps; instants are on Redis' clock."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, tally: StatsTally, latency: LatencyModel | None = None

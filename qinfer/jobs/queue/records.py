@@ -46,7 +46,7 @@ OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a job; instants are in seconds of the broker's time, 0 = not yet or never.
+    """The record of a job; instants are seconds on Redis' clock, 0 = not yet or never.
 
     Attributes:
         priority: The number of its bulk lane.
@@ -125,7 +125,7 @@ class ShardOutcome(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """State of a job, and its shards: just moved to the lane, in `todo`, in the lane."""
+    """The state of a job, and the numbers of its shards: moved to the lane just now, in `todo`, and in the lane."""
 
     state: str
     moved: int
@@ -140,14 +140,14 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line of a job's log, in seconds of the broker's time."""
+    """A line of a job's log; `at` is in seconds on Redis' clock."""
 
     at: float
     text: str
 
 
 class Page(NamedTuple):
-    """Page of a listing; `after` begins the next one."""
+    """A page of a listing; `after` begins the next one."""
 
     records: list[JobRecord]
     after: str
