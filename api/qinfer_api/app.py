@@ -98,7 +98,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTEN_S = 2.0  # normally milliseconds
+# Reading the reply stream normally begins within milliseconds; after this time, only liveness is served.
+_LISTEN_S = 2.0
 
 
 async def build(settings: Settings) -> "Gateway":

@@ -47,7 +47,8 @@ TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
 """Memory is trimmed after so many lent bytes, at most this often."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-_SHARE = 2  # an owner's limit, as a multiple of free bytes
+# The limit of an owner, as a multiple of the free bytes.
+_SHARE = 2
 
 
 class Reservation:

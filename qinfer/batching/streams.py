@@ -32,12 +32,14 @@ Sent = tuple[WorkItem, Response]
 _GONE = "the caller has left"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
 _LEFT = "the model stopped in the middle because another request of its batch was cancelled; send the request again"
-_LOOK_S = 0.5  # between checks for stalled and late streams
+# The pause between two checks for stalled and late streams.
+_LOOK_S = 0.5
 
 LEAST_RATE = 256 * 1024
 """The least rate of a caller with a half-full window."""
 
-_LEAST_S = 1.0  # before a stream counts as unread
+# The shortest time after which a stream counts as unread.
+_LEAST_S = 1.0
 
 
 def nbytes_of(answer: Answer | Failure) -> int:

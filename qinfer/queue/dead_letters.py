@@ -30,7 +30,8 @@ _REPLAY = load_script("lanes/replay", "now_ms", "drop")
 _ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PAYLOAD_MARGIN_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
-_PARTITION = 0  # until models are spread over several
+# The only partition, until models are spread over several.
+_PARTITION = 0
 _PAGE = 100
 _BYTES = (b"frame", b"payload")
 _GONE = "the tensors of dead letter {} are not in the payload store any more; remove it with `qinfer dlq purge`"

@@ -19,7 +19,8 @@ NOBODYS = 0
 """The token of a life without an owner; others begin with 1."""
 
 
-_MAX_NUMBER = 21  # of `n` and a number of 64 bits
+# The length of `n` and a number of 64 bits.
+_MAX_NUMBER = 21
 
 
 class SequenceId(msgspec.Struct, frozen=True):

@@ -23,7 +23,8 @@ from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest, 
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.pending import OfStep, PendingCall, PendingRequests
 
-_PARTITION = 0  # until models are spread
+# The only partition, until models are spread over several.
+_PARTITION = 0
 
 
 class SequenceSteps:

@@ -39,7 +39,8 @@ LONGEST_PAUSE_S = 60.0
 _QUEUE_PAUSE_S = 5.0
 _FEED_PAUSES = 4  # other gateways' tasks can wait
 _REMEMBERED = 10_000
-_PARTITION = 0  # until models are spread
+# The only partition, until models are spread over several.
+_PARTITION = 0
 _GONE = "its result expired before Label Studio took it"
 _DELETED = "the outputs are gone; have the task scored again"
 _NOT_TAKEN = "Label Studio left the prediction out: it does not fit the project's label config"
@@ -74,11 +75,14 @@ class Pusher:
         self._pause_s = settings.requests.sweep_every_s
         self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
         self._step_s = self._kind.pause_s / 2  # then others may take over
-        self._models: dict[str, None] = {}  # a removed mapping may have tasks left
-        self._outboxes: dict[str, None] = {}  # models with possible endings
+        # Models that may have tasks; a removed mapping may have tasks left.
+        self._models: dict[str, None] = {}
+        # Models that may have ended requests.
+        self._outboxes: dict[str, None] = {}
         self._outbox = ""
         self._finished: set[str] = set()
-        self._failures: Counter[str] = Counter()  # by ending
+        # The failures to push, by the id of the ended request.
+        self._failures: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Feeds and pushes until cancelled."""

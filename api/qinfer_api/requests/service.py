@@ -50,8 +50,10 @@ from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request, told
 
-_GRACE_S = 5.0  # for the janitor
-_KEPT_LONGER_S = 600.0  # beyond its record
+# Seconds that the janitor gets to end a request after its deadline.
+_GRACE_S = 5.0
+# Seconds for which the choice of a target outlives the request's record.
+_KEPT_LONGER_S = 600.0
 
 
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 _CREATION_S = 60.0
 _MOST_SKIPPED = 1000
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
-_LOOKS = 10  # a page with few matches ends before it is full
+# The most reads for a page: a page with few matches ends before it is full.
+_LOOKS = 10
 _PAGE = 100
 _CURSOR = re.compile(r"([0-9]{1,15})-(.+)")
 _TOGETHER = 20

@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 GIVEN_UP = "another tenant waited for a slot of the model, and this one had the most slots"
 RELOADED = "the model was loaded anew with another configuration"
-_PARTITION = 0  # until models are spread
+# The only partition, until models are spread over several.
+_PARTITION = 0
 _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
