@@ -323,7 +323,7 @@ class Batcher:
         self._pump()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Forms batches again after `pause_batching`."""
         self.paused = False
         self._pump()
 

@@ -185,7 +185,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
 
     @property
     def moves_by(self) -> str:
-        """The endpoint that may move it while it waits."""
+        """The endpoint that may move the request to another target while it waits."""
         return self.endpoint if self.moves else ""
 
 
@@ -234,7 +234,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its outputs."""
+        """The bytes of the outputs."""
         size = 0
         for tensor in self.outputs:
             size += len(tensor.data)

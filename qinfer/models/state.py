@@ -63,7 +63,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> str:
-        """The model whose files it uses."""
+        """The model whose files this model uses."""
         return self.files_of or self.model
 
 

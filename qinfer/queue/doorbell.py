@@ -49,7 +49,7 @@ class Sleeper(Protocol):
     """Prefix of its lanes."""
 
     def ring(self) -> None:
-        """Makes it look again."""
+        """Makes the reader look at its lanes again."""
         ...
 
 

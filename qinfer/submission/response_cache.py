@@ -91,7 +91,7 @@ class Flight(Inner):
         self._cache.landed(self, response)
 
     def fail(self, error: Exception) -> None:
-        """Fails its callers."""
+        """Fails the callers that wait for this execution."""
         self._cache.crashed(self, error)
 
     def left(self, caller: PendingCall) -> None:

@@ -231,7 +231,7 @@ class Submission:
         return self._new_id(served.spec.name, served.lane.partition)
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Runs the background work of this process's submissions until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._cache is not None:
                 group.create_task(self._cache.run())

@@ -84,7 +84,7 @@ class Exchange(Protocol):
         ...
 
     def come_first(self) -> None:
-        """Notes that its reply is next."""
+        """Notes that the reply to this request is the next one of the connection."""
         ...
 
 
@@ -214,7 +214,7 @@ class HttpConnection(asyncio.Protocol):
         return False
 
     def _parse(self, piece: memoryview) -> int:
-        """Returns the bytes it took."""
+        """Feeds the parser, and returns how many bytes it took."""
         taken = len(piece)
         self._framing_bytes += taken  # the callbacks subtract body data, and reset it for a new message
         try:
@@ -437,7 +437,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _withdraw(self) -> bool:
-        """Returns `False` if its reply has begun."""
+        """Takes back the request that is being read; returns false if its reply has begun."""
         exchange, self._reading = self._reading, None
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:

@@ -171,7 +171,7 @@ class Pusher:
                 raise
 
     async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
-        """Leaves out those that a newer request replaced."""
+        """Returns the ends of current requests; confirms those that a newer request of the task replaced."""
         entries = await self._tasks.get(board, [notes.task for _, notes in found], with_data=True)
         pairs, late = [], []
         for (ending, notes), known in zip(found, entries, strict=True):
@@ -195,7 +195,7 @@ class Pusher:
         return made
 
     async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
-        """Returns `None` if its task moves on."""
+        """Makes the prediction of an ended request; if that fails, moves the task on and returns `None`."""
         try:
             return Made(ending, entry, await self._item(board, ending, entry))
         except (StudioAway, DeliveryError):
@@ -252,7 +252,7 @@ class Pusher:
                 await self._push_one(board, each)
 
     async def _fresh(self, board: Board, made: Sequence[Made], ends_s: float) -> list[Made]:
-        """Returns those that Label Studio lacks; confirms the others."""
+        """Returns the predictions that Label Studio lacks; confirms the others."""
         there: list[Made] = []
         fresh: list[Made] = []
         for each in made:

@@ -161,7 +161,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         await self._idle.wait()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Forms batches again after `pause_batching`."""
         self.paused = False
         self.pump()
 

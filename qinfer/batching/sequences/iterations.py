@@ -68,7 +68,7 @@ class Iterations(StepRunner[WorkItem]):
 
     @property
     def has_work(self) -> bool:
-        """Whether it holds requests."""
+        """Whether the batcher holds requests."""
         return bool(self._held or self.executing)
 
     @property
@@ -333,7 +333,7 @@ class IterativeBatcher:
         await self._idle.wait()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Forms batches again after `pause_batching`."""
         self.paused = False
         self._update_gate()
 

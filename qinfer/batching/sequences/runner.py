@@ -90,7 +90,7 @@ class StepRunner(ABC, Generic[P]):
 
     @abstractmethod
     def _begin_batch(self, batch: StepBatch[P]) -> list[States]:
-        """Returns its steps' states."""
+        """Begins a batch, and returns the states of its steps."""
 
     @abstractmethod
     def _refuse(self, items: Sequence[P], responses: Sequence[Response]) -> None:

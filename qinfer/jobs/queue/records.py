@@ -106,12 +106,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lane(self) -> Lane:
-        """The lane of its shards."""
+        """The lane of the job's shards."""
         return Lane(self.model, self.version, BULK_LANES[self.priority - 1], self.partition)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the job has ended."""
         return self.state in TERMINAL
 
 

@@ -53,12 +53,12 @@ class HeldWork(Protocol):
 
     @property
     def lease(self) -> Lease:
-        """The lease on its entry."""
+        """The lease on the entry of this work."""
         ...
 
     @property
     def deadline_s(self) -> float:
-        """When its caller stops waiting (broker time)."""
+        """The instant on Redis' clock at which the caller stops waiting."""
         ...
 
     def lose(self) -> None:

@@ -94,7 +94,7 @@ class Serving:
         self.is_settled = False
 
     def is_still(self, *, ends: bool) -> bool:
-        """Returns whether it is paused."""
+        """Returns whether serving is paused and nothing of it executes or is read."""
         executes = self.batcher.executing and not self._is_held(ends=ends)
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 

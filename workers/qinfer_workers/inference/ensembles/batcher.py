@@ -129,7 +129,7 @@ class EnsembleBatcher:
         await self._idle.wait()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Takes requests again after `pause_batching`."""
         self.paused = False
         self._update_gates()
 

@@ -147,7 +147,7 @@ class SequenceService:
 
     @property
     def has_open(self) -> bool:
-        """Whether it owns sequences."""
+        """Whether the service owns sequences."""
         return bool(self._held)
 
     def start(self) -> None:
