@@ -108,7 +108,7 @@ _SIZES = load_script("sequences/sizes")
 _BACKLOG = load_script("sequences/backlog", *_SHARED)
 
 RENEW_OWNER = load_script("sequences/renew", "now_ms")
-"""A worker's renewer runs its text."""
+"""The script that renews a worker's lease on its sequences; the worker's renewer runs its text."""
 
 
 class Sequences:

@@ -62,7 +62,7 @@ class LocalBatcher(Protocol):
     def try_admit(
         self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, next_batch: bool = True
     ) -> bool:
-        """Admits a checked and stamped request, only into the next batch if so asked; returns whether it did."""
+        """Admits a checked and stamped request, with `next_batch` only into the next batch; returns whether it did."""
         ...
 
 
@@ -173,7 +173,7 @@ class Submission:
     ) -> PendingCall | None:
         """Submits to a batcher of this process, past all waiting requests; `None` if it refuses."""
         spec = served.spec
-        # A sequence's id for the model is chosen by the lane's reader.
+        # The reader of the lane chooses the sequence id that the model sees.
         names_sequence = spec.sequences is not None or request.sequence is not None
         if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
             return None

@@ -1,8 +1,8 @@
 """An HTTP/1.1 connection over httptools: parses requests, writes replies in order, and bounds both.
 
-Only the first request in the queue may write. Here each becomes a `Cycle`, which runs the ASGI application when it is
-first; a subclass may answer some below ASGI. The parser gets small slices and stops when a request stalls, because one
-read may hold thousands of requests.
+Only the first request in the queue may write. Each request becomes a `Cycle`, which runs the ASGI application when it
+is first; a subclass may answer some below ASGI. The parser gets small slices and stops when a request stalls, because
+one read may hold thousands of requests.
 """
 
 import asyncio
@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 MAX_PIPELINED = 64
 
 SLICE_BYTES = 1024
-"""Bytes parsed at once, or more of one body: about as many of the shortest requests as `MAX_PIPELINED`."""
+"""The bytes that are parsed at once, unless they are of one body: about `MAX_PIPELINED` of the shortest requests."""
 
 MAX_CHUNKS = 65536
-"""Chunks of one chunked body (reference §1.2)."""
+"""The most chunks of one chunked body (reference §1.2)."""
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Bytes of a head beyond its first slice."""
+"""The most bytes of a head beyond its first slice."""
 
 MAX_FRAMING_BYTES = 64 * 1024
-"""Bytes of chunk extensions, long sizes and trailers in one chunked body."""
+"""The most bytes of chunk extensions, long sizes and trailers in one chunked body."""
 
 _NOTHING = memoryview(b"")
 _INVALID = "Invalid HTTP request received."

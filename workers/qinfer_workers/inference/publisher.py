@@ -255,7 +255,7 @@ class Publisher:
         self._closed = False
 
     def hold(self, items: Sequence[WorkItem]) -> None:
-        """Renews leases of items that were not admitted."""
+        """Renews the leases of items that no batcher has taken."""
         self._keeper.hold(items)
 
     def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
