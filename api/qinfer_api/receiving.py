@@ -26,7 +26,7 @@ SMALL_BYTES = 64 * 1024
 """Smaller bodies are admitted or refused at once."""
 
 MAX_WAITING = 256
-"""Large waiting bodies; each may have sent `SMALL_BYTES`."""
+"""The most large bodies that may wait; each may have sent `SMALL_BYTES`."""
 
 PATIENCE_S = 10
 """Seconds that a large body may be late."""

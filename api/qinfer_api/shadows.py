@@ -31,7 +31,7 @@ from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, witness_of
 logger = logging.getLogger(__name__)
 
 MOST_TARGETS = 64
-"""Targets whose differences are kept, by last comparison."""
+"""The most targets whose differences are kept: those compared last."""
 
 _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLED.value})
 

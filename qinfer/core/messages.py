@@ -247,7 +247,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RESPONSE_OVERHEAD_BYTES = 256
-"""So that tiny responses can't fill Redis and gateways, each counts for this much more in a window."""
+"""The bytes that each response counts for beside its outputs, so that tiny ones can't fill Redis and gateways."""
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True):

@@ -18,9 +18,9 @@ from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
 MAX_SHARDS = 100_000
 MAX_FILES = 1_000_000
 MAX_SHARD_FILES = 256
-"""Opening a file takes tens of milliseconds."""
+"""The most files of a shard, because opening a file takes tens of milliseconds."""
 MAX_SHARD_RANGES = 1024
-"""A ticket has to fit into a stream's entry."""
+"""The most ranges of a shard, because its ticket has to fit into a stream's entry."""
 
 FolderOf = Callable[[str], str]
 

@@ -23,7 +23,7 @@ from qinfer.models.sequence_spec import of_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
 MAX_STEPS = 1000
-"""Nested ensembles multiply the steps of a plan."""
+"""The most steps of a plan, which nested ensembles multiply."""
 
 MAX_NESTING = 32
 

@@ -23,7 +23,7 @@ LETTER_OBJECT_S = 2 * MAX_AGE_S
 """Letters' objects expire: letters are trimmed only when the next one arrives."""
 
 MAX_BYTES = 256 * 2**20
-"""The bytes of a partition's dead letters; the newest is always kept."""
+"""The most bytes of a partition's dead letters; the newest is always kept."""
 
 _LETTERS = load_script("lanes/letters")
 _REPLAY = load_script("lanes/replay", "now_ms", "drop")

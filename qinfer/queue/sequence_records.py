@@ -12,7 +12,7 @@ from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes
 
 MAX_STATE_BYTES = 64 * 2**20
-"""All parts of a state together."""
+"""The most bytes of a state, all its parts together."""
 
 
 NOBODYS = 0

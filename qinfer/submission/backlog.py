@@ -28,7 +28,7 @@ _BEST_START = 0.5
 _QUIET_POLLS = 20
 
 MAX_RETRY_AFTER_S = 300.0
-"""Beyond it the load can't be predicted."""
+"""The longest `Retry-After`; beyond it the load can't be predicted."""
 
 
 class _Group:

@@ -42,7 +42,7 @@ from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 
 MAX_HEAD_BYTES = 2**20
-"""The bytes of a request without its tensors."""
+"""The most bytes of a request without its tensors."""
 
 PAYLOAD_MARGIN_S = 60.0
 """How long tensors beside the stream outlive the deadline."""

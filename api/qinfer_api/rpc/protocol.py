@@ -50,7 +50,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf reads."""
 
 MAX_UNSENT_BYTES = 256 * 1024
-"""Unsent bytes at which a stream's method waits."""
+"""The number of unsent bytes at which a stream's method waits."""
 
 _PREFIX_BYTES = 5  # compression flag and length
 _OK = hpack.field(b"grpc-status", b"0")

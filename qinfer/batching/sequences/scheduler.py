@@ -26,7 +26,7 @@ from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
 
 MOST_REMEMBERED = 10_000
-"""Broken sequences whose reason is remembered."""
+"""The most broken sequences whose reason is remembered."""
 
 _SLACK = 64
 """Obsolete entries in the heap of deadlines."""

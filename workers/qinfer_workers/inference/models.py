@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 _REREAD = 20
-"""Models re-read at each look, in case news was lost."""
+"""The number of models that are read again at each look, in case news was lost."""
 RELOAD_S = 30.0
-"""Wait before the first retry of a load without files; later waits are longer."""
+"""The wait before the first retry of a load without files; later waits are longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 

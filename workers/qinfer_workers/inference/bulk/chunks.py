@@ -25,13 +25,13 @@ from qinfer.jobs.rows.shard_rows import RowBatch
 from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3
-"""One is read, one scored, one written."""
+"""The most chunks at a time: one is read, one is scored, one is written."""
 
 AHEAD_S = 0.05
-"""The next shard begins this long before the end, to read its first rows."""
+"""How long before the end of a shard the next one begins, to read its first rows."""
 
 SHARED_AHEAD_S = 1.0
-"""Online requests slow down reading."""
+"""The same beside online requests, which slow down reading."""
 
 Outputs = Mapping[str, Array]
 """Output → array, rows first; decoupled as in `ScoredRows.outputs`."""

@@ -27,7 +27,7 @@ from qinfer.tensors import Tensor
 from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
 
 MAX_BRANCHES = 16
-"""Default of `max_inflight_requests` for decoupled steps."""
+"""The default of `max_inflight_requests` for decoupled steps."""
 
 
 class StepHandle(Protocol):
