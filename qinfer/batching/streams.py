@@ -36,7 +36,7 @@ _LEFT = "the model stopped in the middle because another request of its batch wa
 _LOOK_S = 0.5
 
 LEAST_RATE = 256 * 1024
-"""The least rate of a caller with a half-full window."""
+"""The least bytes a second that a caller with a half-full window has to take."""
 
 # The shortest time after which a stream counts as unread.
 _LEAST_S = 1.0
@@ -233,7 +233,7 @@ class ItemStream:
             callback(new)
 
     def ask_to_end(self) -> None:
-        """Cancels; a source that does not poll ends now."""
+        """Cancels the stream; a source that does not poll for cancellation ends it at once."""
         self.is_asked_to_end = True
         if not self.source.can_ask:
             self.cancel(Cancelled(_GONE))

@@ -26,7 +26,7 @@ FolderOf = Callable[[str], str]
 
 
 class ShardPace(NamedTuple):
-    """Speed of one worker (0 = unknown), and bounds on shards."""
+    """The speed of one worker (0 = unknown), and bounds on shards."""
 
     rows_per_s: float
     shard_s: float
@@ -178,7 +178,7 @@ class _Packing:
             yield self._close()
 
     def _piece(self, rows: int, begin: int) -> int:
-        """Returns the next piece's size: all, or one of about equal pieces."""
+        """Returns the size of the next piece: all rows, or one of about equal pieces."""
         target, sizes = self._target, self._sizes
         if not begin and rows <= (sizes.whole if target == sizes.rows else target):
             return rows

@@ -43,7 +43,7 @@ _PAUSE_S = 0.5
 
 _ROUSE_EVERY_S = 0.02
 _ROUSES = 100
-"""Attempts to unblock a read, then its connection is reset."""
+"""The most attempts to unblock a read, before its connection is reset."""
 
 
 class Router:

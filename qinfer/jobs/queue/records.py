@@ -38,9 +38,10 @@ _COUNTS = (
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
 _TEXTS = ("state", "error", "waiting", "webhook", "webhook_state", "endpoint")
 _BYTES = ("spec", "head", "grant")
-_SCORED = "scored:"  # + index → scored rows
-_PUT_OFF = "put_off:"  # + index → the reason
-_RESUME = "resume:"  # + index → the note for the next run
+# Prefixes of fields, before the index of a shard: its scored rows, why it was put off, and the note for its next run.
+_SCORED = "scored:"
+_PUT_OFF = "put_off:"
+_RESUME = "resume:"
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 
@@ -116,7 +117,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardOutcome(msgspec.Struct, frozen=True):
-    """Outcome of a shard; with an `error` it was given up and has no part."""
+    """The outcome of a shard; with an `error` the shard was given up and has no part."""
 
     index: int
     rows: int
@@ -154,7 +155,7 @@ class Page(NamedTuple):
 
 
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
-    """Returns a job's remaining work; without a plan 1 row, since it needs a worker."""
+    """Returns a job's remaining work; a job without a plan counts as one row, because it needs a worker."""
     settled = record.rows_done + record.rows_failed
     began_s = max(record.started_at, record.resumed_at)
     return OpenRows(
