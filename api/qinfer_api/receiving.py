@@ -41,7 +41,7 @@ SPENT = "the gateway has no memory left for bodies (QINFER_LIMITS__MAX_RECEIVING
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
 
 ANSWER_BYTES = 3
-"""Memory per byte of output: the byte, and its JSON."""
+"""The memory that a byte of output takes: the byte, and its JSON."""
 
 TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
 """Memory is trimmed after so many lent bytes, at most this often."""

@@ -37,7 +37,10 @@ _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLE
 
 
 class OnlineShadows:
-    """Draws, submits and counts shadows, leaving half of `max_in_flight` to callers; `waiting` have no answer yet."""
+    """Draws, submits and counts shadows, and leaves half of `max_in_flight` to callers.
+
+    `waiting` counts the shadows without an answer.
+    """
 
     def __init__(
         self,

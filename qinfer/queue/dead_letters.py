@@ -100,7 +100,7 @@ class DeadLetters:
         return msgspec.structs.replace(found.letter, payload=payload or b"")
 
     async def replay(self, model: str, letter_id: str) -> bool:
-        """Moves a dead letter to the end of its lane atomically; False if it is gone.
+        """Moves a dead letter to the end of its lane atomically; returns false if it is gone.
 
         An asynchronous request becomes `queued`, with its timeout counted from now.
         """

@@ -198,7 +198,7 @@ class Sequences:
         return [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
 
     async def end_lease(self, worker_id: str, versions: Items[int]) -> bool:
-        """Ends the lease of a worker; False if it owns sequences."""
+        """Ends the lease of a worker; returns false if the worker owns sequences."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
@@ -227,7 +227,7 @@ class Sequences:
         ]
 
     async def claim(self, tenant: str, turn_s: float) -> bool:
-        """Claims to give up a slot for a tenant; False if another worker did within `turn_s`."""
+        """Claims the turn to give up a slot for a tenant; returns false if another worker did within `turn_s`."""
         key = keys.sequence_turn(self._model, self._partition, spell_tenant(tenant))
         words = (b"SET", key.encode(), b"1", b"NX", b"PX", ttl_ms(turn_s))
         return await self._router.call(self._slot, *words) is not None
@@ -260,7 +260,8 @@ class Sequences:
     async def commit(self, steps: Items[CommittedStep]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
 
-        False for a sequence of another worker. After `BrokerUnavailable` some may be committed: repeat it.
+        Returns false for a step whose sequence another worker owns. After `BrokerUnavailable` some steps may be
+        committed: repeat the call.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -327,7 +328,7 @@ class Sequences:
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
-        """Ends expired ones of `count` sequences without an owner; returns how many."""
+        """Looks at `count` sequences without an owner, and ends the expired ones; returns how many."""
         return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[UnansweredStep]:

@@ -40,7 +40,7 @@ class JobIndex:
         self._skipped: set[str] = set()
 
     async def add(self, place: JobAddress, created_ms: int, deadline_at: float) -> bool:
-        """Adds an open job; False if another model has its id. An id without a record is freed."""
+        """Adds an open job; returns false if another model has its id. An id without a record is freed."""
         where = f"{place.partition} {place.model}".encode()
         if not await self._send_command(b"HSETNX", _PLACES, place.job_id, where):
             known = await self.find(place.job_id)

@@ -64,7 +64,7 @@ class VersionHost(Protocol):
         ...
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; false = wanted again."""
+        """Answers waiting requests and unloads a version; returns false if the version is wanted again."""
         ...
 
 

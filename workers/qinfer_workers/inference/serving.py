@@ -135,7 +135,7 @@ class Serving:
         self.is_settled = not left
 
     async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Serves until lanes are empty or time is over; false = wanted again."""
+        """Serves until the lanes are empty or the time is over; returns false if the version is wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         was_empty = False

@@ -157,7 +157,7 @@ class Chunks:
         self.is_stopped = False
 
     def reserve(self) -> bool:
-        """Waits for room; false = stop reading."""
+        """Waits for room for a chunk; returns false if the reader is to stop."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_stopped or len(self._chunks) + self._reserved < DEPTH)
             self._reserved += 1
@@ -184,7 +184,7 @@ class Chunks:
         self._on_work()
 
     def stop(self) -> None:
-        """Ends all waiting."""
+        """Stops the shard: every waiting thread goes on and ends."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()

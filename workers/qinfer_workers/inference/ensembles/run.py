@@ -59,7 +59,7 @@ class EnsembleResponses(Protocol):
     """Takes a decoupled ensemble's responses, except a failure or an empty last one."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response; false = no room: call `EnsembleRun.go_on` later."""
+        """Sends a response, or returns false if there is no room: call `EnsembleRun.go_on` later."""
         ...
 
 

@@ -146,7 +146,7 @@ class EnsembleSteps:
         self._update_idle()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a waiting step; false = not here."""
+        """Breaks a sequence at a waiting step; returns false if the step does not wait here."""
         kept = self._kept.get(sequence)
         steps = list(kept.waiting) if kept else []
         broken = [step for step in steps if step.place.number >= number]
