@@ -102,7 +102,7 @@ class InvalidStep(InvalidRequest):
 
 
 class InputMissing(InvalidRequest):
-    """A URL or pattern of a bulk job's inputs names no file, or not yet."""
+    """A URL or pattern of a bulk job's inputs names no file, at least not yet."""
 
     code = ErrorCode.INPUT_MISSING
 

@@ -22,7 +22,8 @@ logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
 """The outcomes without failure: delivered, or stored."""
-_MOST_TEXT = 256  # of a client
+# The most characters of a client's text in one line of the log.
+_MOST_TEXT = 256
 
 
 class AccessLog:

@@ -98,7 +98,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTEN_S = 2.0  # normally milliseconds
+# Reading the reply stream normally begins within milliseconds; after this time, only liveness is served.
+_LISTEN_S = 2.0
 
 
 async def build(settings: Settings) -> "Gateway":
@@ -144,8 +145,7 @@ def bind(http: HttpSettings) -> socket.socket:
     read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # reports errors early
     listener = bound_socket("HTTP", http.host, http.port, "choose another, 0 is any")
     # Connections inherit it; asyncio sets it only for sockets with a named protocol. Without it a reply's body, a
-    # separate
-    # write, waits up to 40 ms for the acknowledgement of the head.
+    # separate write, waits up to 40 ms for the acknowledgement of the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -406,7 +406,7 @@ class Gateway:
         self._reloading.ask()
 
     def stop(self) -> None:
-        """Drains once gRPC's clients know; before it serves, ends at once."""
+        """Drains once the clients of gRPC know; a gateway that does not serve yet ends at once."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._listening.set()

@@ -152,11 +152,11 @@ class Auth:
         return any(known.tenant == tenant and known.expires_at_s > now_s for known in self._known.values())
 
     def charge(self, principal: Principal) -> None:
-        """Charges a request to the tenant's rate."""
+        """Charges a request to the rate of the caller's tenant."""
         principal.quota.charge(self._now_s())
 
     def charge_tenant(self, tenant: str) -> None:
-        """Charges a request made for a tenant."""
+        """Charges a background request to a tenant's rate, if the tenant has a key."""
         if tenant in self._quotas:
             self._quotas[tenant].charge(self._now_s())
 
@@ -170,7 +170,7 @@ class Auth:
         return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
     def authorize_inference(self, context: CallerContext) -> CallerContext:
-        """Authorizes an infer request and charges quotas."""
+        """Authorizes an infer request, and counts it against its tenant's quota or raises `QuotaExceeded`."""
         if context.principal is None:
             context = self.authorize(context, Scope.INFER)
         else:

@@ -1,6 +1,6 @@
-"""The gateway's side of `Submission`: authorization, counts, and error texts for clients.
+"""The gateway's side of `Submission`: authorization, quotas, counts, and error texts for clients.
 
-Errors before the request is queued are raised; later ones reach the sink as a failed `Response`.
+An error before the request is queued is raised; a later error reaches the sink as a failed `Response`.
 """
 
 import math
@@ -45,14 +45,15 @@ from qinfer_api.shadows import OnlineShadows, Shadow
 from qinfer_api.status import has_id, of_request, told
 from qinfer_api.target_sink import TargetSink
 
-_SHORTEST_S = 0.001  # a timeout of 0 means none
+# Not 0, which means that there is no timeout.
+_SHORTEST_S = 0.001
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
-"""Waits for a stored request's end; provides its record and perhaps its last response."""
+"""Opens a context that waits for the end of a stored request, and provides its record and perhaps its last response."""
 
 
 class Dispatcher:
-    """Submits requests and routes responses; one per gateway."""
+    """Submits requests and passes responses to their sinks; each gateway has one."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Dispatcher:
         return self._auth is not None and len(self._auth.tenants) > 1
 
     def sharing(self, context: CallerContext) -> str:
-        """Returns the tenant for a `SharedLimit`, or empty."""
+        """Returns the tenant as a `SharedLimit` counts it: empty if there is only one."""
         return context.tenant if self.has_tenants else ""
 
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
@@ -96,19 +97,19 @@ class Dispatcher:
         return context if self._auth is None else self._auth.authorize(context, scope, peer)
 
     def recheck(self, context: CallerContext) -> None:
-        """Rechecks a caller, if keys are required."""
+        """Checks again whether a caller's key is valid, if keys are required."""
         if self._auth is not None:
             self._auth.recheck(context)
 
     def charge(self, context: CallerContext) -> None:
-        """Charges a request that is not submitted."""
+        """Charges a request that does not pass through `submit` to the rate of its tenant."""
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
     def choose_route(
         self, served: ServedVersion, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> LaneRoute:
-        """Admits a request that the caller enqueues."""
+        """Chooses the lane of a request that the caller enqueues itself, and admits the request."""
         if self.draining:
             raise Overloaded("Server exiting")
         route = served.routes.for_priority(priority)
@@ -125,9 +126,10 @@ class Dispatcher:
         yield lambda _: None
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
-        """Returns where a version, or an endpoint's stable target, is or soon will be served.
+        """Returns the version that serves a model, or an endpoint's stable target, now or soon.
 
-        Version 0 is the highest ready one. `is_taken` accepts a promised request during a shutdown.
+        Version 0 is the highest ready one. With `is_taken`, a request that was accepted earlier is served even during a
+        shutdown.
         """
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
@@ -153,8 +155,8 @@ class Dispatcher:
     ) -> PendingCall:
         """Submits a request; its responses or its failure go to the sink, on the event loop.
 
-        The request is stamped in place. `within_s` is how long the caller waits, and only shortens the model's timeout;
-        `asked_s` is the timeout that the caller requests.
+        The request is stamped in place. `asked_s` is the timeout that the caller requests, in place of the model's
+        default. `within_s` is how long the caller waits at most, and only shortens the timeout.
         """
         quota = None
         if self._auth is not None:
@@ -198,7 +200,7 @@ class Dispatcher:
             self._add_request_id(request, error)
 
     def _add_request_id(self, request: InferRequest, error: QinferError) -> None:
-        """Creates an id for a request without one."""
+        """Gives a request an id if it has none, and names the request in the error's text where Triton does."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
@@ -213,9 +215,9 @@ class Dispatcher:
             raise
 
     def refuse(self, model: str, version: int, error: QinferError, context: CallerContext = ANONYMOUS) -> QinferError:
-        """Counts an unqueued request, and returns its client's error.
+        """Counts a request that was refused before the queue, and returns the error that its client gets.
 
-        Authorization errors take precedence, then errors about the model.
+        An `error` about authorization or quotas stays; otherwise an error about the model takes precedence over it.
         """
         told = self._counted(model, version, error)
         self.note_refusal(model, version, told, context)
@@ -255,7 +257,7 @@ class Dispatcher:
             served = self.resolve(model, version)
         except QinferError as first:
             self._tally.failed(*self.named(model, version), first.code)
-            # Frames would hold the message in a cycle.
+            # The frames of its traceback would keep the caller's message in memory, in a reference cycle.
             return first.with_traceback(None)
         self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
@@ -309,7 +311,7 @@ class Dispatcher:
 
 
 def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:
-    """Returns the caller's timeout, infinite if the model's configuration set it."""
+    """Returns the timeout that the caller set; infinite if the model's configuration set it."""
     own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
     return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
 

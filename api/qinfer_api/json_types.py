@@ -1,4 +1,7 @@
-"""JSON bodies of calls other than inference; a wrong type is 500, in Triton's words (reference §1.2)."""
+"""Decodes JSON bodies of calls other than inference.
+
+A member of the wrong type is answered with status 500 and Triton's text (reference §1.2).
+"""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +23,7 @@ _WRONG = re.compile(r"Expected `(?P<kind>\w+).* - at `\$\.(?:\w+\.)*(?P<name>\w+
 def decode_json(body: Bytes, kind: type[T], max_depth: int, *, prefix: str = "", call: str = "") -> T:
     """Decodes a JSON object.
 
-    Errors about a member begin with `prefix`; those about a missing one name the object `call`.
+    Errors about a member of a wrong type begin with `prefix`. Errors about a missing member call the object `call`.
     """
     check_depth(body, max_depth)
     try:

@@ -1,7 +1,9 @@
 """Quotas of tenants: a token bucket and a limit of requests in flight, over all gateways.
 
-A gateway decides by its lease from Redis (`qinfer.queue.quotas`), exchanged every `EVERY_S`, and at once after a
-refusal or a first request. Without a lease, the gateway uses a bucket of its own; the next exchange reports that use.
+`Quota.charge` and `Quota.check_in_flight` decide about each request without asking Redis, by the gateway's *lease* of a
+part of the quota (`qinfer.queue.quotas`). The gateway exchanges the lease every `EVERY_S` seconds, and at once after a
+refusal or a first request. Without a lease it uses a bucket of its own, and reports that use at the next exchange.
+`qinfer.submission.pending` counts the requests in flight.
 """
 
 import asyncio
@@ -22,14 +24,18 @@ EVERY_S = 0.1
 LEASE_S = 2.0
 """Seconds without an exchange after which a lease is free again."""
 
-_IDLE_S = 2.0  # after a request
-_PAUSE_S = 0.005  # after an exchange
-_TENANTS_PER_S = 2000  # exchanged; more active tenants wait longer
-_KEPT_DEMAND = 0.5  # the older demand's share
+# Seconds after its last request for which a tenant counts as active.
+_IDLE_S = 2.0
+# The shortest pause between two rounds of exchanges.
+_PAUSE_S = 0.005
+# The most tenants whose leases are exchanged in a second; with more active tenants, each waits longer.
+_TENANTS_PER_S = 2000
+# The part of the earlier demand that an exchange keeps.
+_KEPT_DEMAND = 0.5
 
 
 class Quota:
-    """One tenant's quota at this gateway; `wake` is called when a lease is needed."""
+    """One tenant's quota at this gateway; it calls `wake` when it needs a lease."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.tenant = key.tenant
@@ -44,7 +50,7 @@ class Quota:
         self._tokens = self._burst
 
     def limit(self, key: ApiKey) -> None:
-        """Applies a key's limits."""
+        """Takes the limits of one of the tenant's keys."""
         self._rate = key.rate_per_s
         self._burst = float(key.burst or max(key.rate_per_s, 1.0))
         self._max_in_flight: int = key.max_in_flight
@@ -57,7 +63,7 @@ class Quota:
         return QuotaLimits(self._rate, self._burst, self._max_in_flight)
 
     def charge(self, now_s: float) -> None:
-        """Charges a request to the rate."""
+        """Takes a token for a request, or raises `QuotaExceeded`."""
         if not self._rate:
             return
         self._count_request(now_s)
@@ -72,12 +78,12 @@ class Quota:
         self._used += 1.0
 
     def give_back(self) -> None:
-        """Refunds the last charge."""
+        """Gives back the token of the last charge."""
         self._tokens = min(self._tokens + 1.0, self._burst)
         self._used -= 1.0
 
     def spare(self, now_s: float) -> float:
-        """Returns the room for background requests; half the burst is kept."""
+        """Returns how many background requests the rate has room for; half the burst stays for other requests."""
         if not self._rate:
             return math.inf
         self._fill(now_s)
@@ -85,7 +91,7 @@ class Quota:
         return max(min(self._tokens, self._tokens + others - self._burst // 2), 0.0)
 
     def check_in_flight(self, now_s: float) -> None:
-        """Checks the requests in flight."""
+        """Raises `QuotaExceeded` if the tenant has as many requests in flight as it may."""
         most = self._max_in_flight
         if not most:
             return
@@ -97,32 +103,32 @@ class Quota:
             )
 
     def take_use(self) -> QuotaUse:
-        """Takes the use to report; `not_told` restores it."""
+        """Returns the use to report, and begins to count anew; `not_told` adds an unreported use again."""
         self._demand *= _KEPT_DEMAND
         use = QuotaUse(self._used, self._demand, self.in_flight)
         self._used = 0.0
         return use
 
     def not_told(self, use: QuotaUse) -> None:
-        """Restores an unreported use; it may count twice."""
+        """Adds a use whose report failed; if the report did arrive, the use counts twice."""
         self._used += use.used
 
     def lease(self, leased: QuotaLease, now_s: float) -> None:
-        """Applies a lease, less the use since."""
+        """Takes a lease, less the tokens that were used since it was asked for."""
         self._tokens = leased.tokens - self._used
         self._level, self._part, self._places = leased.level, leased.part, leased.places
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
     def return_lease(self, leased: QuotaLease, now_s: float) -> None:
-        """Ends the lease; the level over all gateways judges next requests."""
+        """Ends the lease; until the next one, the tokens of all gateways together decide about requests."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 
     def is_idle(self, now_s: float) -> bool:
-        """Returns whether there is no recent request."""
+        """Returns whether the tenant has no request in flight and sent none lately."""
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
     def _count_request(self, now_s: float) -> None:
-        """Counts a request; the first after a pause asks for a lease."""
+        """Counts a request as demand; the first one after a pause asks for a lease."""
         was_idle = now_s - self._asked_at_s > _IDLE_S
         self._asked_at_s = now_s
         self._demand += 1.0
@@ -150,7 +156,7 @@ class QuotaLeases:
         self._outage = OutageLog(logger, "quotas count in this gateway alone", "quotas count over all gateways again")
 
     def wake(self, quota: Quota) -> None:
-        """Exchanges a tenant's lease soon; see `Quota.wake`."""
+        """Makes `run` exchange a tenant's lease soon; see `Quota.wake`."""
         self._active[quota.tenant] = quota
         self._woken.set()
 

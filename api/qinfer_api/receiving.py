@@ -26,7 +26,7 @@ SMALL_BYTES = 64 * 1024
 """Smaller bodies are admitted or refused at once."""
 
 MAX_WAITING = 256
-"""Large waiting bodies; each may have sent `SMALL_BYTES`."""
+"""The most large bodies that may wait; each may have sent `SMALL_BYTES`."""
 
 PATIENCE_S = 10
 """Seconds that a large body may be late."""
@@ -41,13 +41,14 @@ SPENT = "the gateway has no memory left for bodies (QINFER_LIMITS__MAX_RECEIVING
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
 
 ANSWER_BYTES = 3
-"""Memory per byte of output: the byte, and its JSON."""
+"""The memory that a byte of output takes: the byte, and its JSON."""
 
 TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
 """Memory is trimmed after so many lent bytes, at most this often."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-_SHARE = 2  # an owner's limit, as a multiple of free bytes
+# The limit of an owner, as a multiple of the free bytes.
+_SHARE = 2
 
 
 class Reservation:

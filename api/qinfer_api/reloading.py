@@ -53,7 +53,7 @@ class KeyFile:
 
 
 class Reloading:
-    """Checks the file of API keys, and reloads all on request."""
+    """Checks the file of API keys, and reloads all files on request."""
 
     def __init__(self, keys: KeyFile | None, certificates: Sequence[Callable[[], Awaitable[None]]]) -> None:
         self._keys = keys

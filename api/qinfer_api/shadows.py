@@ -31,13 +31,16 @@ from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, witness_of
 logger = logging.getLogger(__name__)
 
 MOST_TARGETS = 64
-"""Targets whose differences are kept, by last comparison."""
+"""The most targets whose differences are kept: those compared last."""
 
 _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLED.value})
 
 
 class OnlineShadows:
-    """Draws, submits and counts shadows, leaving half of `max_in_flight` to callers; `waiting` have no answer yet."""
+    """Draws, submits and counts shadows, and leaves half of `max_in_flight` to callers.
+
+    `waiting` counts the shadows without an answer.
+    """
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from qinfer_api.cuda_memory import HANDLE_BYTES, CudaObject, driver
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
 MAX_REGIONS = 10_000
-"""Registered regions, each with a descriptor; a tenant below its share is admitted even if it is full."""
+"""The most registered regions, each with a descriptor; a tenant below its share may always register one."""
 
 _MAX_UINT64 = 2**64 - 1
 _MAX_DEVICE_ID = 2**31 - 1  # CUDA's `int`

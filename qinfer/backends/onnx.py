@@ -28,9 +28,8 @@ from typing import Any
 
 import numpy as np
 
-# The official builds of 1.31 send events to their makers, and keep a device id in the home directory, unless this is
-# set
-# (Privacy.md of the package).
+# Unless this is set, the official builds of 1.31 send events to their makers, and keep a device id in the home
+# directory (Privacy.md of the package).
 os.putenv("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort

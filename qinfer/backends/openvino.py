@@ -167,7 +167,7 @@ def _reshape(spec: ModelSpec, model: Any) -> None:
 
 
 def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], ports: Sequence[Any]) -> list[int]:
-    """Returns their positions."""
+    """Compares configured tensors with the model's ports; returns their positions among the ports."""
     names = {name: position for position, port in enumerate(ports) for name in port.get_names()}
     types = [port.element_type.get_type_name() for port in ports]
     found = {name: (_DATATYPES.get(types[at], types[at]), _dims(ports[at])) for name, at in names.items()}

@@ -1,9 +1,9 @@
 """The batcher turns pending requests into executions: one per model version and worker, on the event loop.
 
-    admit ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.answer
-                 │          └─▶ expired ─▶ outlet.answer  └─▶ bisection, if it raised ─▶ executor …
-                 ├─▶ outlet.give_back (items that others can run sooner)
-                 └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
+    add_items ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.publish_responses
+                    │          └─▶ expired ─▶ fail            └─▶ bisection, if it raised ─▶ executor …
+                    ├─▶ outlet.give_back (items that others can run sooner)
+                    └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
 
 `policy` decides, and the worker does the I/O. At most one batch is placed ahead of busy instances, fetched just before
 a running one ends, so that idle workers get the rest (docs/explanation/batching.md).
@@ -150,10 +150,10 @@ class Outlet(Protocol):
 
 
 class Batcher:
-    """Batches a version's requests; times are the broker's."""
+    """Batches a version's requests; instants are on Redis' clock."""
 
     keeps_for_calls = True
-    """Whether nested requests go first."""
+    """Whether requests of calling models go first (`NestedRequests`)."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -195,7 +195,7 @@ class Batcher:
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
         """Switches to another generation; the old instances end their batches and are unloaded.
 
-        Returns the items that have not started: check them again, `classify` and admit them.
+        Returns the items that have not started: check them again, `classify` them, and pass them to `add_items`.
         """
         old, self._lent = self.model.executor, LentInstances()
         self._recall()
@@ -323,7 +323,7 @@ class Batcher:
         self._pump()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Forms batches again after `pause_batching`."""
         self.paused = False
         self._pump()
 

@@ -87,7 +87,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         apart: It is part of a batch that raised: don't merge its items with others.
         earlier: Responses before the final ones, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
-        holder: The resources that it holds, if limited.
+        holder: The resources that the execution holds, if the rate limiter limits its model.
         gives_way: Its calls were refused to free the instance; it runs again.
     """
 
@@ -203,12 +203,12 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return self._batch_id
 
     def is_one_of(self, tokens: Collection[str]) -> bool:
-        """Tells whether these include its token; for any thread."""
+        """Tells whether these tokens include the execution's own; for any thread."""
         return bool(self._batch_id) and self._batch_id in tokens
 
     @property
     def unanswered(self) -> list[WorkItem]:
-        """The items to run again after a raise."""
+        """The items to run again after an exception."""
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
 
     def _missing(self) -> QinferError | None:
@@ -442,7 +442,7 @@ class Responder:
         )
 
     def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
-        """Returns why outputs are refused; good ones are quick."""
+        """Returns why outputs are refused; `None`, which is quick, if they are good."""
         if len(outputs) != (len(wanted) or self._count):
             if missing := _missing(wanted, outputs):
                 return missing

@@ -1,6 +1,6 @@
 """The batcher of a model whose executions need resources: it forms a batch once an instance has them.
 
-    admit ─▶ pending ─▶ want ─▶ (the rate limiter grants) ─▶ permitted ─▶ policy.decide ─▶ executor …
+    add_items ─▶ pending ─▶ want ─▶ (the rate limiter grants) ─▶ permitted ─▶ policy.decide ─▶ executor …
 
 While it waits for resources, a batch grows. After a short wait its requests go back to the queue, for other workers.
 """

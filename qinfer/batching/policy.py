@@ -182,11 +182,11 @@ class Item(msgspec.Struct, eq=False):
 
     @property
     def ends_s(self) -> float:
-        """When it is answered as expired."""
+        """The instant at which the request is answered as expired."""
         return self.deadline_s if self.delays or self.delayed else min(self.deadline_s, self.queue_deadline_s)
 
     def overstays(self, now_s: float) -> bool:
-        """Returns whether it moves behind its level."""
+        """Returns whether the request moves behind the others of its level."""
         return self.delays and not self.delayed and self.queue_deadline_s <= now_s
 
 

@@ -3,7 +3,7 @@
 It owns Triton's rules (docs/user_guide/rate_limiter.md of its server): an execution needs all resources of its instance
 at once, and the waiting instance with the lowest *score* (executions x priority) goes first. Pure.
 
-    wait ─▶ waiting ─▶ decide ─▶ granted ─▶ execution ─▶ ended ─▶ decide …
+    wait ─▶ waiting ─▶ decide ─▶ granted ─▶ execution ─▶ release_grant ─▶ decide …
 
 Three rules go beyond Triton's, where the first waiting instance blocks all others (issue #8358 of its server):
 

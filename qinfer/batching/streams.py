@@ -1,8 +1,8 @@
 """Streams: the responses of decoupled models leave one by one, even after `execute` has returned.
 
-    any thread of the model ── Stream.send ──▶ Streams ── event loop ──▶ StreamOutlet.send
-          ▲ waits while the window is used up                                  │
-          └────────────────── Streams.credit ◀── the gateway's credits ────────┘
+    any thread of the model ── ItemStream.send ──▶ WorkerStreams ── event loop ──▶ StreamOutlet.send
+          ▲ waits while the window is used up                                            │
+          └────────────────── WorkerStreams.credit ◀── the gateway's credits ────────────┘
 
 A stream is open from the beginning of its execution to its final response. It holds its lease until then, and the
 instance only until `execute` returns. Ensembles have no execution and are another `StreamSource`.
@@ -32,12 +32,14 @@ Sent = tuple[WorkItem, Response]
 _GONE = "the caller has left"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
 _LEFT = "the model stopped in the middle because another request of its batch was cancelled; send the request again"
-_LOOK_S = 0.5  # between checks for stalled and late streams
+# The pause between two checks for stalled and late streams.
+_LOOK_S = 0.5
 
 LEAST_RATE = 256 * 1024
-"""The least rate of a caller with a half-full window."""
+"""The least bytes a second that a caller with a half-full window has to take."""
 
-_LEAST_S = 1.0  # before a stream counts as unread
+# The shortest time after which a stream counts as unread.
+_LEAST_S = 1.0
 
 
 def nbytes_of(answer: Answer | Failure) -> int:
@@ -231,7 +233,7 @@ class ItemStream:
             callback(new)
 
     def ask_to_end(self) -> None:
-        """Cancels; a source that does not poll ends now."""
+        """Cancels the stream; a source that does not poll for cancellation ends it at once."""
         self.is_asked_to_end = True
         if not self.source.can_ask:
             self.cancel(Cancelled(_GONE))
@@ -288,7 +290,7 @@ class WorkerStreams:
         credit_to: The worker's reply address for credits.
         window_bytes: The most bytes of a stream on their way.
         stall_s: The longest time that a caller may leave its window full.
-        now_s: The broker's time.
+        now_s: The time of Redis' clock.
 
     Attributes:
         unread: Called twice a second with the unread streams.

@@ -179,7 +179,7 @@ class ExecutionClock:
             return True
 
     def release_place(self) -> None:
-        """Frees its place in `due` after an unload."""
+        """Frees the instance's place in `due` after an unload."""
         self._write_due(NONE)
         self._left(self)
         self.due = ([NONE], 0)

@@ -19,9 +19,9 @@ from qinfer.errors import QinferError
 from qinfer.models.sync import SyncedModel
 
 _MAX_HOLDERS = 3
-"""JSON has all."""
+"""The most holders of pins that a table shows; JSON has all."""
 _NAMED = 3
-"""JSON has all."""
+"""The most tenants that a table names in a cell; JSON has all."""
 NO_WORKER = "no live worker: requests wait in their lanes"
 NO_GATEWAY = "no live gateway: requests can't be sent"
 

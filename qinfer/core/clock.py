@@ -24,7 +24,7 @@ class SystemClock:
 
 
 class ServerClock:
-    """The broker's time, by an offset from the monotonic clock."""
+    """Redis' clock, by its offset from the monotonic clock."""
 
     def __init__(self, clock: Clock | None = None, offset_s: float | None = None) -> None:
         self._clock = clock or SystemClock()

@@ -92,7 +92,7 @@ class CalledTensor(msgspec.Struct, frozen=True, array_like=True):
 class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     """A call by a traced request's model, or a step of its ensemble.
 
-    `begin_s` and `end_s`, its last response, are in the broker's time.
+    `begin_s` and `end_s`, its last response, are instants of Redis' clock.
     """
 
     model: str
@@ -112,7 +112,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallTraces(msgspec.Struct, kw_only=True):
-    """Traces of requests made for a traced one."""
+    """The records of requests that models made while they executed a traced request."""
 
     has_tensors: bool
     ended: tuple[CallRecord, ...] = ()
@@ -124,7 +124,7 @@ class CallTraces(msgspec.Struct, kw_only=True):
 
 
 MOST_CALL_BYTES = 2**20
-"""64 calls without tensors."""
+"""The most bytes of the records of a request's calls: 64 calls without tensors."""
 
 
 class InferRequest(msgspec.Struct, kw_only=True):
@@ -138,21 +138,21 @@ class InferRequest(msgspec.Struct, kw_only=True):
         client_id: The `id` from the client, echoed in the reply; may be empty, need not be unique.
         outputs: The names wanted; empty = all.
         priority: 0 = the model's default.
-        timeout_s: To the deadline.
+        timeout_s: Seconds from the enqueueing to the deadline.
         reply_to: `reply:<owner>` of the process that waits; empty for asynchronous requests.
         trace: W3C `traceparent`; empty = not traced.
         generation: The model generation that it was checked against.
         attempt: Executions so far.
         queue_timeout_s: The longest wait by its model's queue policy; 0 = `timeout_s`.
         payload: The tensors' bytes are stored beside the stream (claim check).
-        inputs_digest: For the response cache, if there is one already.
+        inputs_digest: The digest of the inputs for the response cache, if it was computed already.
         step_key: Identifies a sequence's first request that is an ensemble's step, also when that is executed again.
-        endpoint: The named one; model and version are its target's.
+        endpoint: The endpoint that the caller named; model and version are its target's.
         spares_outputs: Named outputs may be missing, as for an ensemble's step.
         assigned: The endpoint drew its target: the caller named none, and met no condition.
         moves: The endpoint's stable target may answer it if its target is rolled back.
-        calls: Traces of requests made for it; they don't travel.
-        made_for: Its caller's position in the calling model's batch; -1 = unknown.
+        calls: Records of requests that its model made; local to a process.
+        made_for: The position, in the calling model's batch, of the request that this call is for; -1 = unknown.
     """
 
     model: str
@@ -185,7 +185,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
 
     @property
     def moves_by(self) -> str:
-        """The endpoint that may move it while it waits."""
+        """The endpoint that may move the request to another target while it waits."""
         return self.endpoint if self.moves else ""
 
 
@@ -234,7 +234,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its outputs."""
+        """The bytes of the outputs."""
         size = 0
         for tensor in self.outputs:
             size += len(tensor.data)
@@ -247,7 +247,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RESPONSE_OVERHEAD_BYTES = 256
-"""So that tiny responses can't fill Redis and gateways, each counts for this much more in a window."""
+"""The bytes that each response counts for beside its outputs, so that tiny ones can't fill Redis and gateways."""
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True):

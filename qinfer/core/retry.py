@@ -75,7 +75,7 @@ class OutageLog:
 
     @property
     def lasts_s(self) -> float:
-        """Since it began; 0 = it is over."""
+        """Seconds since the outage began; 0 = it is over."""
         return time.monotonic() - self._began_s if self.is_out else 0.0
 
     def failed(self, reason: str, defect: BaseException | None = None) -> None:

@@ -27,7 +27,8 @@ _UNSAFE = re.compile(rf"{_CONTROL.pattern}|^ | $")
 _QUERY = re.compile(
     r"\?(?:[^/]*&)?(?:versionid|generation|x-(?:amz|goog)-[a-z-]+|awsaccesskeyid|sig|signature|token)=", re.I
 )
-_DECODINGS = 3  # of percent signs
+# How often percent signs are decoded; a path with more layers is refused.
+_DECODINGS = 3
 _LONGEST = 2048
 _SHOWN = 120
 

@@ -3,7 +3,8 @@
 A file that crashes its native parser, or makes it allocate without end, kills only this process; the parent kills it if
 it hangs (`qinfer.jobs.examiner_pool`):
 
-    parent ── Hello, then a Request at a time ──▶ stdin │ examiner │ stdout ── Answer, two for a Request ──▶ parent
+    parent ── ExaminerHello, then one ExaminerRequest at a time ──▶ stdin │ examiner
+    examiner │ stdout ── ExaminerReply, two for each ExaminerRequest ──▶ parent
 
 An examiner ends when its standard input does, so with its parent.
 """

@@ -62,7 +62,8 @@ DIED = "the process that read "
 _PLAN_MARGIN_S = 60
 _LONGEST_S = 2**31 - 1  # the limit of alarm(2)
 _PARTS_AT_ONCE = 1000
-_IDLE = 2  # kept for the next request
+# Idle examiners that are kept for the next request.
+_IDLE = 2
 _START_S = 60.0
 _END_S = 5.0
 _MAX_ANSWER_BYTES = 2**20

@@ -41,11 +41,13 @@ _PARQUET_GROUP_BYTES = 32 * 2**20
 _ARROW_BATCH_BYTES = 8 * 2**20
 _SMALL_ROWS = 4096
 _SMALL_BYTES = 4 * 2**20
-_ENCODED_ROWS = 65_536  # faster than the usual 1024
+# Rows that pyarrow encodes at once; its default of 1024 is slower.
+_ENCODED_ROWS = 65_536
 _COUNTED = PLACE_COLUMNS[1:]  # row numbers grow by one, or stay
 _REASON_CHARACTERS = 200
 _RECORD_BYTES = 2 * 2**20
-_MOST_RECORDS = 64  # each attempt may leave one
+# The most commit records of a part: each attempt may leave one.
+_MOST_RECORDS = 64
 _HASHED_BYTES = 2**20
 _HASH_CHARACTERS = 16
 _FAILED_DIGEST = rf"-[0-9a-f]{{{_HASH_CHARACTERS}}}(?=\.[^/]*$)"

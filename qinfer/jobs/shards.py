@@ -18,15 +18,15 @@ from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
 MAX_SHARDS = 100_000
 MAX_FILES = 1_000_000
 MAX_SHARD_FILES = 256
-"""Opening a file takes tens of milliseconds."""
+"""The most files of a shard, because opening a file takes tens of milliseconds."""
 MAX_SHARD_RANGES = 1024
-"""A ticket has to fit into a stream's entry."""
+"""The most ranges of a shard, because its ticket has to fit into a stream's entry."""
 
 FolderOf = Callable[[str], str]
 
 
 class ShardPace(NamedTuple):
-    """Speed of one worker (0 = unknown), and bounds on shards."""
+    """The speed of one worker (0 = unknown), and bounds on shards."""
 
     rows_per_s: float
     shard_s: float
@@ -178,7 +178,7 @@ class _Packing:
             yield self._close()
 
     def _piece(self, rows: int, begin: int) -> int:
-        """Returns the next piece's size: all, or one of about equal pieces."""
+        """Returns the size of the next piece: all rows, or one of about equal pieces."""
         target, sizes = self._target, self._sizes
         if not begin and rows <= (sizes.whole if target == sizes.rows else target):
             return rows

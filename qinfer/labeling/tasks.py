@@ -31,7 +31,8 @@ MAX_BOARD_PAGE = 1000
 MAX_DATA_BYTES = 64 * 1024
 """Larger data of a task is fetched again, instead of stored."""
 
-_STEP = 500  # tasks per script, which blocks others while it runs
+# Tasks of one script, which blocks other clients while it runs.
+_STEP = 500
 _WORDS = 5
 _STEP_BYTES = 2**20  # data per script, except for a single larger task
 _STEP_SCRIPT = load_script("step", "now_ms", "deliveries", package="qinfer.labeling")
@@ -72,7 +73,7 @@ class Board(msgspec.Struct, frozen=True):
 
 
 class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The entry of a task; times are the broker's.
+    """The entry of a task; instants are on Redis' clock.
 
     `request_id` differs for other data or another version. `version` is, for an endpoint, the stable target's until the
     request is made; `model` is then its target, otherwise empty. `attempt` counts from 1. `data` (JSON) is empty once

@@ -50,8 +50,9 @@ class ServedVersion:
     """A model version that accepts requests.
 
     Attributes:
-        generation: Of `spec`; a worker that has another one checks requests again.
-        wait_s: Seconds that an online request may wait for a worker to load it; 0 = one has, or it must not wait.
+        generation: The generation of `spec`; a worker that has another one checks requests again.
+        wait_s: Seconds that an online request may wait for a worker to load the version; 0 = a worker has loaded it,
+            or requests must not wait.
     """
 
     spec: ModelSpec
@@ -275,11 +276,11 @@ class Catalog:
         return to_json(config)
 
     def is_server_ready(self) -> bool:
-        """Tells strict readiness: all models READY, no lost data (reference §1.3)."""
+        """Tells whether the server is ready by the strict rule: all models READY, no lost data (reference §1.3)."""
         return self._refreshed and self._is_whole and all(status.is_ready for status in self._view.statuses.values())
 
     def has_started(self) -> bool:
-        """Tells non-strict readiness: a model was READY, or none could load."""
+        """Tells whether the server is ready by the other rule: a model was READY, or none could load."""
         return self._started
 
     def workers(self) -> list[WorkerRecord]:

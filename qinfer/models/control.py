@@ -95,10 +95,8 @@ class ModelControl:
 
         A failed reload leaves the earlier generation in service. A load goes on after its caller has disconnected.
         `config` also holds in later loads. `files` (`<version>/<file>` → content) need `config`. Raises
-        `ControlDisabled`,
-        `ModelLoadFailed`, `ModelNotReady` after `repository.load_timeout_s`, `UnsupportedFeature` without an overlay,
-        or
-        `Overloaded` at shutdown.
+        `ControlDisabled`, `ModelLoadFailed`, `ModelNotReady` after `repository.load_timeout_s`, `UnsupportedFeature`
+        without an overlay, or `Overloaded` at shutdown.
         """
         self._check_request(model)
         if "/" in model or "\\" in model or model.strip() in (".", ".."):

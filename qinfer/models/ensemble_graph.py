@@ -1,6 +1,7 @@
 """The plan of an ensemble, with nested ones, and the way of a request through it.
 
-    ModelSpec.steps ── plan ──▶ Plan ── flow ──▶ Flow: start ─▶ take ─▶ (a step runs) ─▶ put ─▶ take …
+    ModelSpec.steps ── plan_ensemble ──▶ EnsemblePlan ── flow ──▶ Flow
+    Flow: start ─▶ step_inputs ─▶ (the caller runs the step) ─▶ put ─▶ step_inputs …
 
 A `Flow` is pure: its caller runs the steps. Steps that no wanted output depends on are left out, as in Triton.
 
@@ -22,7 +23,7 @@ from qinfer.models.sequence_spec import of_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
 MAX_STEPS = 1000
-"""Nested ensembles multiply the steps of a plan."""
+"""The most steps of a plan, which nested ensembles multiply."""
 
 MAX_NESTING = 32
 
@@ -161,7 +162,7 @@ class EnsemblePlan:
 
 
 class Flow(Generic[T]):
-    """The way of one request: `start` or `receive`, then `take` and `put` for each step."""
+    """The way of one request: `start` or `receive`, then `step_inputs` and `put` for each step."""
 
     __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
 
@@ -172,7 +173,7 @@ class Flow(Generic[T]):
         self._readers = dict(way.counts)
         self._tensors: dict[str, T | None] = {}
         self.running = 0
-        """Steps between `take` and `put`."""
+        """Steps between `step_inputs` and `put`."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
         """Begins with a request; returns the steps that may run."""

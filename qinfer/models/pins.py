@@ -18,9 +18,9 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """A model version that its holder still needs.
 
     Attributes:
-        content_hash: When it was pinned (`is_executed`); empty = any.
+        content_hash: The hash when the version was pinned (`is_executed`); empty = any content.
         reason: The kind of the holder, such as `job`.
-        expires_at: Seconds of the broker's time.
+        expires_at: Seconds on Redis' clock.
     """
 
     model: str

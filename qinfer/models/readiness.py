@@ -174,7 +174,7 @@ def lacking(ensemble: str, use: ModelUse, statuses: Mapping[str, ModelStatus]) -
 
 
 def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
-    """Returns whether it made an ensemble UNAVAILABLE."""
+    """Makes the ready versions of an ensemble UNAVAILABLE if a step lacks a model; returns whether it did."""
     status = statuses[model.model]
     reason = next(filter(None, (lacking(model.model, use, statuses) for use in model.uses)), "")
     if not reason or not status.ready_versions:

@@ -6,7 +6,7 @@ from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import DELAYED, Lane
 
 MAX_LANES = 32
-"""Each lane costs a fetch three commands; more levels share lanes."""
+"""The most lanes of a version, because each costs a fetch three commands; more levels share lanes."""
 
 NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
 

@@ -46,14 +46,14 @@ class StoredModel(msgspec.Struct, frozen=True):
     Attributes:
         config: In the JSON dialect of `GET …/config`; empty after an error, unchecked while `pending`.
         versions: Selected by its version policy, ascending.
-        content_hash: Of the configuration's text, and path, size and modification time of all files.
+        content_hash: The hash of the configuration's text, and path, size and modification time of all files.
         error: Why the model can't be loaded, for clients.
         error_kind: An `ErrorKind`, if the server treats the error in its own way.
         labels: Output → the names of its classes.
-        location: In the overlay; empty = in the repositories.
+        location: Where the overlay has the model; empty = it is in the repositories.
         pending: The backend that must complete the configuration first, in a worker.
         override: JSON that replaces the configuration, also in later loads.
-        files_of: The model whose files it uses; empty = its own.
+        files_of: The model whose files this model uses; empty = its own.
     """
 
     model: str
@@ -73,7 +73,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> str:
-        """The model whose files it uses."""
+        """The model whose files this model uses."""
         return self.files_of or self.model
 
 
@@ -101,11 +101,11 @@ class VersionState(msgspec.Struct, frozen=True):
         generation: The one that is loaded, or failed to load.
         reason: Why it is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
-        executed_hash: Of a READY version's files, those beside the versions, and its configuration's inputs, outputs,
-            parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier qinfer
-            loaded them.
+        executed_hash: The hash of a READY version's files, the files beside the versions, and the configuration's
+            inputs, outputs, parameters, backend and optimisation. Empty = unknown: files changed during the load, or an
+            earlier qinfer loaded them.
         pinned: Only pins keep it loaded.
-        steps: Of an ensemble, nested ones included.
+        steps: The versions of an ensemble's steps, with the steps of nested ensembles.
         unready: Why the model's own `is_ready` refuses, for readiness checks only.
     """
 
@@ -135,8 +135,8 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
     """An execution, warm-up or load (`what`) that has lasted for a while.
 
     Attributes:
-        since: In the broker's time, without calls of other models; restarts with each response of a stream.
-        seconds: Its duration at the heartbeat.
+        since: On Redis' clock, without calls of other models; restarts with each response of a stream.
+        seconds: The duration up to the heartbeat.
         limit_s: 0 = no limit.
     """
 
@@ -149,7 +149,7 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_late(self) -> bool:
-        """Tells whether half of its limit, or `LONG_S`, has passed."""
+        """Tells whether half of the limit has passed, or `LONG_S` without a limit."""
         return self.seconds >= (self.limit_s / 2 or LONG_S)
 
     @property
@@ -165,9 +165,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: Unique for each start of a worker.
-        started_at: Seconds since the epoch, in the broker's time.
+        started_at: Seconds since the epoch, on Redis' clock.
         executing: Requests in its batches.
-        clock_offset_s: Broker time minus its wall clock.
+        clock_offset_s: Redis' clock minus the worker's wall clock.
         speeds: Requests a second that it can execute.
         best_speeds: The highest speed that its measurements allow.
         places: Globs of the models that it loads.
@@ -175,7 +175,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
         cpu_s: CPU time with child processes; 0 = unknown.
-        memory_bytes: Resident memory of them.
+        memory_bytes: Resident memory with child processes.
         long: Executions of more than a second.
     """
 
@@ -241,7 +241,7 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         places: Globs of the models that its workers load.
         target: Its share of the workers that these models should have.
-        reason: Why so many, for people.
+        reason: The reason for the target, in words for people.
         live: Its workers that serve.
         work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.

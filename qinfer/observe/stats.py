@@ -48,7 +48,7 @@ SUCCESS_NS = "success_ns"
 FAIL_NS = "fail_ns"
 """Nanoseconds from enqueueing, over all failed requests."""
 LAST_INFERENCE_MS = "last_inference_ms"
-"""The start, since the epoch in the broker's time."""
+"""The start, since the epoch on Redis' clock."""
 LATEST = frozenset((LAST_INFERENCE_MS,))
 """Fields that keep the greatest value."""
 INFERENCE_COUNT = "inference_count"
@@ -167,7 +167,7 @@ class StatsTally:
         """Counts one execution that answered its requests with outputs.
 
         `queue_ns` has the wait of each answered request, less `input_ns`. The phases make the inputs, execute the
-        model, and make the outputs. `begin_s` is in the broker's time; 0 = unknown.
+        model, and make the outputs. `begin_s` is on Redis' clock; 0 = unknown.
         """
         deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
         requests, waited_ns = len(queue_ns), sum(queue_ns)

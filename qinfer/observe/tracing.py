@@ -1,7 +1,7 @@
 """OpenTelemetry traces behind a small port; only this module imports `opentelemetry`, once traces are enabled.
 
 The standard environment variables enable traces (`is_wanted`); the SDK reads the others. A trace context is a string: a
-W3C `traceparent`, then after a blank its `tracestate`, if any. Instants are the broker's, so that
+W3C `traceparent`, then after a blank its `tracestate`, if any. Instants are on Redis' clock, so that
 spans of several machines fit.
 """
 

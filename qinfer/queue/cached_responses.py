@@ -16,7 +16,8 @@ MAX_BYTES = 2**20
 """Commands behind the largest entry wait."""
 
 _SPANS = 8
-_ENTRY_BYTES = 128  # of a key in Redis
+# Memory that a key takes in Redis beside its value.
+_ENTRY_BYTES = 128
 
 
 class CachedResponses:

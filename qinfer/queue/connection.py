@@ -1,6 +1,6 @@
 """The connection to one Redis node for the hot path: pipelined commands, reply callbacks, one write per loop tick.
 
-    Link ──holds──▶ Connection ──▶ socket        a Link outlives its Connections: it reconnects by itself
+    Link ──holds──▶ RedisConnection ──▶ socket        a Link outlives its connections: it reconnects by itself
 
 `send` needs no task, future or timer per command; `call` is its coroutine form for rarer commands. Error replies are
 mapped here to qinfer's errors.
@@ -337,7 +337,7 @@ class Link:
 
     @property
     def is_up(self) -> bool:
-        """Whether it is connected."""
+        """Whether the link is connected."""
         return self._connection is not None and not self._connection.lost.is_set()
 
     async def open(self) -> None:
@@ -385,7 +385,7 @@ class Link:
             self._drop()
 
     async def close(self) -> None:
-        """Closes it for good; unanswered commands fail."""
+        """Closes the link for good; unanswered commands fail."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])

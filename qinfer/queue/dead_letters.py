@@ -23,14 +23,15 @@ LETTER_OBJECT_S = 2 * MAX_AGE_S
 """Letters' objects expire: letters are trimmed only when the next one arrives."""
 
 MAX_BYTES = 256 * 2**20
-"""The bytes of a partition's dead letters; the newest is always kept."""
+"""The most bytes of a partition's dead letters; the newest is always kept."""
 
 _LETTERS = load_script("lanes/letters")
 _REPLAY = load_script("lanes/replay", "now_ms", "drop")
 _ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PAYLOAD_MARGIN_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
-_PARTITION = 0  # until models are spread over several
+# The only partition, until models are spread over several.
+_PARTITION = 0
 _PAGE = 100
 _BYTES = (b"frame", b"payload")
 _GONE = "the tensors of dead letter {} are not in the payload store any more; remove it with `qinfer dlq purge`"
@@ -99,7 +100,7 @@ class DeadLetters:
         return msgspec.structs.replace(found.letter, payload=payload or b"")
 
     async def replay(self, model: str, letter_id: str) -> bool:
-        """Moves a dead letter to the end of its lane atomically; False if it is gone.
+        """Moves a dead letter to the end of its lane atomically; returns false if it is gone.
 
         An asynchronous request becomes `queued`, with its timeout counted from now.
         """

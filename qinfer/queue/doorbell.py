@@ -27,7 +27,7 @@ from qinfer.queue.router import Router, load_script
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_S = 1.0
-"""Looks of a process' sleepers together without a ring."""
+"""How often a second the sleepers of a process, all together, look without a ring."""
 
 SHORTEST_S = 0.5
 
@@ -36,7 +36,7 @@ _RETRY_S = 0.5
 _PING_EVERY_S = 5.0
 _WATCH_EVERY_S = 0.5
 _KEPT = 1000
-"""More unread rings mean that some may be lost."""
+"""The rings that Redis keeps; if more are unread, some may be lost."""
 _KEPT_MS = 3_600_000
 _PING = pack((b"PING",))
 _RING = load_script("lanes/ring")
@@ -46,10 +46,10 @@ class Sleeper(Protocol):
     """A reader that may sleep."""
 
     place: bytes
-    """Prefix of its lanes."""
+    """The prefix of the lanes that it reads."""
 
     def ring(self) -> None:
-        """Makes it look again."""
+        """Makes the reader look at its lanes again."""
         ...
 
 
@@ -109,7 +109,7 @@ class Doorbell:
             asyncio.get_running_loop().call_later(_RETRY_S, self._send_ring, place)
 
     def alarm(self) -> None:
-        """Rings for all lanes of this process: a worker is gone, or rings may be lost."""
+        """Rings for all lanes of this process, because a worker is gone or rings may be lost."""
         self._alarmed_at_s = self._monotonic_s()
         for sleeper in list(self._sleepers):
             sleeper.ring()
@@ -161,7 +161,7 @@ class Doorbell:
         return rings[-1][0]
 
     async def _watch(self) -> None:
-        """Pings find dead nodes: sleepers there get nothing, and a hanging node closes no connection."""
+        """Pings nodes to find dead ones: sleepers there get nothing, and a hanging node closes no connection."""
         troubles, ping_at_s = self._router.troubles, self._monotonic_s()
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)

@@ -23,7 +23,7 @@ CHUNK_BYTES = 2**20
 """Larger outputs travel beside the reply stream."""
 
 STORED_TTL_S = 120.0
-"""How long they are kept for their reader."""
+"""How long outputs beside the reply stream are kept for their reader."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
 """The lanes of shards, in read order."""
@@ -64,7 +64,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def enqueued_s(self) -> float:
-        """The first enqueue, in Redis' time."""
+        """The first enqueue, on Redis' clock."""
         return int((self.origin or self.entry_id).partition("-")[0]) / 1000
 
 
@@ -170,13 +170,13 @@ def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
 
 
 MARGIN_S = 86400.0
-"""A record outlives the request's own times by this: a sweep may come late."""
+"""How much longer a record lives than the request's own times, because a sweep may come late."""
 
 MAX_WATCHERS = 64
-"""Processes that are notified of one request's end."""
+"""The most processes that are notified of one request's end."""
 
 MAX_NOTES_BYTES = 8192
-"""Redis keeps the notes with the record."""
+"""The most bytes of notes, which Redis keeps with the record."""
 
 MAX_OUTBOX_NAME = 200
 
@@ -209,11 +209,12 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be accepted.
 
     Attributes:
-        frame: Has no `reply_to`.
+        frame: The encoded request, without a `reply_to`.
         tombstone_ttl_s: How long its id is known after the result.
         client_id: The `id` of the body, echoed in the result.
-        idempotency_key: A hash.
-        outbox: For the end, instead of a webhook; trimmed by age, so that its requests should have equal times.
+        idempotency_key: The hash of the caller's key.
+        outbox: The outbox that gets the end, instead of a webhook. An outbox is trimmed by age, so its requests should
+            be kept equally long.
         notes: Opaque bytes for the outbox's reader.
         watcher: A reply address, notified of the end.
         reports_start: Workers report executing entries; others that they hold count as waiting.
@@ -267,7 +268,7 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to be settled; its record knows a missing `entry`."""
+    """A request to be settled; without `entry`, its record names the entry."""
 
     address: EntryAddress
     outcome: RequestOutcome

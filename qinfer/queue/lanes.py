@@ -11,7 +11,7 @@ The guarantees, each with a test in `tests/contract/`:
 3. `release` makes an entry available within half a second, or after the given rest, and restores its delivery count.
 4. `reclaim` takes entries that were not renewed for the lease time, and marks them as suspects.
 5. `finish` removes any entry, and may be repeated. `cancel` also notifies the worker that holds the entry.
-6. `depth` is therefore always waiting + in flight.
+6. `depth` is always the sum of the waiting entries and the entries in flight.
 7. `publish` does not recreate a deleted reply stream.
 8. `listen` delivers replies that were published while the connection was down; callers drop duplicates.
 9. `submit` enqueues nothing beyond a limit. Executing entries, reported by `marks.begin`, do not count.
@@ -92,7 +92,7 @@ _PUBLISH = load_script("lanes/publish")
 _COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
 RENEW = load_script("lanes/renew", "holder")
-"""A worker's renewer runs its text."""
+"""The script that renews leases; a worker's renewer runs its text."""
 
 
 class Queue:
@@ -164,7 +164,9 @@ class Queue:
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Takes up to `count` entries, lanes in the given order, shares in turn; waits `wait_s` for the first.
+        """Takes up to `count` entries: lanes in the given order, the shares of a lane by turns.
+
+        Waits up to `wait_s` for the first entry.
 
         Online, bulk and shadow lanes of a model version allow one fetch at a time each.
         """
@@ -197,7 +199,8 @@ class Queue:
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries that were not renewed for `idle_s` seconds, as suspects.
 
-        `consumer` may own one itself, if a fetch's reply was lost; if it still holds it, it drops the second lease.
+        `consumer` may be the former owner itself, if the reply to its fetch was lost. A consumer that still holds an
+        entry drops the second lease on it.
         """
         names = [keys.lane(lane) for lane in lanes]
         arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
@@ -205,7 +208,7 @@ class Queue:
         return leases_of(lanes, consumer, found or (), suspect=True)
 
     async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
-        """Returns unexecuted entries to the queue after `rest_s`, below an hour; suspects to `reclaim`."""
+        """Gives unexecuted entries back to their lanes after `rest_s`, less than an hour; suspects go to `reclaim`."""
         await _all(
             [
                 self._run_on_entries(
@@ -224,7 +227,7 @@ class Queue:
                 self.doorbell.ring(lane)
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
-        """Removes waiting entries and their payloads, moved ones included; returns which."""
+        """Removes waiting entries, moved ones included, and their payloads; returns whether each was removed."""
         removed: set[Entry] = set()
 
         async def run(lane: Lane, group: list[Entry]) -> None:
@@ -240,7 +243,7 @@ class Queue:
         return [entry in removed for entry in entries]
 
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
-        """Moves leased entries to the end of the lane `name`, as never delivered.
+        """Moves leased entries to the end of the lane `name`, with a delivery count that begins anew.
 
         Submitters do not learn the new address: their `finish` removes only the payload.
         """
@@ -249,7 +252,7 @@ class Queue:
         )
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """Moves an entry to the dead letters; False without a lease on it."""
+        """Moves an entry to the dead letters; returns false if its lease was lost."""
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
         about = (f"{lane.version}:{lane.name}", request_id, code, reason)
@@ -280,7 +283,7 @@ class Queue:
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
     ) -> bytes | None:
-        """Reads and removes stored outputs, awaiting `room` before large ones; `None` if gone."""
+        """Reads and removes stored outputs, awaiting `room` before large ones; `None` if they are gone."""
         key = keys.result(lane.model, lane.partition, request_id)
         value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
         if value is not None:
@@ -308,7 +311,7 @@ class Queue:
         await _all([self._run_on_entries(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
-        """Appends responses to a reply stream; False if it is gone."""
+        """Appends responses to a reply stream; returns false if the stream is gone."""
         slot, key = keys.reply_stream(reply_to)
         try:
             added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))

@@ -1,6 +1,6 @@
 """Large tensors in an object store: their names, lifetime and deletion.
 
-    <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
+    <url>/<expiry>/<hash of the model>-<random>          expiry: seconds on Redis' clock, a multiple of a minute
 
 An object is written before its reference, under a random name, and never changed. References in Redis expire before
 their objects; an object is deleted with its reference. `sweep` deletes the rest: only names of this form in expired
@@ -62,7 +62,8 @@ _FOLDER = re.compile(r"[0-9]{12}")
 _NAME = re.compile(r"[0-9]{12}/[0-9a-f]{16}-[0-9a-f]{32}")
 _SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond a command's time
 _TRY_AGAIN_S = 1.0
-_CLOSE_S = 1.0  # for pending deletions
+# How long closing waits for pending deletions.
+_CLOSE_S = 1.0
 _SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # per round
 _MOST_TO_DELETE = 10_000
 _AT_ONCE = 64

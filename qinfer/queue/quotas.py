@@ -1,11 +1,11 @@
 """Quotas of tenants, shared by all gateways: each gateway leases a part ahead of use.
 
-    exchange ──▶ tokens and places that this gateway holds: it decides by them, without asking ──▶ exchange …
+    exchange ──▶ tokens and places that this gateway holds: `qinfer_api.quotas` decides by them ──▶ exchange …
 
 The guarantees, each with a test in `tests/contract/queue/test_quotas.py`:
 
 1. Gateways together never hold more tokens than the bucket has, nor more places than the quota.
-2. Use beyond a gateway's part becomes the tenant's debt, which is paid before further grants.
+2. A gateway that uses more than its part puts the tenant into debt, which later tokens pay first.
 3. A single active gateway holds all; several divide it by demand.
 4. The part of a dead gateway is free again when its lease ends.
 """
@@ -19,7 +19,7 @@ _EXCHANGE = load_script("quotas/exchange", "now_ms")
 
 
 class QuotaLimits(NamedTuple):
-    """The quota of a tenant: tokens per second (0 = unlimited), most tokens, and requests in flight."""
+    """The quota of a tenant: tokens per second (0 = unlimited), most tokens, and places, one a request in flight."""
 
     rate: float
     burst: float
@@ -27,7 +27,7 @@ class QuotaLimits(NamedTuple):
 
 
 class QuotaUse(NamedTuple):
-    """One gateway's use: tokens used and requested since the last exchange, and requests."""
+    """One gateway's use: tokens used since the last exchange, requests that came lately, and requests in flight."""
 
     used: float = 0.0
     demand: float = 0.0
@@ -35,7 +35,10 @@ class QuotaUse(NamedTuple):
 
 
 class QuotaLease(NamedTuple):
-    """A gateway's part of a quota; `level` counts all gateways' tokens, negative = a debt."""
+    """A gateway's part of a quota: tokens and places; `level` is the tokens of all gateways, negative = a debt.
+
+    `part` is the gateway's share of new tokens, from 0 to 1.
+    """
 
     tokens: float
     level: float

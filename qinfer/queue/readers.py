@@ -33,7 +33,7 @@ _DIVIDED = b"d"
 """Marks the first entry of a new share."""
 
 MAX_BLOCK_S = 0.5
-"""The longest blocking read, and delay of a release, which does not end it."""
+"""The longest blocking read, and so the longest delay of a release, which ends no read."""
 
 
 RELEASED_EVERY_S = 0.1
@@ -111,7 +111,7 @@ class LaneReader:
         return leases
 
     def ring(self) -> None:
-        """Ends the sleeping read: there may be entries."""
+        """Ends the sleeping read, because there may be entries."""
         self._rings += 1
         self._took_at_s = float("-inf")
         self._stir()
@@ -224,7 +224,7 @@ class LaneReader:
         return leases
 
     def _slept(self, task: asyncio.Task[list[Lease]]) -> None:
-        """Entries that arrived between fetches are released later."""
+        """Releases, after a moment, the entries that arrived between two fetches."""
         if task.cancelled():
             return
         task.exception()  # a closing loop would print it
@@ -376,7 +376,7 @@ class TicketReader:
         self.is_asleep = False
 
     async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> bool:
-        """Waits up to `wait_s` for `take` or, with free slots, `own`; returns whether there is something."""
+        """Waits up to `wait_s` for steps or, with free slots, for sequences to own; returns whether there are any."""
         return await self._wait_for_entry(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
 
     async def sleep(self, after: str, *, has_slots: bool) -> bool:
@@ -409,7 +409,7 @@ class TicketReader:
 
 
 REPLY_TTL_MS = 60_000
-"""A reply stream outlives its reader by this."""
+"""How long a reply stream outlives its reader, in milliseconds."""
 
 _START = b"0"
 _KEEP_EVERY_S = 10.0

@@ -1,6 +1,6 @@
 """Asynchronous requests: accepted now, ended once, readable until their result expires.
 
-    accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` is their `finish`
+    accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` finishes the entry, too
 
 The guarantees, each with a test in `tests/contract/`:
 
@@ -61,13 +61,13 @@ _STORED_AGAIN_S = 10.0
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 
 AT_ONCE = 32
-"""Requests per script: about a millisecond, during which Redis serves no other client."""
+"""The most requests of one script: about a millisecond, during which Redis serves no other client."""
 
 STAGED_BYTES = 16 * 2**20
-"""Large results that are stored before their requests end."""
+"""The most bytes of large results that are stored before their requests end."""
 
 AT_ONCE_BYTES = 2**20
-"""Values per script, except for a single one."""
+"""The most bytes of values in one script, unless it has a single value."""
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
@@ -178,8 +178,8 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
-        False for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead, because
-        they count as stored only at the end. After an error some may have ended.
+        Returns false for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead,
+        because they count as stored only at the end. After an error some requests may have ended.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -359,7 +359,7 @@ class Requests:
         return firsts
 
     def _send_hint(self, reply_to: str, addresses: Sequence[EntryAddress]) -> None:
-        """A lost hint costs its reader only time."""
+        """Sends a hint without waiting; a lost one costs its reader only time."""
         key = keys.reply(reply_to).encode()
         packed = pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", hint(addresses)))
         try:
@@ -376,7 +376,7 @@ def _without_result(settlement: Settlement) -> Settlement:
 
 
 def hint(addresses: Sequence[EntryAddress]) -> bytes:
-    """Returns the notice for watchers."""
+    """Encodes the hint for watchers of these requests."""
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 

@@ -38,11 +38,12 @@ SLOTS = 16384
 _ASKING = pack((b"ASKING",))
 _CHANGING = "the queue's cluster is changing; try again"
 _MAX_REDIRECTS = 5
-_PAUSE_S = 0.5  # between two reads of the map
+# The pause between two reads of the cluster's map of slots.
+_PAUSE_S = 0.5
 
 _ROUSE_EVERY_S = 0.02
 _ROUSES = 100
-"""Attempts to unblock a read, then its connection is reset."""
+"""The most attempts to unblock a read, before its connection is reset."""
 
 
 class Router:

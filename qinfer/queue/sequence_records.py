@@ -12,14 +12,15 @@ from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes
 
 MAX_STATE_BYTES = 64 * 2**20
-"""All parts of a state together."""
+"""The most bytes of a state, all its parts together."""
 
 
 NOBODYS = 0
 """The token of a life without an owner; others begin with 1."""
 
 
-_MAX_NUMBER = 21  # of `n` and a number of 64 bits
+# The length of `n` and a number of 64 bits.
+_MAX_NUMBER = 21
 
 
 class SequenceId(msgspec.Struct, frozen=True):
@@ -157,7 +158,7 @@ class DeliveredStep(msgspec.Struct, frozen=True):
 
 
 class DeliveredSteps(msgspec.Struct, frozen=True):
-    """The outcome of `take`; pass `ticket` to the next call."""
+    """The outcome of `Sequences.take_steps`; pass `ticket` to the next call."""
 
     ticket: str
     taken: Items[DeliveredStep]

@@ -1,8 +1,8 @@
 """Sequences in the queue: ownership, committed steps, and hand-over when an owner dies.
 
-    submit ──▶ steps ──ticket──▶ own ──▶ take ──▶ execute ──▶ commit ──▶ publish ──▶ finish
+    submit ──▶ steps ──ticket──▶ own ──▶ take_steps ──▶ execute ──▶ commit ──▶ publish ──▶ finish
                                   ▲
-                                  └── give_back (a drain), reap (a dead owner's)
+                                  └── hand_over (a draining worker's sequences), reap (a dead worker's)
 
 A *sequence* is a tenant's correlation id at a model. Its *life* begins with START and ends with END, by idle time, or
 by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
@@ -108,7 +108,7 @@ _SIZES = load_script("sequences/sizes")
 _BACKLOG = load_script("sequences/backlog", *_SHARED)
 
 RENEW_OWNER = load_script("sequences/renew", "now_ms")
-"""A worker's renewer runs its text."""
+"""The script that renews a worker's lease on its sequences; the worker's renewer runs its text."""
 
 
 class Sequences:
@@ -198,7 +198,7 @@ class Sequences:
         return [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
 
     async def end_lease(self, worker_id: str, versions: Items[int]) -> bool:
-        """Ends the lease of a worker; False if it owns sequences."""
+        """Ends the lease of a worker; returns false if the worker owns sequences."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
@@ -208,7 +208,8 @@ class Sequences:
     ) -> list[OwnedLife] | None:
         """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first.
 
-        Returns `None` if its lease has ended. `told_bits` is the `bits` of `tell`.
+        Returns `None` if the worker's lease has ended. `told_bits` is the `bits` of `assign_id`; `None` = the model
+        gets no ids.
         """
         if count <= 0:
             return []
@@ -226,7 +227,7 @@ class Sequences:
         ]
 
     async def claim(self, tenant: str, turn_s: float) -> bool:
-        """Claims to give up a slot for a tenant; False if another worker did within `turn_s`."""
+        """Claims the turn to give up a slot for a tenant; returns false if another worker did within `turn_s`."""
         key = keys.sequence_turn(self._model, self._partition, spell_tenant(tenant))
         words = (b"SET", key.encode(), b"1", b"NX", b"PX", ttl_ms(turn_s))
         return await self._router.call(self._slot, *words) is not None
@@ -251,7 +252,7 @@ class Sequences:
         return DeliveredSteps(ticket.decode(), [self._taken(worker_id, each) for each in told])
 
     def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
-        """Returns a reader that waits for `take` or `own`; close it."""
+        """Returns a reader that waits until `take_steps` or `own` would return something; close it."""
         link = self._router.blocking(self._slot, "qinfer-sequences", MAX_BLOCK_S)
         place = place_of(Lane(self._model, version, _WAITING[0], self._partition))
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
@@ -259,7 +260,8 @@ class Sequences:
     async def commit(self, steps: Items[CommittedStep]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
 
-        False for a sequence of another worker. After `BrokerUnavailable` some may be committed: repeat it.
+        Returns false for a step whose sequence another worker owns. After `BrokerUnavailable` some steps may be
+        committed: repeat the call.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -326,7 +328,7 @@ class Sequences:
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
-        """Ends expired ones of `count` sequences without an owner; returns how many."""
+        """Looks at `count` sequences without an owner, and ends the expired ones; returns how many."""
         return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[UnansweredStep]:

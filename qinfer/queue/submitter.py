@@ -28,7 +28,7 @@ PLACING = ("now_ms", "shares", "holder", "waiting", "places")
 """Parts of scripts that append a tenant's entry to a lane."""
 
 _MOST_AT_ONCE = 64
-"""Redis serves no other client meanwhile."""
+"""The most entries of one script, because Redis serves no other client meanwhile."""
 
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
 _CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"

@@ -69,7 +69,7 @@ class SimulationOutcome:
         return sum(count for wait_s, count in self.waits if wait_s > bound_s)
 
     def late(self, bound_s: float) -> float:
-        """Returns their share."""
+        """Returns the share of rows that waited longer than a bound."""
         return self.late_rows(bound_s) / max(self.rows, 1)
 
     def wait_s(self, share: float) -> float:

@@ -446,7 +446,7 @@ def _size(info: dict[str, Any]) -> int:
 
 
 def _etag(info: dict[str, Any]) -> str:
-    """Drivers name and quote it differently."""
+    """Returns the etag of an object, which drivers name and quote differently."""
     mark = next((info[key] for key in _MARKS if info.get(key)), "")
     if isinstance(mark, datetime):
         mark = mark.timestamp()

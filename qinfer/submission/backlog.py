@@ -23,12 +23,12 @@ from qinfer.submission.pending import LaneLoad
 POLL_S = 0.1
 
 _BEST_START = 0.5
-"""A worker may start within this part of the last load's time: one load is little evidence."""
+"""The part of the last load's time in which a worker may start, because one load is little evidence."""
 
 _QUIET_POLLS = 20
 
 MAX_RETRY_AFTER_S = 300.0
-"""Beyond it the load can't be predicted."""
+"""The longest `Retry-After`; beyond it the load can't be predicted."""
 
 
 class _Group:
@@ -179,8 +179,8 @@ def judge(
 ) -> Overloaded | None:
     """Decides whether a request may enter a lane; returns the refusal, or `None`.
 
-    With none ahead it always may: a model scaled to zero must wake. At unknown speed only the limit counts. With
-    `at_once` ahead it may enter, too: they may be about to end, or it may join their batch.
+    With no request ahead it always may, because a model scaled to zero must wake. At unknown speed only the limit
+    counts. With `at_once` requests ahead it may enter, too: they may be about to end, or it may join their batch.
     """
     rps = capacity.rps
     if waiting >= limit:

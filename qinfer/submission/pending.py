@@ -85,14 +85,18 @@ class Counter(Protocol):
 
 
 class LaneLoad(msgspec.Struct, eq=False):
-    """The load of a lane, or of a tenant's share of it; others' parts are of the last look.
+    """The load of a lane, or of a tenant's share of it, as this process knows it.
+
+    `others`, `beside` and `part` are from the last look at Redis.
 
     Attributes:
-        left: Own requests that ended since the last look.
-        executed: The answered ones among these.
-        most: Below this many entries no default timeout needs a judgement.
+        most: With fewer entries than this, a request with the default timeout is admitted without a judgement.
+        own: Requests of this process that are pending.
+        left: Requests of this process that ended since the last look.
+        executed: The requests among `left` that were answered.
+        others: Entries of other processes.
         beside: Entries in the lane's other shares.
-        part: Its weight's part among busy shares.
+        part: The weight of this share as a part of the weights of all busy shares.
     """
 
     lane: Lane
@@ -125,7 +129,8 @@ class LaneLoad(msgspec.Struct, eq=False):
 class OfStep(msgspec.Struct, eq=False):
     """A pending step of a sequence.
 
-    An `is_numbered` step may be sent again, so that its leaving ends nothing. `failure` is to end the sequence.
+    The caller of an `is_numbered` step may send it again, so its leaving does not end the sequence. `failure` is the
+    failure that is to end the sequence.
     """
 
     sequences: Sequences
@@ -174,8 +179,8 @@ class PendingCall(msgspec.Struct, eq=False):
         entry: Its place in the queue, once confirmed.
         abandoned: Its entry is to be removed once it is known.
         attempt: The followed execution; 0 before the first response.
-        deadline_s: Behind a first deadline: its queue timeout or wait for a worker.
-        untaken: Called at that first one; `None` = a worker has taken it, it waits on.
+        deadline_s: The last deadline, if a first one precedes it: a queue timeout, or the wait for a worker.
+        untaken: Called at the first deadline, for the error; `None` from it = the request waits on.
         late: The error at the first deadline.
         shared: The execution that it waits for instead of an entry.
         holder: Returns `memory` once the answer is sent, instead of when it is taken.
@@ -212,7 +217,7 @@ class PendingCall(msgspec.Struct, eq=False):
             memory.release()
 
     def comes_first(self) -> None:
-        """Lets it fetch its answer, which is next to be sent."""
+        """Lets the request fetch its answer, which is next to be sent."""
         if self.turn is not None:
             self.turn.set()
 
@@ -228,8 +233,9 @@ class Timer(Protocol):
 class PendingRequests:
     """The table of pending requests.
 
-    `answered` and `failed` get callers' responses and failed requests. `unclaimed` gets ids without a pending request:
-    stored ones may have ended. `lend` waits for the memory of an answer; `None` = memory is not counted.
+    `answered` and `failed` get callers' responses and failed requests. `unclaimed` gets the id of a response without a
+    pending request, because a stored request may have ended. `lend` waits for the memory of an answer; `None` = memory
+    is not counted.
     """
 
     def __init__(
@@ -359,13 +365,13 @@ class PendingRequests:
         return True
 
     def fail_all(self, error: QinferError) -> None:
-        """Fails all and removes them from the queue; steps of sequences are executed."""
+        """Fails all requests and removes them from the queue; steps of sequences are still executed."""
         for pending in self.clear():
             self._abandon(pending, None)
             self.fail(pending, error)
 
     def lose_all(self) -> None:
-        """Fails all: their answers may be lost with the reply stream."""
+        """Fails all requests, because their answers may be lost with the reply stream."""
         if self._pending:
             logger.warning("the reply stream was gone", extra={"failed": len(self._pending)})
         self.fail_all(BrokerUnavailable(_LOST))
@@ -550,7 +556,7 @@ class PendingRequests:
         self._work.set()
 
     async def _withdraw(self) -> None:
-        """Requests that a worker holds end with their deadline."""
+        """Withdraws late requests from the queue; a request that a worker holds ends at its last deadline."""
         late = {p.entry: p for p in self._late if p.entry is not None and p.step is None}
         steps = [pending for pending in self._late if pending.step is not None]
         self._late.clear()

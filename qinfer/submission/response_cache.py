@@ -91,7 +91,7 @@ class Flight(Inner):
         self._cache.landed(self, response)
 
     def fail(self, error: Exception) -> None:
-        """Fails its callers."""
+        """Fails the callers that wait for this execution."""
         self._cache.crashed(self, error)
 
     def left(self, caller: PendingCall) -> None:
@@ -230,7 +230,7 @@ class ResponseCache:
     def _take_off(
         self, place: _Place, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
     ) -> None:
-        """Executes a request for all its callers; it may take twice the model's timeout, for later ones."""
+        """Executes a request for all its callers, for up to twice the model's timeout because of later callers."""
         spec, submission = served.spec, self._submission
         # It is cached for the requested version.
         flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)

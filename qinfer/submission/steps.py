@@ -1,9 +1,10 @@
 """Submission of the steps of sequences, which go to their sequence instead of a lane, and end it if they fail.
 
-    step ─▶ Sequences.submit ─▶ pending, until its response comes      what is stored already is delivered at once
+    step ─▶ Sequences.submit ─▶ pending, until its response comes      a stored response is delivered at once
               └─▶ cancelled, or too late ─▶ Sequences.fail: the sequence ends, later steps get an error that says why
 
-A numbered step (`qinfer_step`) may be sent again after a broken connection, so that a leaving caller ends nothing.
+A numbered step (`qinfer_step`) may be sent again after a broken connection, so a caller that leaves does not end the
+sequence.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest, 
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.pending import OfStep, PendingCall, PendingRequests
 
-_PARTITION = 0  # until models are spread
+# The only partition, until models are spread over several.
+_PARTITION = 0
 
 
 class SequenceSteps:

@@ -42,7 +42,7 @@ from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 
 MAX_HEAD_BYTES = 2**20
-"""The bytes of a request without its tensors."""
+"""The most bytes of a request without its tensors."""
 
 PAYLOAD_MARGIN_S = 60.0
 """How long tensors beside the stream outlive the deadline."""
@@ -62,7 +62,7 @@ class LocalBatcher(Protocol):
     def try_admit(
         self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, next_batch: bool = True
     ) -> bool:
-        """Admits a checked and stamped request, only into the next batch if so asked; returns whether it did."""
+        """Admits a checked and stamped request, with `next_batch` only into the next batch; returns whether it did."""
         ...
 
 
@@ -173,7 +173,7 @@ class Submission:
     ) -> PendingCall | None:
         """Submits to a batcher of this process, past all waiting requests; `None` if it refuses."""
         spec = served.spec
-        # A sequence's id for the model is chosen by the lane's reader.
+        # The reader of the lane chooses the sequence id that the model sees.
         names_sequence = spec.sequences is not None or request.sequence is not None
         if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
             return None
@@ -231,7 +231,7 @@ class Submission:
         return self._new_id(served.spec.name, served.lane.partition)
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Runs the background work of this process's submissions until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._cache is not None:
                 group.create_task(self._cache.run())

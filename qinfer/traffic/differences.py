@@ -1,6 +1,6 @@
 """The differences between the outputs of two targets, row by row: pure, on whole batches with numpy.
 
-    values of both ──▶ compared ──▶ Rows: agreement and distance of each row ──▶ Summary, Samples
+    values of both ──▶ compared ──▶ RowComparison: agreement and distance of each row ──▶ Summary, Samples
 
 Rows agree by one of three rules: `equal` (all elements are the same), `argmax` (the greatest element of each vector is
 the same one), or `within` (no element exceeds the tolerance). A row's distance is the largest one of its elements;

@@ -78,7 +78,7 @@ class Endpoints:
         return time.monotonic() - self.heard_s >= DEAF_AFTER_S
 
     def stable(self, name: str, version: int) -> tuple[str, int]:
-        """Returns what stands for an endpoint; a model stays."""
+        """Returns the model and version that stand for an endpoint: its stable target; a model stays as it is."""
         routed = self.by_name.get(name)
         if routed is None:
             return name, version
@@ -87,9 +87,8 @@ class Endpoints:
     def choose(self, request: InferRequest, tenant: str, header: Header = no_header) -> bool:
         """Replaces model and version of a request to an endpoint; returns whether it was one.
 
-        Raises `ModelNotFound` if no target has the requested version, or `BrokerUnavailable` if it is not stable's and
-        the view
-        is not current.
+        Raises `ModelNotFound` if no target has the requested version, or `BrokerUnavailable` if the requested version
+        is not the stable target's and the view is not current.
         """
         routed = self.by_name.get(request.model)
         if routed is None or request.endpoint:

@@ -162,7 +162,7 @@ def key_of(request: InferRequest) -> Key:
 
 
 def witness_of(request: InferRequest) -> str | None:
-    """Returns the tenant for evidence; `None` = its caller chose the target."""
+    """Returns the tenant for which a request is evidence; `None` if its caller chose the target."""
     return request.tenant if request.assigned else None
 
 

@@ -14,7 +14,7 @@ import msgspec
 from qinfer.traffic.evidence import Blocks, EvidenceBlock, merged
 
 MOST_TENANTS = 8
-"""Further tenants share one part."""
+"""The most tenants with a part of their own; further tenants share one part."""
 
 LEAST_OF_OTHERS = 5
 

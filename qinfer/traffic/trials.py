@@ -31,9 +31,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         counted: Name → count of this revision so far.
         reason: Why the last transition was made, or not made.
-        at_s: Of the last transition.
-        done_s: When all gateways had confirmed its rollback.
-        model: Empty = the stable target's.
+        at_s: The time of the last transition.
+        done_s: When all gateways had confirmed the rollback.
+        model: The canary's model; empty = the stable target's.
     """
 
     state: CanaryState

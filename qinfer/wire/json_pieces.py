@@ -146,7 +146,7 @@ class LongArray:
         _LENGTH.pack_into(out, begin, len(out) - begin - _LENGTH.size)
 
     def check(self, max_depth: int) -> None:
-        """Parses it once; raises `InvalidRequest`."""
+        """Parses the array unless it was read already; raises `InvalidRequest`."""
         if self.is_read:
             return
         for piece in self._pieces(b"0"):
@@ -274,7 +274,7 @@ def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapp
 
 
 def _flattened(text: bytes) -> bytes:
-    """Raises `DecodeError` unless it has only numbers."""
+    """Returns an array without its inner brackets; raises `DecodeError` unless it has only numbers."""
     tight = text.translate(None, b" \t\r\n")
     if b'"' in tight or _UNEVEN.search(tight) is not None:
         raise msgspec.DecodeError

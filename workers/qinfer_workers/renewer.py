@@ -3,7 +3,8 @@
 A thread would need the GIL, which model code may hold for longer than a lease. The worker starts this small process
 (`renewals.ProcessRenewals`) and talks to it over two pipes:
 
-    worker ── Hello, then each second Held ──▶ stdin │ renewer │ stdout ── Report, one a renewal ──▶ worker
+    worker ── RenewerHello, then HeldLeases each second ──▶ stdin │ renewer
+    renewer │ stdout ── RenewalReport after each renewal ──▶ worker
 
 The renewer renews the last reported leases. Without reports, because the GIL is held, it asks Redis for entries that
 the worker has fetched since, and renews those too. When the worker is gone, or stopped (SIGSTOP), it renews nothing, so
@@ -44,8 +45,9 @@ _READ_BYTES = 1 << 16
 class RenewerHello(msgspec.Struct, array_like=True):
     """The first message: how to renew. It has Redis' password, so it uses the pipe, and is never logged.
 
-    Unreported leases are renewed for `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`;
-    0 = none. `overdue_field` is the statistic that counts executions over their limit.
+    `script` is the text of `lanes/renew.lua`, `owner_script` that of `sequences/renew.lua`. Unreported leases are
+    renewed for `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`; 0 = the worker has
+    no table. `overdue_field` is the statistic that counts executions over their limit.
     """
 
     redis: Login

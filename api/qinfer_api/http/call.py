@@ -78,7 +78,7 @@ class FastCall:
         return self._connection.is_behind(self)
 
     def come_first(self) -> None:
-        """Notes that its reply is next."""
+        """Notes that the reply to this request is the next one of the connection."""
         if self._pending is not None:
             self._pending.comes_first()
 

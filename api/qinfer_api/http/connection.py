@@ -1,8 +1,8 @@
 """An HTTP/1.1 connection over httptools: parses requests, writes replies in order, and bounds both.
 
-Only the first request in the queue may write. Here each becomes a `Cycle`, which runs the ASGI application when it is
-first; a subclass may answer some below ASGI. The parser gets small slices and stops when a request stalls, because one
-read may hold thousands of requests.
+Only the first request in the queue may write. Each request becomes a `Cycle`, which runs the ASGI application when it
+is first; a subclass may answer some below ASGI. The parser gets small slices and stops when a request stalls, because
+one read may hold thousands of requests.
 """
 
 import asyncio
@@ -45,16 +45,16 @@ BODY_READ_BYTES = 256 * 1024
 """Bytes of one body read at once."""
 
 SLICE_BYTES = 1024
-"""Bytes parsed at once, or more of one body: about as many of the shortest requests as `MAX_PIPELINED`."""
+"""The bytes that are parsed at once, unless they are of one body: about `MAX_PIPELINED` of the shortest requests."""
 
 MAX_CHUNKS = 65536
-"""Chunks of one chunked body (reference §1.2)."""
+"""The most chunks of one chunked body (reference §1.2)."""
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Bytes of a head beyond its first slice."""
+"""The most bytes of a head beyond its first slice."""
 
 MAX_FRAMING_BYTES = 64 * 1024
-"""Bytes of chunk extensions, long sizes and trailers in one chunked body."""
+"""The most bytes of chunk extensions, long sizes and trailers in one chunked body."""
 
 _NOTHING = memoryview(b"")
 _ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # Linux sees the end behind unread bytes
@@ -102,7 +102,7 @@ class Exchange(Protocol):
         ...
 
     def come_first(self) -> None:
-        """Notes that its reply is next."""
+        """Notes that the reply to this request is the next one of the connection."""
         ...
 
 
@@ -256,7 +256,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return False
 
     def _parse(self, piece: memoryview) -> int:
-        """Returns the bytes it took."""
+        """Feeds the parser, and returns how many bytes it took."""
         taken = len(piece)
         self._framing_bytes += taken  # the callbacks subtract body data, and reset it for a new message
         try:
@@ -479,7 +479,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def _withdraw(self) -> bool:
-        """Returns `False` if its reply has begun."""
+        """Takes back the request that is being read; returns false if its reply has begun."""
         exchange, self._reading = self._reading, None
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:

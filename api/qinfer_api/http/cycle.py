@@ -60,7 +60,8 @@ class Cycle:
         self._expects_continue = expects_continue
         self._is_started = self._is_gone = self._awaits_turn = False
         self._body = bytearray()
-        self._is_whole = self._is_taken = False  # the whole body
+        # Whether the whole body has come, and whether the application took it.
+        self._is_whole = self._is_taken = False
         self._news = asyncio.Event()
         self._has_body = self._is_chunked = False  # of the reply
         self._unsent_bytes = 0  # of a reply with a length

@@ -1,7 +1,7 @@
 """The fast path: `POST /v2/models/{m}[/versions/{v}]/infer` below ASGI.
 
-It and the FastAPI route (`rest/infer.py`) use `http/infer.py`, so their answers are equal to the byte. Nothing here
-waits.
+The fast path and the FastAPI route (`rest/infer.py`) both use `http/infer.py`, so their answers are equal to the byte.
+Nothing here waits.
 
 A request behind an unfinished ASGI request takes the ASGI path, because it may depend on it. An ASGI request waits for
 the calls before it, and reading pauses meanwhile.
@@ -61,10 +61,11 @@ class QinferHttpProtocol(HttpConnection):
     def __init__(self, fast: FastPath) -> None:
         super().__init__(fast)
         self._fast = fast
-        self._memory: Reservation | None = None  # of a body being received
+        # The memory of a body that is being received.
+        self._memory: Reservation | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Reads a whole plain request directly."""
+        """Starts a request at once if `data` is one whole request with a known head; else parses the data."""
         if not (self._receiving or self._closing or self._unparsed or self._has_cycle()):
             known = self._fast.heads.find(data)
             if known is not None:

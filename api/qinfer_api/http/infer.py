@@ -47,8 +47,10 @@ _EITHER_CONTAINER = 47
 _STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024
-_MAX_EXPANSION = 1032  # deflate's highest ratio
-_MAX_MEMBERS = 1000  # of a gzip file
+# The highest ratio of deflate.
+_MAX_EXPANSION = 1032
+# The most members of a gzip body.
+_MAX_MEMBERS = 1000
 
 
 def request_encoding(header: str | None) -> Encoding | None:
@@ -310,7 +312,7 @@ class UrlTarget(NamedTuple):
 
 
 class InferCodec:
-    """Decodes requests and encodes responses; one per gateway."""
+    """Decodes requests and encodes responses; each gateway has one."""
 
     def __init__(self, dispatcher: Dispatcher, memory: SharedMemory, settings: Settings) -> None:
         self._dispatcher = dispatcher
@@ -365,7 +367,7 @@ class InferCodec:
 
 
 def strictly(plan: OutputPlan) -> OutputPlan:
-    """Forbids NaN and infinities in JSON."""
+    """Returns a plan that refuses NaN and infinities in JSON."""
     return msgspec.structs.replace(plan, strict=True)
 
 
@@ -375,7 +377,7 @@ def regions_of(plan: OutputPlan, default: Regions) -> Regions:
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
-    """Notes the request's shared memory, if any."""
+    """Returns the plan with the request's shared memory, if the request uses any."""
     if isinstance(regions, RequestRegions) and regions.is_used:
         return msgspec.structs.replace(plan, held=regions)
     return plan
@@ -394,7 +396,7 @@ def bound(plan: OutputPlan, served: ServedVersion) -> OutputPlan:
 
 
 def with_headers(request: InferRequest, forwarded: Mapping[str, Scalar]) -> None:
-    """Adds forwarded headers to the parameters; refuses reserved names."""
+    """Makes forwarded headers parameters of a request; refuses reserved names."""
     for name in forwarded:
         check_forwarded(name)
     request.parameters = {**request.parameters, **forwarded}
@@ -424,7 +426,7 @@ def parse_json_length(text: str | None, body_length: int) -> int | None:
 
 
 class FutureSink:
-    """Awaits one response; several become an error."""
+    """Takes the one response of a request; several become an error."""
 
     frontend = "HTTP"
     no_stream = DECOUPLED
@@ -463,7 +465,7 @@ def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
 
 
 def forwarded(pattern: re.Pattern[str], headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Returns the matching headers; the last of equal names counts."""
+    """Returns the headers that a pattern (`header_forward_pattern`) forwards; of equal names the last one counts."""
     found: dict[str, str] = {}
     for name, value in headers:
         text = name.decode("latin-1")
@@ -477,7 +479,7 @@ _PLAN = OutputPlan(binary=True)
 
 
 def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
-    """Returns a raw body's request: one row if there is a batch dimension."""
+    """Makes a request of a raw body; the body is one row if the model has a batch dimension."""
     if len(spec.inputs) != 1:
         raise _request_error(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(spec.inputs)} inputs in "

@@ -1,11 +1,12 @@
-"""The janitor's work on bulk jobs, without a leader: fills their lanes and has them finished.
+"""The janitor's work on bulk jobs: it fills their lanes, and asks Celery to finish them. Gateways need no leader.
 
     a notice ──▶ advance ──▶ lane filled
                     ├─ nothing left to run ──▶ finalizing ──▶ Celery's `finalise`
                     ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
-                    └─ cancelling, nothing in hand ──▶ cancelled ──▶ `finalise`
+                    └─ cancelling, no shard waits or runs ──▶ cancelled ──▶ `finalise`
 
-A notice is confirmed after the last step, so it comes again after a failure; steps are idempotent.
+A *notice* is a delivery that says that a job's state may have to change. The janitor confirms it after the last step,
+so the notice comes again after a failure; steps are idempotent.
 """
 
 import asyncio
@@ -30,12 +31,14 @@ _FOLLOWING: dict[str, JobState] = {
 }
 _NOTICES = 50
 _LATEST = 100
-_TOGETHER = 16  # jobs at once
-_SENDING = 2  # a broker may hang
+# Jobs that are handled at once.
+_TOGETHER = 16
+# Few, because a call of Celery's broker may hang and keep its thread.
+_SENDING = 2
 
 
 class JobJanitor:
-    """One per gateway. `finalise` blocks, and may be called twice."""
+    """Each gateway has one. `finalise` blocks, and may be called twice for a job."""
 
     def __init__(self, delivery: Queue, catalog: Catalog, finalise: Callable[[str], None]) -> None:
         self._jobs = Jobs(delivery)
@@ -44,7 +47,8 @@ class JobJanitor:
         self._finalise = finalise
         self._together = asyncio.Semaphore(_TOGETHER)
         self._sending = asyncio.Semaphore(_SENDING)
-        self._places: dict[tuple[str, int], None] = {}  # an ended job may have a notice left
+        # Models and partitions that may have notices; it forgets none, because an ended job may have a notice left.
+        self._places: dict[tuple[str, int], None] = {}
         self._has_looked_back = False
         self._look_at_s = 0.0
 
@@ -57,7 +61,7 @@ class JobJanitor:
             await self.fill_lanes()
 
     async def attend(self) -> int:
-        """Handles present notices; failed ones come again."""
+        """Handles the notices that are due, and returns their number; a notice that fails comes again."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
             notices = await self._deliveries.take_due(model, partition, JOBS, _NOTICES)
@@ -68,7 +72,7 @@ class JobJanitor:
         return len(outcomes)
 
     async def fill_lanes(self) -> None:
-        """Fills running jobs' lanes, highest priority first."""
+        """Fills the lanes of running jobs, in the order in which jobs are served."""
         for record in await self._jobs.unfinished():
             if record.state == JobState.RUNNING:
                 await self._fill(record)
@@ -99,7 +103,7 @@ class JobJanitor:
                 return standing
 
     async def _next(self, record: JobRecord, standing: Standing) -> str:
-        """Returns the state."""
+        """Moves the job to its next state, if it is time, and returns the state."""
         if standing.state == JobState.RUNNING and standing.has_failed:
             outcomes = await self._jobs.outcomes(record.id)
             error = why_failed(outcomes.values(), record.max_errors, record.shards)

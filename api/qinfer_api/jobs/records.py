@@ -45,8 +45,10 @@ _BASE32, _CROCKFORD = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789ABCDEFGHJKM
 _SHOWN = 128
 _MOST_DIFFERENCES = 5
 _LEAST_S = 1e-6  # clocks are coarser
-_QUIET_S = 5.0  # before a rate falls: more than two reports of a worker
-_LEAST_ETA_S = 1.0  # while scored rows remain to be written
+# Seconds without news after which a job's rate falls: more than two reports of a worker.
+_QUIET_S = 5.0
+# The shortest estimate of the time left, because scored rows remain to be written.
+_LEAST_ETA_S = 1.0
 
 
 _OWN_ID = "An id of your own: the same id with the same job is one job."

@@ -68,14 +68,15 @@ T = TypeVar("T")
 EXAMINE_S = 60.0
 """The longest check of a job's files."""
 MAX_WATCHERS = 512
-"""Followers of a gateway: each costs two reads a second."""
+"""The most clients that may follow jobs at a gateway: each of them costs two reads a second."""
 LOOK_S = 1.0
-"""Seconds in which a follower notices a shutdown."""
+"""Seconds within which the event stream of a follower ends at a shutdown."""
 
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
 _WAITS = "waits for a bulk worker, which plans it"
-_threads = ThreadPoolExecutor(4, "bulk-tasks")  # Redis may hang
+# A pool of its own, because a call of Celery's broker may hang and keep its thread.
+_threads = ThreadPoolExecutor(4, "bulk-tasks")
 
 
 class JobTicket(msgspec.Struct, frozen=True):
@@ -87,7 +88,11 @@ class JobTicket(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class BulkJobs:
-    """One per gateway; `turns` checks one job per tenant at a time, so that slow files leave processes to others."""
+    """The bulk jobs of a gateway.
+
+    `turns` has a lock for each tenant, which checks one job at a time: slow files of one tenant leave examiners to the
+    others.
+    """
 
     jobs: Jobs
     now_s: Callable[[], float]
@@ -104,9 +109,9 @@ class BulkJobs:
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, context: CallerContext, body: bytes, key: str, *, resume: bool = False) -> JobTicket:
-        """Checks and plans a job, or finds an earlier one with its id or key.
+        """Checks and stores a job and requests its plan, or finds an earlier job with the same id or key.
 
-        With `resume`, a job that ended early is resumed, and a completed one with `overwrite` runs anew.
+        With `resume`, a job that ended early is resumed, and a completed job with `overwrite` runs anew.
         """
         self._check_enabled()
         grant = self._grant_of(context)
@@ -178,7 +183,7 @@ class BulkJobs:
         return page.records, page.after
 
     async def cancel(self, context: CallerContext, job_id: str) -> JobRecord:
-        """Stops an unended job; its parts stay."""
+        """Cancels a job unless it has ended; its parts stay."""
         record = await self.get(context, job_id)
         if not record.is_over:
             await self.jobs.stop(record.id, JobState.CANCELLING)
@@ -258,7 +263,7 @@ class BulkJobs:
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
 
     def _pinned(self, spec: JobSpec) -> tuple[JobSpec, ServedVersion, str]:
-        """Returns job, version and the endpoint it named.
+        """Returns the job bound to one version, that version, and the endpoint that the job named, if any.
 
         An endpoint stands for its stable target, so that the output can be reproduced. A named version of a hidden
         model need not be a target: versions are compared before they get requests.
@@ -271,7 +276,7 @@ class BulkJobs:
         return msgspec.structs.replace(spec, model=served.spec.name, version=served.version), served, endpoint
 
     def _served(self, model: str, version: int) -> ServedVersion:
-        """Returns the version; a refusal names the served one."""
+        """Returns a version; the error for a version that is not served names the one that is."""
         try:
             return self.resolve(model, version)
         except ModelNotFound as error:
@@ -329,7 +334,7 @@ class BulkJobs:
         return JobTicket(known, is_new=False)
 
     async def _planned(self, job_id: str) -> None:
-        """Deletes the job if Celery's broker is away."""
+        """Requests the plan of a new job, and deletes the job if Celery's broker is away."""
         try:
             await _in_thread(self.tasks.request_plan, job_id)
         except QinferError:
@@ -338,7 +343,7 @@ class BulkJobs:
             raise
 
     async def _sent(self, job_id: str) -> None:
-        """Requests the plan; the sweep repeats it if Celery's broker is away."""
+        """Requests the plan of a resumed job; if Celery's broker is away, a bulk worker's sweep requests it again."""
         try:
             await _in_thread(self.tasks.request_plan, job_id)
         except BrokerUnavailable as error:

@@ -104,7 +104,8 @@ OUTBOX = "label-studio"
 LEASE_S = 60.0
 """Seconds before another gateway may take a claimed task."""
 
-_AT_ONCE = 16  # their files are in memory
+# Few tasks at once, because their files are in memory.
+_AT_ONCE = 16
 _SUBMIT_S = LEASE_S - 10.0  # slower tasks come again
 _TOO_SLOW = f"its files took longer than {_SUBMIT_S:g} s to fetch"
 _LATER_S = 10.0

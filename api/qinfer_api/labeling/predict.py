@@ -27,10 +27,10 @@ from qinfer_api.status import AGAIN
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 256
-"""A call's tasks in the queue: they fill batches, but no lane."""
+"""The most tasks of a call in the queue: enough to fill batches, too few to fill a lane."""
 
 MADE_AT_ONCE = 16
-"""Tasks whose files are in memory."""
+"""The most tasks of a call whose files are in memory."""
 
 LARGE_BYTES = 256 * 1024
 """Threads handle larger tasks and outputs."""

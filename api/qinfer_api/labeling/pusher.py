@@ -38,7 +38,8 @@ LONGEST_PAUSE_S = 60.0
 _QUEUE_PAUSE_S = 5.0
 _FEED_PAUSES = 4  # other gateways' tasks can wait
 _REMEMBERED = 10_000
-_PARTITION = 0  # until models are spread
+# The only partition, until models are spread over several.
+_PARTITION = 0
 _GONE = "its result expired before Label Studio took it"
 _DELETED = "the outputs are gone; have the task scored again"
 _NOT_TAKEN = "Label Studio left the prediction out: it does not fit the project's label config"
@@ -73,11 +74,14 @@ class Pusher:
         self._pause_s = settings.requests.sweep_every_s
         self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
         self._step_s = self._kind.pause_s / 2  # then others may take over
-        self._models: dict[str, None] = {}  # a removed mapping may have tasks left
-        self._outboxes: dict[str, None] = {}  # models with possible endings
+        # Models that may have tasks; a removed mapping may have tasks left.
+        self._models: dict[str, None] = {}
+        # Models that may have ended requests.
+        self._outboxes: dict[str, None] = {}
         self._outbox = ""
         self._finished: set[str] = set()
-        self._failures: dict[str, int] = {}  # by ending, the last to fail last
+        # The failures to push, by the id of the ended request; the last to fail is last.
+        self._failures: dict[str, int] = {}
 
     async def run(self) -> None:
         """Feeds and pushes until cancelled."""
@@ -166,7 +170,7 @@ class Pusher:
                 raise
 
     async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
-        """Leaves out those that a newer request replaced."""
+        """Returns the ends of current requests; confirms those that a newer request of the task replaced."""
         entries = await self._tasks.get(board, [notes.task for _, notes in found], with_data=True)
         pairs, late = [], []
         for (ending, notes), known in zip(found, entries, strict=True):
@@ -190,7 +194,7 @@ class Pusher:
         return made
 
     async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
-        """Returns `None` if its task moves on."""
+        """Makes the prediction of an ended request; if that fails, moves the task on and returns `None`."""
         try:
             return Made(ending, entry, await self._item(board, ending, entry))
         except (StudioAway, DeliveryError):
@@ -247,7 +251,7 @@ class Pusher:
                 await self._push_one(board, each)
 
     async def _fresh(self, board: Board, made: Sequence[Made], ends_s: float) -> list[Made]:
-        """Returns those that Label Studio lacks; confirms the others."""
+        """Returns the predictions that Label Studio lacks; confirms the others."""
         there: list[Made] = []
         fresh: list[Made] = []
         for each in made:

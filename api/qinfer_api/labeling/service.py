@@ -43,11 +43,12 @@ PUSH = "push"
 """The mode of mappings whose predictions are pushed."""
 
 
-_ORDER_S = 20.0  # of one call; the next continues
+# The time of one call of `order`; the next call continues.
+_ORDER_S = 20.0
 
 
 class Labeling:
-    """Serves Label Studio; one per gateway."""
+    """Serves Label Studio's calls; each gateway has one."""
 
     def __init__(
         self,

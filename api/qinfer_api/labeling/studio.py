@@ -20,7 +20,8 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge, SettingsError, Unreac
 PAGE = 100
 """Tasks per call."""
 
-_ACCESS_S = 240.0  # if a token names no end
+# Seconds for which an access token is used if it names no end.
+_ACCESS_S = 240.0
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
 _CONFIG_S = 30.0
 _MAX_REASON = 500
@@ -45,7 +46,7 @@ class StudioRefused(InvalidRequest):
 
 
 class LabelStudio:
-    """A client of Label Studio; one per gateway."""
+    """A client of Label Studio; each gateway has one."""
 
     def __init__(self, settings: LabelingSettings) -> None:
         self.origin, self._token = check_address(settings)

@@ -1,7 +1,8 @@
-"""Fresh statistics: before a read, the workers add their counts.
+"""Fresh statistics: before a read of statistics, the gateway asks the workers to add their counts.
 
-Concurrent reads share one question. There are at most four a second over time, but four in a row after a pause, because
-a measuring client reads before and after a short load. A read waits at most a quarter of a second for answers.
+Concurrent reads share one question. A gateway asks at most four questions a second on average, but up to four in a row
+after a pause, because a measuring client reads before and after a short load. A read waits at most a quarter of a
+second for the workers' answers.
 """
 
 import asyncio
@@ -16,10 +17,10 @@ from qinfer.models.store import ControlStore
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.25
-"""Seconds between questions, over time."""
+"""Seconds between two questions, on average."""
 
 AHEAD_S = 3 * EVERY_S
-"""How far questions may run ahead."""
+"""How far questions may run ahead of one every `EVERY_S` seconds, in seconds."""
 
 WITHIN_S = 0.25
 """Longest wait for the workers' answers."""
@@ -36,10 +37,11 @@ class FreshCounts:
         self._reads = 0
         self._answered = 0  # the last answered read
         self.underway: dict[str, Underway] = {}
-        self._even_at_s = 0.0  # when questions so far average one in EVERY_S
+        # The time at which the questions so far average one every EVERY_S.
+        self._even_at_s = 0.0
 
     async def added(self, model: str = ALL) -> None:
-        """Waits until workers have added counts, within limits."""
+        """Waits until the model's workers have added their counts, or until the limits of time are reached."""
         if not self._hosts({model}):
             return
         self._reads += 1

@@ -47,7 +47,8 @@ from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
 from qinfer_api.server_settings import SharedLogSettings, SharedTraceSettings
 
-_PAGE = 20  # the queue blocks meanwhile
+# Few dead letters at once, because Redis serves no other client meanwhile.
+_PAGE = 20
 _PAGES = 25
 """A model's pages per scrape; the rest counts as version 0."""
 

@@ -69,7 +69,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one model version.
 
     Attributes:
-        last_inference: Start of the last execution, in milliseconds since the epoch, in the broker's time; 0 = never.
+        last_inference: Start of the last execution, in milliseconds since the epoch, on Redis' clock; 0 = never.
         inference_count: Rows executed.
         execution_count: Batches executed.
         response_stats: Of decoupled models, by index of the response, up to the first thousand.

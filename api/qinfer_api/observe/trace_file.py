@@ -26,10 +26,10 @@ START: dict[str, Value] = {
     "trace_count": "-1",
     "log_frequency": "0",
 }
-"""Defaults of the operator's settings."""
+"""The settings of a server whose operator changes nothing."""
 
 CHANGE = "change"
-"""A stored mark of each update, so that all gateways start anew."""
+"""The stored name of a mark that each update changes, so that all gateways begin to count anew."""
 
 _MAX_UINT32 = 2**32 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -54,7 +54,7 @@ _Number = Annotated[str, Meta(extra_json_schema={"pattern": "^[+-]?[0-9]+$"})] |
 class TraceChanges(msgspec.Struct, frozen=True):
     """Changes of the trace settings.
 
-    Null restores the inherited value: of a model the server's, of the server the one at its start.
+    Null restores the inherited value: a model inherits the server's, and the server the one that it started with.
 
     Attributes:
         trace_file: Refused, because the operator chooses the file.
@@ -138,10 +138,10 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""Traces in memory at which they are written."""
+"""The number of traces in memory at which a gateway writes them."""
 
 MOST_UNWRITTEN = 20_000
-"""Unwritten traces at which new ones are dropped."""
+"""The number of unwritten traces at which a gateway drops new ones."""
 
 About = Mapping[str, object]
 """The fields of a trace besides its activities."""
@@ -151,7 +151,7 @@ Stamps = list[tuple[str, int]]
 
 
 class CallTrace(NamedTuple):
-    """A trace of a request made for another."""
+    """The trace of a request that a model made while it executed another request."""
 
     about: About
     stamps: Stamps
@@ -162,8 +162,8 @@ class CallTrace(NamedTuple):
 class SamplingRule(NamedTuple):
     """A sampling rule, of one model or of all others.
 
-    `rate` traces every n-th request, 0 = none; `most` -1 = unlimited. A file has `frequency` traces, 0 = all. A new
-    `change` starts the rule anew.
+    Of `rate` requests one is traced; 0 = no request. At most `most` requests are traced; -1 = unlimited. A file has
+    `frequency` traces; 0 = all of them. A new `change` starts the rule anew.
     """
 
     has_stamps: bool
@@ -201,7 +201,7 @@ class _Trace(NamedTuple):
 
 
 class Sampling:
-    """Samples by one rule; `left` -1 = unlimited."""
+    """Chooses the requests to trace by one rule, and holds their traces; `left` -1 = unlimited."""
 
     def __init__(self, rule: SamplingRule, output: "TraceFile") -> None:
         self.rule = rule
@@ -214,7 +214,7 @@ class Sampling:
         self._is_over = False
 
     def count_request(self) -> bool:
-        """Counts a request; if it is traced, call `add`."""
+        """Counts a request, and returns whether it is traced: then call `add` or `uncount_request`."""
         rule = self.rule
         if not rule.is_on or not rule.rate or not self.left:
             return False
@@ -249,7 +249,7 @@ class Sampling:
         return _Trace(number, about, stamps if self.rule.has_stamps else None, tensors, inner)
 
     def flush_traces(self) -> None:
-        """Writes finished traces; others are written later."""
+        """Ends the rule: writes the finished traces now, and the open ones when they finish."""
         self._is_over = True
         self._write_held(numbered=bool(self.rule.frequency))
 
@@ -260,7 +260,7 @@ class Sampling:
 
 
 class TraceFile:
-    """This gateway's traces; `path` also prefixes numbered files."""
+    """Writes this gateway's traces to `path`, or to `path` with a number added."""
 
     def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -278,7 +278,7 @@ class TraceFile:
         self._one_by_one = asyncio.Lock()
 
     def sample(self, model: str) -> Sampling | None:
-        """Returns the sampling of a model's request, if traced."""
+        """Counts a model's request; returns the sampling that gets its trace, or `None` if it is not traced."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
         return sampling if sampling is not None and sampling.count_request() else None
@@ -299,7 +299,7 @@ class TraceFile:
                 self._samplings[model] = Sampling(rule, self)
 
     async def refresh(self, store: ControlStore) -> Mapping[str, str]:
-        """Reads and applies stored settings, unless overtaken."""
+        """Reads the stored settings, and applies them unless a later read was applied already."""
         self._reads += 1
         read = self._reads
         stored = await store.settings()
@@ -350,7 +350,7 @@ class TraceFile:
                 self._unwritten -= sum(trace.weight for trace in traces)
 
     def _save_here(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Takes the first free name."""
+        """Writes a file under the first free name."""
         new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         new.write_bytes(msgspec.json.encode([part for trace in traces for part in trace.parts()]))
         try:

@@ -17,7 +17,7 @@ INPUT, OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
 """Activities: a queued input, and a returned output."""
 
 MOST_BYTES = 64 * 1024
-"""The kept bytes of a tensor."""
+"""The most bytes of a tensor that a trace keeps."""
 
 Taken = list[tuple[str, Tensor]]
 """Tensors of a trace, with their activities."""

@@ -55,9 +55,12 @@ from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 logger = logging.getLogger(__name__)
 
 _FENCE = ErrorLogger(logging.getLogger(__name__), "traces lost, requests go on without")
-_MOST_TEXT = 256  # thousands of traces are held
-_MOST_FOLLOWED = 256  # each costs a read a second
-_MOST_WEIGHT = 1000  # of one trace, by `weight_of`
+# The most characters of a client's text in a trace, because thousands of traces are held.
+_MOST_TEXT = 256
+# The most stored requests that are traced to their end: each costs a read a second.
+_MOST_FOLLOWED = 256
+# The weight (`weight_of`) above which a trace takes no more tensors.
+_MOST_WEIGHT = 1000
 _ROUNDING_S = 1e-6  # of floats since 1970
 
 

@@ -1,7 +1,7 @@
 """Watches the ends of stored requests to endpoints, as evidence for canaries on trial and for shadows.
 
-Failures and execution times count; the time in the queue does not, because it says nothing about the version. A request
-is selected regardless of how it ends.
+Failures and execution times count; the time in the queue does not, because it says nothing about the version. Whether a
+request is watched is decided when it is accepted, before its end is known, so that the evidence has no bias.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from qinfer_api.shared_limit import SharedLimit
 logger = logging.getLogger(__name__)
 
 MOST = 128
-"""Watched requests per target: each costs a read a second, and a slow target must not starve others."""
+"""The most watched requests of a target: each costs a read a second, and a slow target must not starve others."""
 
 SHADOW_WAIT_S = 60.0
 """A shadow's longest wait for the request's own answer."""
 
 
 class StoredEnds:
-    """Watches ends; one per gateway."""
+    """Watches the ends of stored requests; each gateway has one."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -79,7 +79,7 @@ class StoredEnds:
                     on_trial.failed(record.code, witness, given_s)
         except QinferError as error:
             logger.debug("end of a stored request not seen", extra={"reason": error.message})
-        except Exception:  # a watcher must not end anything
+        except Exception:  # a failing watcher must not disturb other work of the gateway
             logger.exception("end of a stored request not seen")
         finally:
             for shadow in shadows:

@@ -42,15 +42,17 @@ SWEEP_OBJECTS_EVERY_S = 60.0
 SWEEP_AGAIN_S = 1.0
 """The pause after a sweep that found objects."""
 
-_PARTITION = 0  # until models are spread
+# The only partition, until models are spread over several.
+_PARTITION = 0
 _BATCH = 200
-_MODELS = 100  # at once
+# Models that are swept at once.
+_MODELS = 100
 _ORPHANS = 20
 _ORPHANS_EVERY_S = 5.0
 
 
 class Janitor:
-    """Runs the janitor's rounds; one per gateway."""
+    """Runs the janitor's rounds; each gateway has one."""
 
     def __init__(
         self,
@@ -68,9 +70,12 @@ class Janitor:
         self._webhooks = webhooks
         self._advance_jobs = advance_jobs
         self._sequences = SequenceJanitor(delivery, catalog, tally)
-        self._models: dict[str, None] = {}  # a removed model may have requests left
-        self._away: dict[str, QinferError] = {}  # unreachable in this round, and why
-        self._places: dict[Lane, str] = {}  # where the search continues
+        # Models that may have requests; a removed model may have requests left.
+        self._models: dict[str, None] = {}
+        # Models that were unreachable in this round, and the reason.
+        self._away: dict[str, QinferError] = {}
+        # Lane → the entry at which the search for orphans continues.
+        self._places: dict[Lane, str] = {}
         self._orphans_at_s = 0.0
 
     async def run(self) -> None:

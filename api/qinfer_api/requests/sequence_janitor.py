@@ -17,13 +17,15 @@ from qinfer.queue.sequences import AT_ONCE
 
 logger = logging.getLogger(__name__)
 
-_PARTITION = 0  # until models are spread
-_TOGETHER = 16  # models at once
+# The only partition, until models are spread over several.
+_PARTITION = 0
+# Models that are swept at once.
+_TOGETHER = 16
 _COUNTED = {Cancelled.code, DeadlineExceeded.code}  # counted by the gateway of the request
 
 
 class SequenceJanitor:
-    """Looks after sequences; one per gateway."""
+    """Hands over sequences of dead workers, ends sequences without an owner, and answers the remaining steps."""
 
     def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:
         self._queue = queue
@@ -33,7 +35,7 @@ class SequenceJanitor:
         self._together = asyncio.Semaphore(_TOGETHER)
 
     async def round(self) -> None:
-        """Looks after all models' sequences; raises if some are unreachable."""
+        """Runs `look_after` for all models; raises if the sequences of one are unreachable."""
         self._models |= dict.fromkeys(self._catalog.stateful())
         outcomes = await asyncio.gather(*map(self.look_after, self._models), return_exceptions=True)
         for outcome in outcomes:
@@ -41,7 +43,7 @@ class SequenceJanitor:
                 raise outcome
 
     async def look_after(self, model: str) -> None:
-        """Looks after the sequences of a model."""
+        """Hands over and ends sequences of a model, and answers the steps of the ended ones."""
         sequences = self._queue.sequences(model, _PARTITION)
         async with self._together:
             while await sequences.reap() == AT_ONCE:

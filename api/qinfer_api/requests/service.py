@@ -50,8 +50,10 @@ from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request, told
 
-_GRACE_S = 5.0  # for the janitor
-_KEPT_LONGER_S = 600.0  # beyond its record
+# Seconds that the janitor gets to end a request after its deadline.
+_GRACE_S = 5.0
+# Seconds for which the choice of a target outlives the request's record.
+_KEPT_LONGER_S = 600.0
 
 
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +62,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         timeout_s: `None` = the default.
         request_id: The client's id; empty = the server makes one.
-        outbox: The outbox of its end, for a part of the server; not with a webhook.
+        outbox: The outbox that gets the end, if a part of the server submits the request; excludes a webhook.
     """
 
     body_hash: str
@@ -98,7 +100,7 @@ class AsyncRequests:
     ids: IdFactory = field(default_factory=IdFactory)
 
     def now_s(self) -> float:
-        """Returns the broker's time, which records use."""
+        """Returns the time of Redis' clock, which records use."""
         return self.delivery.clock.now_s()
 
     def resolve(self, model: str, version: int) -> ServedVersion:
@@ -200,7 +202,7 @@ class AsyncRequests:
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: CallerContext, address: EntryAddress, wait_s: float) -> RequestRecord:
-        """Returns the record at the end, or after `wait_s` or too many waiters."""
+        """Waits until the request ends, at most `wait_s`, or not at all if too many wait; returns the record."""
         record = await self.record(context, address)
         tenant = self.dispatcher.sharing(context)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full(tenant):
@@ -210,7 +212,7 @@ class AsyncRequests:
         return own_record(context.tenant, address, await self.waits.wait_for_end(address, wait_s, check, tenant))
 
     def decode_plan(self, record: RequestRecord) -> OutputPlan:
-        """Returns how the outputs travel."""
+        """Decodes the plan of the outputs: how they travel."""
         return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
 
     async def result(self, record: RequestRecord, room: Room | None = None) -> tuple[Response, OutputPlan]:

@@ -1,7 +1,7 @@
 """Waiters for changes of asynchronous requests: the long polls and event streams of one gateway.
 
-Hints on the reply stream may be lost, and the start of execution gives none, so waiters also read every `REREAD_S`
-seconds.
+A *hint* on the reply stream wakes the waiters of a request. A hint may be lost, and the start of execution sends none,
+so waiters also read the record every `REREAD_S` seconds.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from qinfer_api.shared_limit import SharedLimit
 REREAD_S = 1.0
 
 MAX_WAITS = 4096
-"""Waiters of a gateway: each costs a read a second."""
+"""The most waiters of a gateway: each of them costs a read a second."""
 
 
 class Waits:
-    """A gateway's waiters; `ending` forbids new ones."""
+    """The waiters of a gateway; while `ending`, no new waiter begins."""
 
     def __init__(self, requests: Requests, reply_to: str) -> None:
         self._requests = requests
@@ -30,7 +30,7 @@ class Waits:
         self.ending = False
 
     def is_full(self, tenant: str) -> bool:
-        """Returns whether a tenant has too many waiters."""
+        """Returns whether a tenant may not wait: it has too many waiters, or the gateway shuts down."""
         return self.ending or not self._places.has_room(MAX_WAITS, tenant)
 
     def wake(self, request_id: str) -> None:
@@ -48,7 +48,7 @@ class Waits:
     async def wait_for_end(
         self, address: EntryAddress, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
-        """Returns the record at its end or after `wait_s`, if any."""
+        """Waits until the request ends, at most `wait_s`, and returns its record; `None` if there is no record."""
         ends_s = time.monotonic() + wait_s
         with self._waiting(address.id, tenant) as event:
             record = await self._requests.watch(address, self._reply_to)
@@ -64,9 +64,9 @@ class Waits:
     async def changes(
         self, address: EntryAddress, heartbeat_s: float, check: Callable[[], None], tenant: str
     ) -> AsyncIterator[RequestRecord | None]:
-        """Yields a request's record at each change and new response; `None` after a silent `heartbeat_s`.
+        """Yields a request's record at each change and new response, and `None` after `heartbeat_s` without either.
 
-        It stops after the terminal state, when the request is gone, and when the gateway shuts down.
+        The iterator ends after the terminal state, when the request is gone, and when the gateway shuts down.
         """
         with self._waiting(address.id, tenant) as event:
             last: tuple[str, int, int] | None = None
@@ -88,7 +88,7 @@ class Waits:
 
     @contextlib.contextmanager
     def _waiting(self, request_id: str, tenant: str) -> Iterator[asyncio.Event]:
-        """Yields an event that is set on possible changes."""
+        """Yields an event that is set when the request may have changed."""
         event = asyncio.Event()
         self._events.setdefault(request_id, set()).add(event)
         try:

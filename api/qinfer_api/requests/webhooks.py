@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 16
-"""Concurrent deliveries of one gateway."""
+"""The most concurrent deliveries of one gateway."""
 
 _ENCODED = "whsec_"
 _SECRET = "QINFER_WEBHOOKS__SECRET"  # noqa: S105 - the name of the setting

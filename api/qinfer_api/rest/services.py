@@ -131,7 +131,7 @@ def caller(request: Request) -> CallerContext:
 
 
 def answers(request: Request, asked: InferRequest | EntryAddress) -> None:
-    """Notes the request whose id the reply names."""
+    """Notes which request a reply answers: the reply names its id."""
     setattr(request.state, IN_REPLY_TO, asked)
 
 
@@ -189,7 +189,7 @@ async def _on_left(request: Request, error: Exception) -> HttpResponse:
 
 
 async def _on_defect(request: Request, error: Exception) -> HttpResponse:
-    """Starlette logs the exception."""
+    """Answers with status 500; Starlette logs the exception."""
     return send(failure_reply(error))
 
 
@@ -301,13 +301,14 @@ OUTPUTS: Json = {
 INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
-_MOST_OF_TEXT = 4  # tensor bytes per byte of JSON: `0,` is an INT64
+# The most tensor bytes that a byte of JSON gives: `0,` is an INT64.
+_MOST_OF_TEXT = 4
 _MAX_TURN_S = 30.0
-"""Longest wait of a large body for memory."""
+"""The longest wait of a large body for memory."""
 
 
 async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:
-    """Reads and decodes a body, but inference's."""
+    """Reads and decodes a body of a call other than inference."""
     async with received(services, request, max_bytes, is_inference=False) as body:
         if len(body) <= MAX_FAST_BYTES:
             return decode(body)

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 MAX_TABLE_BYTES = 4096
-"""A client's dynamic table (the default SETTINGS_HEADER_TABLE_SIZE)."""
+"""The most bytes of a client's dynamic table (the default SETTINGS_HEADER_TABLE_SIZE)."""
 
 EMPTY_TABLE = b"\x20"
 """Sets the table of replies to 0 bytes."""

@@ -22,14 +22,18 @@ logger = logging.getLogger(__name__)
 
 _CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # their product bounds a client's memory
 _REMEMBERED_STREAMS = 256
-_BYTES_PER_FRAME = 128  # of header blocks without a stream, charged as one idle frame
-_STREAMS_PER_FRAME = 64  # changed windows, charged as one idle frame
-_PROGRESS = 4  # idle frames earned by a stream's end or a DATA frame
+# Bytes of header blocks without a stream that are charged as one idle frame.
+_BYTES_PER_FRAME = 128
+# Streams with a changed window that are charged as one idle frame.
+_STREAMS_PER_FRAME = 64
+# Idle frames that a client earns by the end of a stream or a DATA frame.
+_PROGRESS = 4
 _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
-_LAST_SECOND_S = 1.0  # grace for requests at a shutdown
+# The time that requests still get at a shutdown.
+_LAST_SECOND_S = 1.0
 _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
 
 
@@ -60,13 +64,17 @@ class Http2Connection(asyncio.Protocol):
         self.output = FrameWriter()
         self.peer = ""
         self._decoder = Decoder(service.limits.header_bytes)
-        self._heads: dict[bytes, Any] = {}  # by header block, while the decoder's table lasts
+        # Header block → its request; cleared when the decoder's table changes.
+        self._heads: dict[bytes, Any] = {}
         self._generation = 0
-        self._is_tainted = False  # may have forbidden fields
+        # The decoder's table may have fields that requests must not use.
+        self._is_tainted = False
         self._rest = b""
-        self._awaits_turn = False  # to read `_rest`
+        # The connection waits for its turn to read `_rest`.
+        self._awaits_turn = False
         self._has_preface = self._has_settings = False
-        self._block: tuple[int, int, bytearray] | None = None  # an unfinished block's stream, flags and start
+        # The stream, the flags and the start of an unfinished header block.
+        self._block: tuple[int, int, bytearray] | None = None
         self._streams: dict[int, GrpcStream] = {}
         self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)
         self._last = 0

@@ -286,10 +286,10 @@ class Infer:
 
 
 MAX_IN_FLIGHT = 1000
-"""Unfinished requests at which a stream is not read."""
+"""The number of unfinished requests at which a stream is not read any further."""
 
 MAX_UNWRITTEN_BYTES = 64 * 2**20
-"""Unwritten output bytes at which a stream is not read."""
+"""The number of unwritten output bytes at which a stream is not read any further."""
 
 _STRICT = "triton_grpc_error"  # metadata: "true" = the first error ends the stream
 

@@ -50,7 +50,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf reads."""
 
 MAX_UNSENT_BYTES = 256 * 1024
-"""Unsent bytes at which a stream's method waits."""
+"""The number of unsent bytes at which a stream's method waits."""
 
 _PREFIX_BYTES = 5  # compression flag and length
 _OK = hpack.field(b"grpc-status", b"0")
@@ -123,9 +123,11 @@ class GrpcCall(GrpcStream):
         self._messages: deque[_Message] = deque()
         self._reservation: Reservation | None = None
         self._answer_memory: Memory | None = None
-        self._opened_memory: Reservation | None = None  # of the message decompressed last
+        # The memory of the message that was decompressed last.
+        self._opened_memory: Reservation | None = None
         self._reserved_s = 0.0
-        self._unread: bytearray | None = None  # received before memory was granted
+        # Bytes that came before memory was granted for them.
+        self._unread: bytearray | None = None
         self._has_begun = False
         self._is_headed = False
         self._change: asyncio.Event | None = None

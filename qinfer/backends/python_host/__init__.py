@@ -1,8 +1,8 @@
 """The process of a `model.py`, and the code that it shares with its worker.
 
     worker process                                    host process, one for each model instance
-    python.PythonBackend ── instance.Instance ──┐
-                              process.HostProcess ◀── channel.Channel ──▶ __main__ ── host.Host ── model.py
+    python.PythonBackend ── instance.HostInstance ──┐
+                              process.HostProcess ◀── channel.Channel ──▶ __main__ ── host.ModelHost ── model.py
                                                         messages            utils = triton_python_backend_utils
 
 `model.py` imports `utils` as `triton_python_backend_utils`.

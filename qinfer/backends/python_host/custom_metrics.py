@@ -129,7 +129,7 @@ class Metric:
         return self._series
 
     def detach_series(self) -> "_Series | None":
-        """Ends it; returns its value."""
+        """Ends the metric; returns its series, or `None` if it has ended before."""
         series, self._series = self._series, None
         return series
 

@@ -37,7 +37,7 @@ class TritonModelException(Exception):
     """Raised by a model that cannot continue."""
 
     def message(self) -> str:
-        """Returns its text."""
+        """Returns the text of the exception."""
         return str(self)
 
 
@@ -55,11 +55,11 @@ class TritonError:
         self._code = int(code)
 
     def message(self) -> str:
-        """Returns its text."""
+        """Returns the text of the error."""
         return self._message
 
     def code(self) -> int:
-        """Returns its code."""
+        """Returns the code of the error."""
         return self._code
 
     def __str__(self) -> str:

@@ -157,7 +157,7 @@ class InferenceRequest:
         return self
 
     def inputs(self) -> list[Tensor]:
-        """Returns its inputs."""
+        """Returns the inputs of the request."""
         return self._inputs
 
     def request_id(self) -> str:
@@ -165,7 +165,7 @@ class InferenceRequest:
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """Returns its sequence's id; 0 = none."""
+        """Returns the id of the request's sequence; 0 = no sequence."""
         return self._correlation_id
 
     def requested_output_names(self) -> list[str]:
@@ -193,11 +193,11 @@ class InferenceRequest:
         self._flags = int(flags)
 
     def trace(self) -> InferenceTrace:
-        """Returns its trace."""
+        """Returns the trace of the request."""
         return self._trace or InferenceTrace()
 
     def is_cancelled(self) -> bool:
-        """Asks the worker whether it is cancelled."""
+        """Asks the worker whether the request is cancelled."""
         return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
@@ -212,11 +212,11 @@ class InferenceRequest:
         self._release_flags = int(flags)
 
     def is_rescheduled(self) -> bool:
-        """Returns whether it runs again; not Triton's."""
+        """Returns whether the request runs again; not Triton's."""
         return self._release_flags == RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Returns the sender of its responses."""
+        """Returns the sender of the responses to the request."""
         with _making:
             if self._sender is None:
                 place = self._place
@@ -226,7 +226,7 @@ class InferenceRequest:
             return self._sender
 
     def responses(self) -> "SingleReply | ResponseStream | None":
-        """Returns its sender's `SingleReply` or `ResponseStream`; not Triton's."""
+        """Returns the `SingleReply` or `ResponseStream` of the request's sender; not Triton's."""
         return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> SingleReply:

@@ -142,7 +142,7 @@ class HostProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return not self._has_ended.is_set()
 
     def death(self) -> str:

@@ -63,11 +63,11 @@ class InferenceResponse:
         self._parameters = checked_parameters(parameters)
 
     def output_tensors(self) -> list[Tensor]:
-        """Returns its outputs."""
+        """Returns the outputs of the response."""
         return self._outputs
 
     def has_error(self) -> bool:
-        """Returns whether it is an error."""
+        """Returns whether the response is an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:
@@ -121,7 +121,7 @@ class InferenceResponseSender:
         return self._responses.is_cancelled()
 
     def responses(self) -> "SingleReply | ResponseStream":
-        """Returns its `SingleReply` or `ResponseStream`; not Triton's."""
+        """Returns the `SingleReply` or `ResponseStream` that takes the responses; not Triton's."""
         return self._responses
 
     def __del__(self) -> None:

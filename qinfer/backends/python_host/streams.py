@@ -1,8 +1,8 @@
 """The worker's side of a decoupled model's process: it passes responses on, whenever they come.
 
-    execute ─── Execute ──▶ process        the instance's thread: until the model's `execute` has returned
-    _read ◀── Sent, Call, AwaitTaken ───   a thread for as long as the process lives
-    _write ── Taken, Unwanted, … ──▶       a thread, because giving credit back must not wait for a socket
+    execute ─── Execute ──▶ process                        the instance's thread: until `execute` has returned
+    _read_messages ◀── StreamedResponse, HostCall … ───    a thread for as long as the process lives
+    _send_messages ── TakenAnswer, CallerLeft, … ──▶       a thread, because credit must not wait for a socket
 
 A request's window is kept in the process, where a thread of the model waits; here only taken bytes are counted.
 """

@@ -46,29 +46,29 @@ class Tensor:
         self._datatype = _datatype
 
     def name(self) -> str:
-        """Returns its name."""
+        """Returns the name of the tensor."""
         return self._name
 
     def as_numpy(self) -> Array:
-        """Returns its elements: the array itself, not a copy."""
+        """Returns the elements of the tensor: the array itself, not a copy."""
         return self._array
 
     def triton_dtype(self) -> int:
-        """Returns the number of its datatype, as `numpy_to_triton_type` does."""
+        """Returns the number of the tensor's datatype, as `numpy_to_triton_type` does."""
         if self._datatype is not None:
             return NUMBERS[self._datatype]
         return NUMBERS["BYTES"] if self._array.dtype.kind in "OS" else _BY_DTYPE.get(self._array.dtype, 0)
 
     def shape(self) -> list[int]:
-        """Returns its dimensions."""
+        """Returns the dimensions of the tensor."""
         return list(self._array.shape)
 
     def is_cpu(self) -> bool:
-        """Returns True: it is in host memory."""
+        """Returns True: the tensor is in host memory."""
         return True
 
     def to_dlpack(self) -> Any:
-        """Returns a DLPack capsule that shares its memory."""
+        """Returns a DLPack capsule that shares the tensor's memory."""
         return self.__dlpack__()
 
     def __dlpack__(self, **options: Any) -> Any:

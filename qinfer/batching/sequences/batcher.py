@@ -1,7 +1,7 @@
 """The batcher of sequences: one per model version and worker, on the event loop, beside `Batcher` for plain requests.
 
-    adopt, admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.executed
-                          └─▶ outlet.broken, outlet.idle
+    adopt, add_step ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.executed
+                             └─▶ outlet.broken, outlet.idle
 
 It keeps its sequences' states and does no I/O: the outlet commits steps, and asks Redis whether a sequence has ended.
 """
@@ -55,7 +55,7 @@ class _OwnedSequence:
 
 
 class SequenceBatcher(StepRunner[PendingStep]):
-    """Executes one worker's sequences; times are the broker's."""
+    """Executes one worker's sequences; instants are on Redis' clock."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         await self._idle.wait()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Forms batches again after `pause_batching`."""
         self.paused = False
         self.pump()
 

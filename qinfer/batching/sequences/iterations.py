@@ -1,7 +1,7 @@
 """The batcher of iterative models: one per model version and worker, on the event loop, in place of `Batcher`.
 
-    admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.answer
-                  └──── executed again ◀──────────────┘
+    add_items ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.publish_responses
+                      └──── executed again ◀──────────────┘
 
 Each request is a sequence of its own, and joins one batch after another until the model answers it. Nothing is stored
 between iterations, so another worker may start it over. A decoupled model sends responses while it iterates, in one
@@ -68,7 +68,7 @@ class Iterations(StepRunner[WorkItem]):
 
     @property
     def has_work(self) -> bool:
-        """Whether it holds requests."""
+        """Whether the batcher holds requests."""
         return bool(self._held or self.executing)
 
     @property
@@ -96,7 +96,7 @@ class Iterations(StepRunner[WorkItem]):
         return steps_rps / (1.0 + (per_request - 1.0) * max(1.0 - 1.0 / self._weight, 0.0) if at_best else per_request)
 
     def classify(self, item: WorkItem) -> None:
-        """Sets the key of an item before `admit`."""
+        """Sets the key of an item before `add_items`."""
         item.key = self._batch_key(item.request, self.model.initial_states)
 
     def add_items(self, items: Sequence[WorkItem]) -> None:
@@ -219,7 +219,7 @@ def _mark(step: SequenceStep[WorkItem]) -> None:
 
 
 class IterativeBatcher:
-    """An iterative model's `Batcher`; times are the broker's."""
+    """An iterative model's `Batcher`; instants are on Redis' clock."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -282,7 +282,7 @@ class IterativeBatcher:
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
         """Switches to another generation; the old one ends the requests that have begun.
 
-        Returns the others: check them again, `classify` and admit them.
+        Returns the other requests: check them again, `classify` them, and pass them to `add_items`.
         """
         waiting = self._current.take_waiting()
         self._leaving.append(self._current)
@@ -333,7 +333,7 @@ class IterativeBatcher:
         await self._idle.wait()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Forms batches again after `pause_batching`."""
         self.paused = False
         self._update_gate()
 

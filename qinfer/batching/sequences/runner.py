@@ -1,6 +1,6 @@
 """The runner of the steps of one model version: its scheduler, its instances, and a batch's way through both.
 
-    SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.ended ─▶ decide …
+    SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.end_batch ─▶ decide …
 
 Subclasses keep the states and answer: `SequenceBatcher` for stateful models, `Iterations` for iterative ones.
 """
@@ -39,7 +39,7 @@ P = TypeVar("P", bound=WorkItem)
 
 
 class StepRunner(ABC, Generic[P]):
-    """Runs a model's steps; times are the broker's."""
+    """Runs a model's steps; instants are on Redis' clock."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, tally: StatsTally, latency: LatencyModel | None = None
@@ -90,7 +90,7 @@ class StepRunner(ABC, Generic[P]):
 
     @abstractmethod
     def _begin_batch(self, batch: StepBatch[P]) -> list[States]:
-        """Returns its steps' states."""
+        """Begins a batch, and returns the states of its steps."""
 
     @abstractmethod
     def _refuse(self, items: Sequence[P], responses: Sequence[Response]) -> None:

@@ -1,6 +1,6 @@
 """The sequences of one worker: which have a slot, which steps run, and when a sequence ends (reference §3.4).
 
-    admit  →  decide  →  batches to execute  →  ended  →  decide  → …
+    add_step  →  decide  →  batches to execute  →  end_batch  →  decide  → …
 
 Pure; Redis decides the owner. A sequence waits in the backlog for a slot of an instance, and keeps it until it ends.
 Its steps execute one at a time, in the order of admission. It ends by END, by the START of the next sequence of its
@@ -26,7 +26,7 @@ from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
 
 MOST_REMEMBERED = 10_000
-"""Broken sequences whose reason is remembered."""
+"""The most broken sequences whose reason is remembered."""
 
 _SLACK = 64
 """Obsolete entries in the heap of deadlines."""

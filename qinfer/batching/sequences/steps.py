@@ -1,4 +1,4 @@
-"""Records of sequences in a worker."""
+"""The records of sequence steps in a worker: as it holds them, and as a scheduler reads them."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar

@@ -127,7 +127,7 @@ def _grant(name: str, command: str | int) -> str:
 
 
 def _may(client: Any, words: Words) -> bool:
-    """Returns whether it is allowed, even if it fails."""
+    """Returns whether Redis allows a command, even if the command fails."""
     if isinstance(client, redis.RedisCluster) and words[0] in _OF_CLIENT:
         # a connected client may use these
         return True

@@ -151,7 +151,7 @@ class JobRows:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Returns whether labeling tools can show it."""
+    """Returns whether labeling tools can show values of a type."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return not (pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

@@ -1,6 +1,6 @@
 """The autoscaler of `qinfer autoscale` and `qinfer up`: reads the queue, decides, starts and drains workers.
 
-    QueueWatch (thread): Redis ──▶ Reading ──▶ decide_share (pure) ──▶ ScalingPool: workers under the supervisor
+    QueueWatch (thread): Redis ──▶ QueueReading ──▶ decide_share (pure) ──▶ ScalingPool: workers under the supervisor
 
 Autoscalers of the same models read each other's records; each decides for all, and does its share. While the queue
 can't be read, running workers are kept. Decisions are logged; Redis has the latest.

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_MOST_DOTS = 100  # in a path
+# The most dots in a path.
+_MOST_DOTS = 100
 
 Place = tuple[int, ...]
 """Numbers of a column and nested fields."""

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 _CREATION_S = 60.0
 _MOST_SKIPPED = 1000
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
-_LOOKS = 10  # a page with few matches ends before it is full
+# The most reads for a page: a page with few matches ends before it is full.
+_LOOKS = 10
 _PAGE = 100
 _CURSOR = re.compile(r"([0-9]{1,15})-(.+)")
 _TOGETHER = 20
@@ -39,7 +40,7 @@ class JobIndex:
         self._skipped: set[str] = set()
 
     async def add(self, place: JobAddress, created_ms: int, deadline_at: float) -> bool:
-        """Adds an open job; False if another model has its id. An id without a record is freed."""
+        """Adds an open job; returns false if another model has its id. An id without a record is freed."""
         where = f"{place.partition} {place.model}".encode()
         if not await self._send_command(b"HSETNX", _PLACES, place.job_id, where):
             known = await self.find(place.job_id)

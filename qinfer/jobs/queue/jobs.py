@@ -1,14 +1,14 @@
 """Bulk jobs in the queue: records, shards on the way to workers, and their outcomes.
 
-    create ──▶ validating ─▶ planning ──plan──▶ running ──finish_shard …──▶ finalizing ─▶ completed
+    create ──▶ validating ─▶ planning ──add_shards──▶ running ──finish_shard …──▶ finalizing ─▶ completed
                                 │ todo ──advance──▶ bulk1 | bulk2 | bulk3 ──fetch──▶ lease
 
 A *shard* is an entry on a bulk lane of its model version, leased like any entry; its frame is opaque here. The
 promises, each with a test in `tests/contract/`:
 
 1. `create` stores a record once; `move` changes an expected state in one step.
-2. `plan` is idempotent: it adds each shard once, skips shards that succeeded or are in the lane, and works only while
-   the job is `planning`. `complete` makes the job run.
+2. `add_shards` is idempotent: it adds each shard once, skips shards that succeeded or are in the lane, and works only
+   while the job is `planning`. Its argument `complete` makes the job run.
 3. A shard is in `todo`, in the lane or settled. `advance` moves shards to the lane in one step, the lowest index
    first; the lane holds at most twice as many as may run. `finish_shard` refills it in the same step.
 4. `finish_shard` is the only terminal step of a shard: it removes the entry regardless of its owner, records outcome
@@ -93,7 +93,10 @@ class Jobs:
         self._index = JobIndex(queue.router, queue.clock)
 
     async def create(self, record: JobRecord) -> bool:
-        """Stores a job as durably as configured; false if its id exists. After `BrokerUnavailable` it may be stored."""
+        """Stores a job as durably as configured; returns false if its id exists.
+
+        After `BrokerUnavailable` the job may be stored.
+        """
         place = JobAddress.from_record(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
         if not await self._index.add(place, created_ms, record.deadline_at):
@@ -174,7 +177,7 @@ class Jobs:
     async def add_shards(
         self, job_id: str, shards: Sequence[tuple[int, bytes]], rows: int = 0, *, complete: bool = False
     ) -> bool:
-        """Adds shards (index, frame) to `todo`; false, without effect, if the job is not `planning`.
+        """Adds shards (index, frame) to `todo`; adds none and returns false if the job is not `planning`.
 
         It skips shards that succeeded or are in the lane, and forgets failures. `complete` makes the job `running` and
         leaves a notice.
@@ -184,9 +187,10 @@ class Jobs:
     async def requeue(
         self, job_id: str, shards: Sequence[tuple[int, bytes]], *, expected: Collection[str] = _REQUEUED
     ) -> bool:
-        """Runs shards again, settled or not, and thereby the job; false if its state is not expected.
+        """Runs shards again, settled or not, and thereby the job; returns false if its state is not expected.
 
-        Without shards, those in `todo` run. The job is `planning` meanwhile: if the caller dies, it is planned again.
+        Without shards, the shards in `todo` run. The job is `planning` meanwhile: if the caller dies, it is planned
+        again.
         """
         if not await self.move(job_id, expected, JobState.PLANNING):
             return False
@@ -206,11 +210,11 @@ class Jobs:
         return Standing(state.decode(), moved, waiting, in_lane, bool(has_failed))
 
     async def finish_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome) -> bool:
-        """Removes a shard's entry and records the outcome; False if the outcome does not count."""
+        """Removes a shard's entry and records the outcome; returns false if the outcome does not count."""
         return await self._end_shard("finish", job_id, lease, outcome)
 
     async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
-        """Records a shard as given up and buries its entry in one step; false if the lease is lost."""
+        """Records a shard as given up and buries its entry in one step; returns false if the lease is lost."""
         lane = lease.entry.lane
         about = (lease.consumer, f"{lane.version}:{lane.name}", code, outcome.error, ttl_ms(MAX_AGE_S), MAX_BYTES)
         return await self._end_shard("bury", job_id, lease, outcome, *about)
@@ -222,7 +226,7 @@ class Jobs:
     async def keep(self, job_id: str, lease: Lease, index: int, was: bytes, now: bytes, line: str = "") -> bool:
         """Replaces the note on a held shard, and logs `line`.
 
-        False, without effect, if the lease was lost or the stored note is not `was`.
+        Does nothing and returns false if the lease was lost or the stored note is not `was`.
         """
         lane = lease.entry.lane
         place = JobAddress(lane.model, lane.partition, job_id)
@@ -268,8 +272,8 @@ class Jobs:
     async def stop(self, job_id: str, state: str, *, error: str = "", in_hand: bool = False) -> bool:
         """Stops an open job: removes its waiting shards, in bounded steps; repeatable.
 
-        `in_hand` takes back held shards, too; workers learn of it at their next renewal. A notice follows when the lane
-        is empty. False if the job had ended in another state.
+        `in_hand` takes back the shards that workers hold, too; the workers learn of it at their next renewal. A notice
+        follows when the lane is empty. Returns false if the job had ended in another state.
         """
         record = await self.get(job_id)
         if record is None:

@@ -38,15 +38,16 @@ _COUNTS = (
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
 _TEXTS = ("state", "error", "waiting", "webhook", "webhook_state", "endpoint")
 _BYTES = ("spec", "head", "grant")
-_SCORED = "scored:"  # + index → scored rows
-_PUT_OFF = "put_off:"  # + index → the reason
-_RESUME = "resume:"  # + index → the note for the next run
+# Prefixes of fields, before the index of a shard: its scored rows, why it was put off, and the note for its next run.
+_SCORED = "scored:"
+_PUT_OFF = "put_off:"
+_RESUME = "resume:"
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a job; instants are in seconds of the broker's time, 0 = not yet or never.
+    """The record of a job; instants are seconds on Redis' clock, 0 = not yet or never.
 
     Attributes:
         priority: The number of its bulk lane.
@@ -106,17 +107,17 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lane(self) -> Lane:
-        """The lane of its shards."""
+        """The lane of the job's shards."""
         return Lane(self.model, self.version, BULK_LANES[self.priority - 1], self.partition)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the job has ended."""
         return self.state in TERMINAL
 
 
 class ShardOutcome(msgspec.Struct, frozen=True):
-    """Outcome of a shard; with an `error` it was given up and has no part."""
+    """The outcome of a shard; with an `error` the shard was given up and has no part."""
 
     index: int
     rows: int
@@ -125,7 +126,7 @@ class ShardOutcome(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """State of a job, and its shards: just moved to the lane, in `todo`, in the lane."""
+    """The state of a job, and the numbers of its shards: moved to the lane just now, in `todo`, and in the lane."""
 
     state: str
     moved: int
@@ -140,21 +141,21 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line of a job's log, in seconds of the broker's time."""
+    """A line of a job's log; `at` is in seconds on Redis' clock."""
 
     at: float
     text: str
 
 
 class Page(NamedTuple):
-    """Page of a listing; `after` begins the next one."""
+    """A page of a listing; `after` begins the next one."""
 
     records: list[JobRecord]
     after: str
 
 
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
-    """Returns a job's remaining work; without a plan 1 row, since it needs a worker."""
+    """Returns a job's remaining work; a job without a plan counts as one row, because it needs a worker."""
     settled = record.rows_done + record.rows_failed
     began_s = max(record.started_at, record.resumed_at)
     return OpenRows(

@@ -13,7 +13,7 @@ import pyarrow as pa
 from qinfer.jobs.job import shown
 
 MAX_FIELDS = 10_000
-"""Tracked fields, nested ones included."""
+"""The most tracked fields, nested ones included."""
 
 Path = tuple[str, ...]
 """Names of ancestors, then the field's."""

@@ -2,8 +2,7 @@
 
 Paths are relative to the root: `<model>/<version>/model.onnx`. Every method blocks. It raises `SettingsError`, for
 operators, when the storage can't be reached or refuses, and `OSError` when one file can't be read. Triton's spellings
-of
-URLs work too (docs/how-to/model-repositories.md).
+of URLs work too (docs/how-to/model-repositories.md).
 """
 
 import hashlib
@@ -33,11 +32,11 @@ from qinfer.storage.open import is_bucket, open_store, remedy
 IGNORED = "__pycache__"
 
 MAX_FILES = 100_000
-"""A repository path may be a whole disk."""
+"""The most files of a listing, because a repository's path may be a whole disk."""
 
 PAGE_BYTES = 256 * 1024
 MAX_PAGES = 512
-"""128 MiB of a file; beyond that, a download is cheaper."""
+"""The most pages that are read of a file, 128 MiB; beyond that, a download is cheaper."""
 
 _LOCAL_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
 _LOCAL_PAGE_BYTES = 4096

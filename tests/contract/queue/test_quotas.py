@@ -58,7 +58,7 @@ async def test_what_was_used_beyond_is_paid_first(queue: RedisQueue) -> None:
 
 
 async def test_tokens_come_with_time_up_to_the_burst(queue: RedisQueue) -> None:
-    """In the broker's time, for all gateways together."""
+    """By Redis' clock, for all gateways together."""
     one, other = await gateways(queue, 2)
     fast = QuotaLimits(1000.0, 5.0, 0)
     await exchange(one, fast, used=5.0, demand=1.0)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 500
 MOST_IN_HAND = 4 * MOST_AT_ONCE
 MOST_BYTES_IN_HAND = 64 * 2**20
-"""Bounds memory while a sink is unreachable."""
+"""The most bytes of results that a bridge holds, which bounds memory while a sink is unreachable."""
 
 REREAD_S = 1.0
 """Time between two reads; hints may be lost."""

@@ -38,12 +38,12 @@ REFUSED = "refused"
 """The state for a refused message."""
 
 MAX_EACH = 10_000
-"""Responses of a stream; all are in memory."""
+"""The most responses of a stream; all are in memory."""
 
 _MAX_REASON = 2000
 _MAX_SHORT = 255
 _MAX_KEPT_BYTES = 64 * 1024
-"""A dead letter's headers and reasons must fit one AMQP frame of 128 KiB."""
+"""The most bytes of a dead letter's headers and reasons, which must fit one AMQP frame of 128 KiB."""
 _GONE_TEXT = "the prediction was computed, and has expired since"
 _notes = msgspec.msgpack.Decoder(Note)
 

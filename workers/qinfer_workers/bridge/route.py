@@ -1,7 +1,7 @@
 """A route of a bridge: its parts and the data that they exchange, its start and its end.
 
     thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
-    receive, read ──batch──▶  Intake: accept into the lane
+    receive, read ──batch──▶  MessageIntake: accept into the lane
     acknowledge  ◀──receipts──┘
                               Endings: take from the outbox
                               render (a thread of the pool) ───▶ publish

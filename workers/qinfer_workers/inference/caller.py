@@ -48,10 +48,10 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 logger = logging.getLogger(__name__)
 
 FRESH_S = 2.0
-"""Greatest age of the view of models."""
+"""The greatest age of the view of models."""
 
 RECHECK_S = 0.25
-"""An older view's refusal is checked again."""
+"""The age of a view of models from which a refusal is checked again."""
 
 _ENDING = "the worker ends"
 _DECOUPLED = (

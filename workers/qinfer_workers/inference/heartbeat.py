@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SPEEDS_EVERY_S = 10.0
 _SPEEDS_AGAIN = 20
-"""Unchanged speeds that are written again each time."""
+"""The number of unchanged speeds that each beat writes again."""
 _NO_METRICS = model_metrics.record_of(())
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
@@ -41,7 +41,7 @@ AnyBatcher = LaneBatcher | SequenceBatcher | EnsembleSteps
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 _Memory = Callable[[], dict[str, dict[int, tuple[MemoryUse, ...]]]]
 USAGE_EVERY_S = 2.0
-"""Triton's interval."""
+"""The interval of measurements, as in Triton."""
 
 
 class Tally(Protocol):

@@ -57,7 +57,7 @@ class LoadedVersion:
     steps: tuple[StepVersion, ...] = ()
 
     def hash_like(self, other: str) -> str:
-        """Returns its hash of another one's kind."""
+        """Returns the version's hash of the same kind as another hash."""
         return self.executed_hash if is_executed(other) else self.content_hash
 
     def executes(self, hashes: Collection[str]) -> bool:

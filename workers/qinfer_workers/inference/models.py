@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 _REREAD = 20
-"""Models re-read at each look, in case news was lost."""
+"""The number of models that are read again at each look, in case news was lost."""
 RELOAD_S = 30.0
-"""Wait before the first retry of a load without files; later waits are longer."""
+"""The wait before the first retry of a load without files; later waits are longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 
@@ -64,7 +64,7 @@ class VersionHost(Protocol):
         ...
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; false = wanted again."""
+        """Answers waiting requests and unloads a version; returns false if the version is wanted again."""
         ...
 
 
@@ -279,7 +279,7 @@ class Models:
         return True
 
     async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> PlannedEnsemble | None:
-        """Returns `None` if it is no longer wanted."""
+        """Plans an ensemble once its models are loaded; returns `None` if the ensemble is no longer wanted."""
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
             try:

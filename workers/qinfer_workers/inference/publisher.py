@@ -53,12 +53,12 @@ class HeldWork(Protocol):
 
     @property
     def lease(self) -> Lease:
-        """The lease on its entry."""
+        """The lease on the entry of this work."""
         ...
 
     @property
     def deadline_s(self) -> float:
-        """When its caller stops waiting (broker time)."""
+        """The instant on Redis' clock at which the caller stops waiting."""
         ...
 
     def lose(self) -> None:
@@ -255,7 +255,7 @@ class Publisher:
         self._closed = False
 
     def hold(self, items: Sequence[WorkItem]) -> None:
-        """Renews leases of items that were not admitted."""
+        """Renews the leases of items that no batcher has taken."""
         self._keeper.hold(items)
 
     def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:

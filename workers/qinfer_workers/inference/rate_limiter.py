@@ -1,8 +1,8 @@
 """The rate limiter of a worker: carries out the decisions of `qinfer.batching.rate_limiter` (Triton's `--rate-limit`).
 
-    executors ── wait, ended ──▶ Ledger ── decide ──▶ LimitedInstance.granted ──▶ executors
-                                    │ missing, idle         ▲
-                                    └──────▶ SharedUnits ───┘ exchanges global units in Redis
+    executors ── wait, release_grant ──▶ Ledger ── decide ──▶ LimitedInstance.granted ──▶ executors
+                                            │ missing, idle         ▲
+                                            └──────▶ SharedUnits ───┘ exchanges global units in Redis
 
 It decides once an event-loop tick. Idle global units stay here until other workers wait for them.
 """

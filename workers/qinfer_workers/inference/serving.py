@@ -21,7 +21,7 @@ _GRACE_S = 0.2
 
 
 MAX_READS = 16
-"""Requests whose payloads are read at a time."""
+"""The most requests whose payloads are read at a time."""
 
 SLOW_S = 0.25
 """Slower reads no longer count: they delay only their own requests."""
@@ -94,7 +94,7 @@ class Serving:
         self.is_settled = False
 
     def is_still(self, *, ends: bool) -> bool:
-        """Returns whether it is paused."""
+        """Returns whether serving is paused and nothing of it executes or is read."""
         executes = self.batcher.executing and not self._is_held(ends=ends)
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 
@@ -135,7 +135,7 @@ class Serving:
         self.is_settled = not left
 
     async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Serves until lanes are empty or time is over; false = wanted again."""
+        """Serves until the lanes are empty or the time is over; returns false if the version is wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         was_empty = False

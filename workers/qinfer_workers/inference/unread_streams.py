@@ -1,8 +1,8 @@
 """Frees instances held by streams that their tenant does not read while other tenants wait for the model.
 
-    Streams ── unread, twice a second ──▶ UnreadStreams ── who waits? ──▶ Redis
-                                              ├─▶ Stream.cancel: the tenant with the most gives up an instance
-                                              └─▶ refused: it gets no further one while it has its share
+    WorkerStreams ── unread streams, twice a second ──▶ UnreadStreams ── which tenants wait? ──▶ Redis
+                                                            ├─▶ ItemStream.cancel: of the tenant with the most
+                                                            └─▶ refused: it gets no more while it has its share
 
 Without other tenants, streams end after `QINFER_LIMITS__STREAM_STALL_S`. A batch of an iterative model advances as a
 whole, so an unread stream also delays others' requests that have begun.

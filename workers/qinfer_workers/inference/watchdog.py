@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 
 SHOWN_S = 1.0
-"""Shorter executions are not in the heartbeat."""
+"""The duration below which an execution is not in the heartbeat."""
 
 _STARVED_S = 1.0
-"""A later look ends nothing: all may have stalled."""
+"""A look that comes later than this ends no execution, because the whole process may have stalled."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
@@ -85,7 +85,7 @@ class ExecutionWatchdog:
             self._stop.set()
 
     def executing(self, now_s: float) -> list[Executing]:
-        """Returns long executions and loads; `now_s` = broker time."""
+        """Returns long executions and loads; `now_s` is on Redis' clock."""
         found = []
         with self._lock:
             clocks = [one.clock for one in self._watched]

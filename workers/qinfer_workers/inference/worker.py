@@ -1,6 +1,6 @@
 """The worker: fetches entries for its models, makes items of them, runs suspects alone, drains.
 
-    queue.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
+    queue.fetch ─▶ LeaseIntake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
 
 Each stateless model version has a fetch loop, each stateful one a `SequenceService`. Only model code and lease renewal
 run outside the event loop.
@@ -68,7 +68,7 @@ _AGAIN_S = 0.5
 
 
 class Worker:
-    """Serves models until it is stopped; set `spans` and `catalog` before."""
+    """Serves models until it is stopped; set `spans` and `catalog` before `run`."""
 
     def __init__(
         self,
@@ -88,15 +88,15 @@ class Worker:
         self._cache, self._cached = settings.cache.plan, ModelCounts()
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
-        """Servings that another kind replaces."""
+        """The tasks that end a `Serving` which another one has replaced."""
         self._nested = NestedCounts(settings.metrics)
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
         self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
-        """Only models that executing batches call continue."""
+        """While the worker quiesces, only models that executing batches call go on."""
         self._is_ending = False
-        """Requests of ensembles end, too."""
+        """While the worker ends, a pause ends the requests of ensembles instead of holding them."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = EnsemblePlanner(store, settings.limits)
@@ -291,7 +291,7 @@ class Worker:
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; false = wanted again."""
+        """Answers waiting requests and unloads a version; returns false if the version is wanted again."""
         if (model, version) in self._sequences:
             return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
@@ -423,7 +423,7 @@ class Worker:
     async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
         """Restarts requests of an ensemble that dead workers held.
 
-        Not awaited: its steps may be suspects that run after this.
+        It does not wait for them, because their steps may be suspects that run afterwards.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.add_items(suspects)
@@ -442,9 +442,9 @@ class Worker:
         return False
 
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
-        """Runs dead workers' entries one by one, holding nothing else.
+        """Runs dead workers' entries one by one, while the worker holds no other entry.
 
-        A model that a suspect calls serves until then, or both would wait.
+        A model that a suspect calls still serves requests until the suspect has ended; otherwise both would wait.
         """
         async with self._quiesced():
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):
@@ -540,7 +540,7 @@ class Worker:
             self._heartbeat.missed = lambda _: None
 
     def _give_up(self, clock: ExecutionClock) -> None:
-        """Gives back unexecuted items and ends the process: an instance hangs."""
+        """Gives back unexecuted items and ends the process, because an instance hangs."""
         self._heartbeat.drains()
         self._bulk.hurry()
         key, item, error = (clock.model, clock.version), clock.alone(), overdue_error(clock)

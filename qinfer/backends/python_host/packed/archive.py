@@ -23,7 +23,7 @@ _END_BYTES = 1024
 """Two blocks of zeros (POSIX.1-2017, pax, ustar interchange format)."""
 
 _MAX_HOPS = 40
-"""Links that Linux follows (path_resolution(7))."""
+"""The most links that Linux follows (path_resolution(7))."""
 
 _MAX_LINK_BYTES = 4095
 _MEMORY_BYTES = 2**30

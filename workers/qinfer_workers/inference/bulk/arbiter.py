@@ -26,20 +26,20 @@ JobBatcher = Batcher | EnsembleBatcher
 """The batcher of a version with jobs."""
 
 PATIENCE_S = 1.0
-"""Bulk waits this long on a device without time to spare."""
+"""How long bulk batches wait for a device that has no time to spare."""
 
 LATELY_S = 2.0
-"""A device counts as shared this long after online work."""
+"""How long after online work a device counts as shared."""
 
 TURN_S = 0.1
-"""A turn's length if another model's job waits for the device."""
+"""How long a turn lasts if another model's job waits for the device."""
 
 
 class Turn:
     """Permission to use devices, for one thread; ends if the owner's model is reloaded.
 
-    `batchers` have online work that ends it, `lines` are the queues for the devices. A forced turn began despite online
-    work, and ends after one batch.
+    Online work of the `batchers` ends the turn; `lines` are the queues for the devices. A forced turn began despite
+    online work, and ends after one batch.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Rows on their way through a shard's threads: read ─▶ scored ─▶ written, in order, a bounded number at a time.
 
     reader ──add──▶ │ chunk chunk chunk │ ──next_scored──▶ writer
-                       │ take    ▲ done
-                       ▼         │
+                       │ next_batch   ▲ done
+                       ▼              │
                     instance threads, a slice each
 
 One condition guards everything: threads enter it once or twice per batch.
@@ -25,13 +25,13 @@ from qinfer.jobs.rows.shard_rows import RowBatch
 from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3
-"""One is read, one scored, one written."""
+"""The most chunks at a time: one is read, one is scored, one is written."""
 
 AHEAD_S = 0.05
-"""The next shard begins this long before the end, to read its first rows."""
+"""How long before the end of a shard the next one begins, to read its first rows."""
 
 SHARED_AHEAD_S = 1.0
-"""Online requests slow down reading."""
+"""The same beside online requests, which slow down reading."""
 
 Outputs = Mapping[str, Array]
 """Output → array, rows first; decoupled as in `ScoredRows.outputs`."""
@@ -157,7 +157,7 @@ class Chunks:
         self.is_stopped = False
 
     def reserve(self) -> bool:
-        """Waits for room; false = stop reading."""
+        """Waits for room for a chunk; returns false if the reader is to stop."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_stopped or len(self._chunks) + self._reserved < DEPTH)
             self._reserved += 1
@@ -184,7 +184,7 @@ class Chunks:
         self._on_work()
 
     def stop(self) -> None:
-        """Ends all waiting."""
+        """Stops the shard: every waiting thread goes on and ends."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()

@@ -70,7 +70,7 @@ class ShardSlots:
             return
 
     def take_slot(self, *, is_suspect: bool = False) -> bool:
-        """Takes a slot; false = a suspect is to be alone."""
+        """Takes a slot; returns false while a suspect is to be alone."""
         if self._alone.locked() and not is_suspect:
             return False
         self._count += 1

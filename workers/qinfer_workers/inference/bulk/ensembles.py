@@ -1,6 +1,6 @@
 """Shards of ensembles: each batch of rows is a request that goes from step to step, like a client's.
 
-    shard's thread ── execute ──▶ event loop: Run ─▶ steps of models, in this worker or by their lanes
+    shard's thread ── execute ──▶ event loop: EnsembleRun ─▶ steps of models, in this worker or by their lanes
           ▲                            │
           └───────── outputs ──────────┘
 

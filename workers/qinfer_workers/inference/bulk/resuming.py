@@ -27,7 +27,7 @@ from qinfer_workers.inference.executor import in_thread
 logger = logging.getLogger(__name__)
 
 Note = Callable[[bytes, bytes, str], Awaitable[bool]]
-"""Replaces the note on a shard and logs a line; false = it has another owner."""
+"""Replaces the note on a shard and logs a line; returns false if the shard has another owner."""
 
 
 class Resuming:

@@ -168,7 +168,7 @@ class Scorer:
         return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
     def _settle_slice(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
-        """Rows that failed beside others run again alone."""
+        """Stores the outputs of a slice; rows that failed beside others run again alone."""
         start = 0
         for place in (*sorted(failed), part.rows):
             if start < place:
@@ -279,7 +279,7 @@ class BorrowedInstance:
 
 
 class _BulkContext(OneResponse):
-    """An item has many rows."""
+    """The context of a batch of rows, in which an item has many rows."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.answer: Answer | None = None

@@ -109,7 +109,7 @@ class ShardService:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:
-        """Imports the bulk jobs' code and clears the spool; False if a dependency is not installed."""
+        """Imports the bulk jobs' code and clears the spool; returns false if a dependency is not installed."""
         try:
             import qinfer_workers.inference.bulk.shard_run  # noqa: F401  here, in a thread of its own
             from qinfer_workers.inference.bulk.shard_files import clear_spool

@@ -20,10 +20,10 @@ from qinfer.queue.entries import Lane
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
 
 MAX_REQUESTS = 256
-"""Held requests of an ensemble version."""
+"""The most held requests of an ensemble version."""
 
 MAX_BYTES = 256 * 2**20
-"""Above these input bytes, no more are fetched."""
+"""The input bytes of held requests above which no more requests are fetched."""
 
 
 class EnsembleBatcher:
@@ -129,7 +129,7 @@ class EnsembleBatcher:
         await self._idle.wait()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Takes requests again after `pause_batching`."""
         self.paused = False
         self._update_gates()
 

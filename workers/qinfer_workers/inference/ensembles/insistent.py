@@ -1,6 +1,6 @@
 """Steps that are submitted again while Redis is away, so that an outage does not fail the ensemble's request.
 
-    submit_step ─▶ submitted ─▶ (the broker is away) ─▶ a pause ─▶ submitted again … until the deadline
+    submit_step ─▶ submitted ─▶ (Redis is away) ─▶ a pause ─▶ submitted again … until the deadline
 
 Steps of asynchronous requests are also repeated while a model is overloaded. Answers of earlier submissions are
 dropped; a numbered step of a sequence executes once.

@@ -1,8 +1,8 @@
 """One request of an ensemble on its way through the steps, driven by answers, without a task or a thread.
 
-    begin ─▶ submit steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
+    submit_first_steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
 
-Each response of a decoupled step becomes a `Branch` that goes through the steps behind it:
+Each response of a decoupled step becomes a branch (`_Branch`) that goes through the steps behind it:
 
     branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ EnsembleResponses.send, in the step's order
 
@@ -27,7 +27,7 @@ from qinfer.tensors import Tensor
 from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
 
 MAX_BRANCHES = 16
-"""Default of `max_inflight_requests` for decoupled steps."""
+"""The default of `max_inflight_requests` for decoupled steps."""
 
 
 class StepHandle(Protocol):
@@ -59,7 +59,7 @@ class EnsembleResponses(Protocol):
     """Takes a decoupled ensemble's responses, except a failure or an empty last one."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response; false = no room: call `EnsembleRun.go_on` later."""
+        """Sends a response, or returns false if there is no room: call `EnsembleRun.go_on` later."""
         ...
 
 

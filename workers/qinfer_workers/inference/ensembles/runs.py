@@ -1,6 +1,6 @@
 """The requests of an ensemble version that are in progress in a worker.
 
-    start_run ─▶ EnsembleRun ─▶ … ─▶ answered, with the response; none if decoupled: a stream has sent them
+    start_run ─▶ EnsembleRun ─▶ … ─▶ answered, with the response, or without one if a stream has sent the responses
 
 Their owner publishes the responses.
 """

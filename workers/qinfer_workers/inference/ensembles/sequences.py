@@ -91,7 +91,7 @@ class EnsembleSteps:
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences it takes."""
+        """How many more sequences this worker takes."""
         return max(MAX_ENSEMBLE_SEQUENCES - len(self._kept), 0)
 
     def is_idle(self, sequence: SequenceId) -> bool:
@@ -146,7 +146,7 @@ class EnsembleSteps:
         self._update_idle()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a waiting step; false = not here."""
+        """Breaks a sequence at a waiting step; returns false if the step does not wait here."""
         kept = self._kept.get(sequence)
         steps = list(kept.waiting) if kept else []
         broken = [step for step in steps if step.place.number >= number]
@@ -167,7 +167,7 @@ class EnsembleSteps:
         await self._idle.wait()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Runs steps again after `pause_batching`."""
         self.paused = False
         self.pump()
 

@@ -1,8 +1,8 @@
 """The sequences of one model version in a worker: owns them, takes their steps, and gives them back.
 
-    sleep ─▶ join ─▶ own ─▶ take ─▶ SequenceBatcher ─▶ StepPublisher
-      ▲               └── wait ◀─┘        each life that ends sends its owner a ticket, which `take` returns
-      └── leave ◀───────────┘
+    sleep ─▶ join ─▶ own ─▶ take_steps ─▶ SequenceBatcher ─▶ StepPublisher
+      ▲               └── wait ◀─┘          a life that ends sends its owner a ticket, which `take_steps` returns
+      └── end_lease ◀───────┘
 
 The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
 until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 GIVEN_UP = "another tenant waited for a slot of the model, and this one had the most slots"
 RELOADED = "the model was loaded anew with another configuration"
-_PARTITION = 0  # until models are spread
+# The only partition, until models are spread over several.
+_PARTITION = 0
 _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
@@ -146,7 +147,7 @@ class SequenceService:
 
     @property
     def has_open(self) -> bool:
-        """Whether it owns sequences."""
+        """Whether the service owns sequences."""
         return bool(self._held)
 
     def start(self) -> None:
