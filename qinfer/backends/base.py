@@ -25,7 +25,7 @@ OTHER_ROWS = (
     "if outputs have other rows than inputs, as in a detector, write 'max_batch_size: 0' with 'input' and "
     "'output' into config.pbtxt"
 )
-"""The remedy for a model whose variable first dimensions are not all the batch's."""
+"""The remedy for a model with a variable first dimension that is not the batch dimension."""
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -173,11 +173,11 @@ class Context(Protocol):
     def stream(self, request: InferRequest) -> Iterator[Response]:
         """Runs another model as `call` does, and returns its responses as they come.
 
-        The last response is `final`, and may be empty. Others may have a `failure`: a decoupled model may report an
-        error and go on. The called model waits while a window of responses is not taken from the iterator. Forgetting
-        or closing (`close`) the iterator before its end cancels the request. The iterator may have a method `cancel`,
-        for any thread, which the called model sees by `cancelled`: its further responses still come, or `Cancelled` is
-        raised if it can't be informed.
+        The last response is `final`, and may be empty. Earlier responses may have a `failure`: a decoupled model may
+        report an error and go on. The called model waits while a window of responses is not taken from the iterator.
+        Forgetting or closing (`close`) the iterator before its end cancels the request. The iterator may have a method
+        `cancel`, for any thread, which the called model sees by `cancelled`: its further responses still come, or
+        `Cancelled` is raised if it can't be informed.
 
         Returns:
             An iterator for one thread at a time. It waits for the next response, and raises as `call` does when the
@@ -288,8 +288,8 @@ class ManagesModels(Protocol):
 
         Args:
             model: Its name.
-            config: A configuration in JSON; empty = its own.
-            files: `<version>/<file>` → content, in place of its files.
+            config: A configuration in JSON; empty = the model's own configuration.
+            files: `<version>/<file>` → content, in place of the files of its repository.
 
         Raises:
             ControlDisabled: The repository is not in explicit mode.

@@ -150,7 +150,7 @@ class Outlet(Protocol):
 
 
 class Batcher:
-    """Batches a version's requests; times are the broker's."""
+    """Batches a version's requests; all times are on the broker's clock."""
 
     keeps_for_calls = True
     """Whether nested requests go first."""

@@ -84,11 +84,11 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     """A batch that runs or has run.
 
     Attributes:
-        apart: It is part of a batch that raised: don't merge its items with others.
+        apart: Whether it is part of a batch that raised: its items must not be merged with others.
         earlier: Responses before the final ones, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
-        holder: The resources that it holds, if limited.
-        gives_way: Its calls were refused to free the instance; it runs again.
+        holder: The resources that the execution holds, if its model is limited.
+        gives_way: Whether its calls were refused to free the instance; the batch then runs again.
     """
 
     items: Sequence[WorkItem]

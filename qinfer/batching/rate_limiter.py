@@ -7,7 +7,8 @@ at once, and the waiting instance with the lowest *score* (executions x priority
 
 Three rules go beyond Triton's, where the first waiting instance blocks all others (issue #8358 of its server):
 
-- An instance that can't go yet reserves its units: it blocks only instances that need the same ones, and never starves.
+- An instance that can't go yet reserves its units: it blocks only instances that need the same units, and never
+  starves.
 - A *callee*, whose model is called by an execution that holds resources, goes before all others.
 - A callee uses its caller's units of a resource that both need.
 """
@@ -48,7 +49,7 @@ def needs_of(group: InstanceSpec) -> dict[Resource, int]:
 def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource, int]:
     """Returns the units of each needed resource: as configured, or the largest need.
 
-    With any maximum configured, others are 0, as in Triton.
+    If any maximum is configured, a resource without one has 0 units, as in Triton.
     """
     most = _largest(needs)
     for resource in most if given else ():

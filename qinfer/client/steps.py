@@ -298,7 +298,7 @@ class Policy(NamedTuple):
         return self.gateways.current.shown
 
     def within(self, timeout_s: float | None) -> "Policy":
-        """Returns the policy of a call with its own timeout; `None` keeps the client's."""
+        """Returns the policy of a call with its own timeout; `None` keeps the timeout of the client."""
         if timeout_s is None:
             return self
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:

@@ -21,7 +21,8 @@ Scalar = bool | int | float | str
 class SequenceFlags(msgspec.Struct, frozen=True, array_like=True):
     """The sequence flags of a request (reference §3.4).
 
-    `step` is the caller's number of the request, 1, 2, …; 0 = none: a repeated request is another step.
+    `step` is the number, from 1, that the caller gave the request. A request with 0 has no number: its repetition is
+    another step.
     """
 
     id: int | str
@@ -35,14 +36,14 @@ class SequenceFlags(msgspec.Struct, frozen=True, array_like=True):
         return self.id
 
     def told(self, told_id: int | str) -> "SequenceFlags":
-        """Returns the flags with the model's id in place of the caller's."""
+        """Returns the flags with `told_id`, which the model sees, in place of the caller's id."""
         if told_id == self.id:
             return self
         return ToldSequence(told_id, self.start, self.end, self.step, given_id=self.callers_id)
 
 
 class ToldSequence(SequenceFlags, frozen=True, array_like=True):
-    """The flags with the model's id in place of `given_id`, the caller's; local to a process."""
+    """The flags with the id that the model sees; `given_id` is the caller's id. They never leave the process."""
 
     given_id: int | str = 0
 
@@ -133,23 +134,23 @@ class InferRequest(msgspec.Struct, kw_only=True):
     The fields `inputs_digest`, `step_key`, `endpoint`, `assigned`, `moves` and `made_for` are local to a process.
 
     Attributes:
-        version: The dispatcher replaces 0 by the highest ready one.
-        id: qinfer's own.
+        version: The model's version; the dispatcher replaces 0 by the highest ready version.
+        id: The id that qinfer gives the request.
         client_id: The `id` from the client, echoed in the reply; may be empty, need not be unique.
-        outputs: The names wanted; empty = all.
-        priority: 0 = the model's default.
-        timeout_s: To the deadline.
+        outputs: The names of the wanted outputs; empty = all outputs.
+        priority: The priority level; 0 = the model's default.
+        timeout_s: The time from enqueueing to the deadline.
         reply_to: `reply:<owner>` of the process that waits; empty for asynchronous requests.
         trace: W3C `traceparent`; empty = not traced.
         generation: The model generation that it was checked against.
         attempt: Executions so far.
         queue_timeout_s: The longest wait by its model's queue policy; 0 = `timeout_s`.
         payload: The tensors' bytes are stored beside the stream (claim check).
-        inputs_digest: For the response cache, if there is one already.
+        inputs_digest: The digest for the response cache, if it has been computed already.
         step_key: Identifies a sequence's first request that is an ensemble's step, also when that is executed again.
-        endpoint: The named one; model and version are its target's.
+        endpoint: The endpoint that the caller named; `model` and `version` are those of the chosen target.
         spares_outputs: Named outputs may be missing, as for an ensemble's step.
-        assigned: The endpoint drew its target: the caller named none, and met no condition.
+        assigned: Whether the endpoint drew the target: the caller named no version, and met no condition.
         moves: The endpoint's stable target may answer it if its target is rolled back.
         calls: Traces of requests made for it; they don't travel.
         made_for: Its caller's position in the calling model's batch; -1 = unknown.
@@ -208,9 +209,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """One response to a request.
 
     Attributes:
-        outputs: Empty with a failure, and in a decoupled model's empty final response.
+        outputs: The outputs; empty with a failure, and in a decoupled model's empty final response.
         attempt: The execution that made it; readers follow one only.
-        index: Within the attempt.
+        index: The number of the response within the attempt.
         stored: The outputs are stored beside the reply stream (`Queue.take_result`).
         parameters: Values besides the outputs (reference §1.6).
         credit_to: Gets `Credit`s, if its worker limits this stream by a window; empty on final responses.

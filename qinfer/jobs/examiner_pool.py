@@ -361,7 +361,7 @@ class _ExaminerChild:
         await self._is_gone.wait()
 
     def kill(self) -> None:
-        if not self._is_gone.is_set():  # its number may be another process's by now
+        if not self._is_gone.is_set():  # another process may have its number by now
             os.kill(self._process.pid, signal.SIGKILL)
 
     async def shut_down(self) -> None:

@@ -36,7 +36,7 @@ class Choice(msgspec.Struct, frozen=True):
 class Box(msgspec.Struct, frozen=True):
     """A rectangle on an image, in 0 … 1 of its width and height.
 
-    `size` is the image's in pixels. `category` is the label's id in COCO files; 0 = no id.
+    `size` is the size of the image in pixels. `category` is the label's id in COCO files; 0 = no id.
     """
 
     from_name: str
@@ -248,7 +248,7 @@ def _category(rule: RectanglesRule, number: int) -> int:
 
 
 def _edges(boxes: Numbers, rule: RectanglesRule, size: tuple[float, float] | None) -> Numbers:
-    """Returns left, upper, right and lower edges in 0 … 1, cut at the image's; 0 for a box with a NaN."""
+    """Returns left, upper, right and lower edges within the image, in 0 … 1; all are 0 for a box with a NaN."""
     if rule.units == "pixel":
         whole = rule.resized_to or size or (1.0, 1.0)  # without both there are no boxes
     else:

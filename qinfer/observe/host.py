@@ -66,8 +66,8 @@ class ProcessUse(NamedTuple):
 
     Attributes:
         cpu_s: User and system time since they started.
-        memory_bytes: Resident; shared memory counts in each process.
-        open_fds: Of this process; 0 for another one, like their limit.
+        memory_bytes: Resident memory; shared memory counts in each process.
+        open_fds: The open descriptors of this process; 0 for another process, as is `max_fds`.
     """
 
     cpu_s: float
@@ -99,7 +99,7 @@ def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
-    """Returns a process's use with descendants; `None` outside of Linux. Blocks briefly."""
+    """Returns the use of a process and its descendants; `None` outside of Linux. Blocks briefly."""
     pid = os.getpid() if pid is None else pid
     own = _stat(proc, pid)
     if own is None:

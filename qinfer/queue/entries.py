@@ -38,8 +38,9 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
 
     Attributes:
-        version: 0 = steps of a sequence, for any version.
-        name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; a share's is like `p1~3`.
+        version: The model's version; 0 = the stream has steps of a sequence, for any version.
+        name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; the stream of a share is
+            named like `p1~3`.
     """
 
     model: str
@@ -209,15 +210,17 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be accepted.
 
     Attributes:
-        frame: Has no `reply_to`.
-        tombstone_ttl_s: How long its id is known after the result.
+        frame: The frame of the request, without a `reply_to`.
+        tombstone_ttl_s: The time for which the request's id is known after its result has expired.
         client_id: The `id` of the body, echoed in the result.
-        idempotency_key: A hash.
-        outbox: For the end, instead of a webhook; trimmed by age, so that its requests should have equal times.
+        idempotency_key: A hash of the caller's key.
+        outbox: The outbox that gets the end, instead of a webhook; it is trimmed by age, so that its requests should
+            have equal times to live.
         notes: Opaque bytes for the outbox's reader.
         watcher: A reply address, notified of the end.
-        reports_start: Workers report executing entries; others that they hold count as waiting.
-        endpoint: Set if `Moves` may move it.
+        reports_start: Whether workers report when entries begin to execute; until then the entries that they hold count
+            as waiting.
+        endpoint: The endpoint; set if `Moves` may move the request.
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """
 
@@ -303,9 +306,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended, as a delivery of a named outbox; `id` is the delivery's.
+    """A request that ended, as a delivery of a named outbox; `id` is the id of the delivery.
 
-    After the request's expiry `record` is `None`; without a result `blob` is.
+    After the request's expiry `record` is `None`; without a result `blob` is `None`.
     """
 
     id: str

@@ -286,7 +286,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 class _Threads:
-    """Unlike an executor's, which are joined, they do not delay the end of the process."""
+    """Threads that do not delay the end of the process, unlike those of an executor, which Python joins."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()

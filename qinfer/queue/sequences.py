@@ -301,8 +301,8 @@ class Sequences:
         """Ends a life with the failure of a step; returns whether it ends.
 
         A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
-        instead, because it knows which steps execute. `token` is the owner's; `None` = any caller, `NOBODYS` = only
-        without an owner.
+        instead, because it knows which steps execute. `token` is the token of the owner; `None` lets any caller end the
+        life, `NOBODYS` only if the life has no owner.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 

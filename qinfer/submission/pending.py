@@ -85,14 +85,14 @@ class Counter(Protocol):
 
 
 class LaneLoad(msgspec.Struct, eq=False):
-    """The load of a lane, or of a tenant's share of it; others' parts are of the last look.
+    """The load of a lane, or of a tenant's share; the numbers of other processes are from the last look at Redis.
 
     Attributes:
         left: Own requests that ended since the last look.
-        executed: The answered ones among these.
+        executed: The requests among these that were answered.
         most: Below this many entries no default timeout needs a judgement.
         beside: Entries in the lane's other shares.
-        part: Its weight's part among busy shares.
+        part: The part of its weight in the weights of all busy shares.
     """
 
     lane: Lane
@@ -112,7 +112,7 @@ class LaneLoad(msgspec.Struct, eq=False):
 
     @property
     def ahead(self) -> float:
-        """The entries ahead of a new one, as shares take turns."""
+        """The entries ahead of a new entry, as shares take turns."""
         waiting = self.own + self.others
         return waiting + min(self.beside, (waiting + 1) * (1 - self.part) / self.part) if self.beside else waiting
 
@@ -170,12 +170,12 @@ class PendingCall(msgspec.Struct, eq=False):
     """A submitted request without a complete answer.
 
     Attributes:
-        version: Later the one that executed it.
-        entry: Its place in the queue, once confirmed.
-        abandoned: Its entry is to be removed once it is known.
+        version: The requested version, and later the version that executed the request.
+        entry: The place of the request in the queue, once Redis has confirmed it.
+        abandoned: Whether the entry is to be removed once it is known.
         attempt: The followed execution; 0 before the first response.
-        deadline_s: Behind a first deadline: its queue timeout or wait for a worker.
-        untaken: Called at that first one; `None` = a worker has taken it, it waits on.
+        deadline_s: The deadline behind a first one, which is the queue timeout or the wait for a worker.
+        untaken: Called at that first deadline; if it returns `None`, a worker has taken the request, which waits on.
         late: The error at the first deadline.
         shared: The execution that it waits for instead of an entry.
         holder: Returns `memory` once the answer is sent, instead of when it is taken.

@@ -230,13 +230,13 @@ class ResponseCache:
     def _take_off(
         self, place: _Place, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
     ) -> None:
-        """Executes a request for all its callers; it may take twice the model's timeout, for later ones."""
+        """Executes a request for all its callers, within twice the model's timeout, because callers may join later."""
         spec, submission = served.spec, self._submission
         # It is cached for the requested version.
         flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
         submission.prepare(flight.request, served)
-        # With its caller's timeout, not the flight's.
+        # Admission uses the timeout of the caller, not that of the flight.
         route = served.routes.for_priority(request.priority)
         submission.admit(served, route, timeout_s, request.timeout_s, tenant=request.tenant)
         pending.shared = flight

@@ -153,7 +153,7 @@ def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
 
 
 def merged(responses: Sequence[Response]) -> Response:
-    """Joins the responses of parts; all but rows is the first's."""
+    """Joins the responses of parts; everything but the rows comes from the first response."""
     first = responses[0]
     columns = zip(*[response.outputs for response in responses], strict=False)
     outputs = tuple(_joined(column) for column in columns)

@@ -122,7 +122,7 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         stable: A version number, like `canary`.
-        revision: The endpoint's, which each transition raises.
+        revision: The revision of the endpoint, which each transition raises.
         requests: The canary's requests of this step.
         stable_at_s: The time of stable's last requests.
         limits: Check → stratum → seconds above which a request is slow in this step.

@@ -111,9 +111,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         hides_model: Requests for a model of the same name go to the endpoint instead.
         canary: The steps and checks by which the canary is promoted or rolled back; `None` = people decide.
         webhook: The URL that receives each event of its canaries; empty = none.
-        compare: Output → when a row of a shadow's agrees with the stable target's; other outputs by their datatype.
-        revision: The number of its last change, over all endpoints; in a declaration, the revision that it replaces: 0
-            = any.
+        compare: Output → the rule by which a row of a shadow agrees with the stable target's row; the datatype decides
+            for other outputs.
+        revision: The number of the endpoint's last change, over all endpoints; in a declaration, the revision that it
+            replaces: 0 = any.
         file: The digest of the file that declares it; empty = none.
 
     Example:
@@ -228,7 +229,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 
 def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """Yields objects with their types: unlike stored ones, they may have no unknown fields."""
+    """Yields objects with their types: unlike stored objects, they may have no unknown fields."""
     yield "the declaration", document, Endpoint
     for target in document["targets"]:
         yield "a target", target, Target

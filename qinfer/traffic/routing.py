@@ -87,9 +87,8 @@ class Endpoints:
     def choose(self, request: InferRequest, tenant: str, header: Header = no_header) -> bool:
         """Replaces model and version of a request to an endpoint; returns whether it was one.
 
-        Raises `ModelNotFound` if no target has the requested version, or `BrokerUnavailable` if it is not stable's and
-        the view
-        is not current.
+        Raises `ModelNotFound` if no target has the requested version, or `BrokerUnavailable` if that version is not the
+        stable target's and the view is not current.
         """
         routed = self.by_name.get(request.model)
         if routed is None or request.endpoint:
@@ -130,7 +129,7 @@ class Endpoints:
         )
 
     def resolved(self, target: Target) -> int:
-        """Returns a target's present version; 0 = no READY one."""
+        """Returns a target's present version; 0 = no version is READY."""
         return target.number or max(self.catalog.ready_versions(target.model), default=0)
 
     def ready_to_try(self, endpoint: Endpoint) -> tuple[int, ...]:
@@ -240,7 +239,7 @@ class EndpointWatch:
         self._looked_s = -math.inf
 
     async def refresh_endpoints(self) -> None:
-        """Reads the declarations, and restores lost ones."""
+        """Reads the declarations, and restores lost declarations."""
         async with self._looking:
             began_s = time.monotonic()  # the look may miss later changes
             declared = await self.store.read()

@@ -31,9 +31,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         counted: Name → count of this revision so far.
         reason: Why the last transition was made, or not made.
-        at_s: Of the last transition.
-        done_s: When all gateways had confirmed its rollback.
-        model: Empty = the stable target's.
+        at_s: The time of the last transition.
+        done_s: The time at which all gateways had confirmed the rollback.
+        model: The model of the canary; empty = the model of the stable target.
     """
 
     state: CanaryState
@@ -68,7 +68,7 @@ class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
         stable_bad: The bad ones among them.
         evidence: The evidence that the canary is worse: 1 at the beginning.
         decides: The evidence that rolls back.
-        allowed: The share that the canary's is compared with; `null` = stable's.
+        allowed: The share that the canary's share is compared with; `null` = the share of stable.
     """
 
     check: str
@@ -286,7 +286,7 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
 
 
 def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
-    """Returns the names of counts: a tenant's requests, and bad ones."""
+    """Returns the names of two counts: a tenant's requests, and the bad requests among them."""
     of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
     return f"{of}|requests{whose}", f"{of}|bad{whose}"
 

@@ -54,11 +54,12 @@ _Number = Annotated[str, Meta(extra_json_schema={"pattern": "^[+-]?[0-9]+$"})] |
 class TraceChanges(msgspec.Struct, frozen=True):
     """Changes of the trace settings.
 
-    Null restores the inherited value: of a model the server's, of the server the one at its start.
+    Null restores the inherited value: a model inherits the server's value, and the server inherits its value at the
+    start.
 
     Attributes:
         trace_file: Refused, because the operator chooses the file.
-        trace_mode: `triton`; others are refused.
+        trace_mode: `triton`; the server refuses any other mode.
 
     Example:
         {"trace_level": ["TIMESTAMPS"], "trace_rate": "100"}
@@ -151,7 +152,7 @@ Stamps = list[tuple[str, int]]
 
 
 class CallTrace(NamedTuple):
-    """A trace of a request made for another."""
+    """A trace of a request that a model made while it executed another request."""
 
     about: About
     stamps: Stamps
@@ -249,7 +250,7 @@ class Sampling:
         return _Trace(number, about, stamps if self.rule.has_stamps else None, tensors, inner)
 
     def flush_traces(self) -> None:
-        """Writes finished traces; others are written later."""
+        """Writes the finished traces; unfinished traces are written when they end."""
         self._is_over = True
         self._write_held(numbered=bool(self.rule.frequency))
 

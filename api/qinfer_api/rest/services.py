@@ -307,7 +307,7 @@ _MAX_TURN_S = 30.0
 
 
 async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:
-    """Reads and decodes a body, but inference's."""
+    """Reads and decodes the body of a request other than inference."""
     async with received(services, request, max_bytes, is_inference=False) as body:
         if len(body) <= MAX_FAST_BYTES:
             return decode(body)

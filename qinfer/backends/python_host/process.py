@@ -73,7 +73,7 @@ _spawner = _Spawner()
 
 
 class HostProcess:
-    """A host process, in its model's own environment; `None` = the worker's.
+    """A host process, in the `environment` of its model, or in the environment of the worker (`None`).
 
     Args:
         ended: Called when the process is gone, from a thread of its own.
@@ -81,7 +81,7 @@ class HostProcess:
     Attributes:
         asks: The socket for questions about readiness.
         metrics: The memory of the model's own metrics.
-        held: Returns its requests' ids, for the log of its death.
+        held: Returns the ids of the requests in the process, for the log line about its death.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """Makes a tensor from another library's; copies one from a GPU."""
+        """Makes a tensor from a tensor of another library; a tensor on a GPU is copied to host memory first."""
         name = _named(name)
         if not hasattr(tensor, "__dlpack__"):
             if type(tensor).__name__ != "PyCapsule":

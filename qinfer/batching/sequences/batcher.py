@@ -55,7 +55,7 @@ class _OwnedSequence:
 
 
 class SequenceBatcher(StepRunner[PendingStep]):
-    """Executes one worker's sequences; times are the broker's."""
+    """Executes the sequences that a worker owns; all times are on the broker's clock."""
 
     def __init__(
         self,

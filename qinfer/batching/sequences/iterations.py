@@ -30,7 +30,7 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.sequence_records import SequenceId
 
 _DECAY = 0.98
-"""A request's weight after each later one: about 50 count."""
+"""The factor by which each later request lowers a request's weight, so that about 50 requests count."""
 
 
 class _HeldRequest:
@@ -219,7 +219,7 @@ def _mark(step: SequenceStep[WorkItem]) -> None:
 
 
 class IterativeBatcher:
-    """An iterative model's `Batcher`; times are the broker's."""
+    """The `Batcher` of an iterative model; all times are on the broker's clock."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None

@@ -39,7 +39,7 @@ P = TypeVar("P", bound=WorkItem)
 
 
 class StepRunner(ABC, Generic[P]):
-    """Runs a model's steps; times are the broker's."""
+    """Runs the steps of a model's sequences; all times are on the broker's clock."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, tally: StatsTally, latency: LatencyModel | None = None

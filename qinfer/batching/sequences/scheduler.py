@@ -53,7 +53,7 @@ class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the scheduler.
 
     Attributes:
-        batches: At most one for each idle instance.
+        batches: The batches to execute, at most one for each idle instance.
         ended: Sequences that ended without END.
         idle: Sequences past their idle time, reported again after as long.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
@@ -69,10 +69,10 @@ class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
 
 
 class _Queue(Generic[T]):
-    """One correlation ID's steps: of the present sequence, then of the next ones.
+    """The steps of one correlation ID: first those of the present sequence, then those of later sequences.
 
     Attributes:
-        slot: Its (slot, instance); `None` = it is in the backlog.
+        slot: The slot and the instance of the sequence; `None` = the sequence is in the backlog.
         begun: A START begins the next sequence.
         accepts: A step without START may follow.
         steps: The last admitted step.
@@ -146,7 +146,7 @@ class SequenceScheduler(Generic[T]):
     def shrink(self, instances: int) -> None:
         """Marks the instances with the fewest sequences as surplus, for the strategy `direct`.
 
-        They end with their last sequence; the other instances keep their numbers.
+        A surplus instance ends with its last sequence; the other instances keep their numbers.
         """
         self._list_unused()
         free = Counter(instance for _, instance in self._freed)
@@ -162,8 +162,8 @@ class SequenceScheduler(Generic[T]):
         """Takes the next step of a sequence.
 
         Raises:
-            SequenceEnded: It has no START, and an earlier step has ended its sequence.
-            InvalidRequest: It has no START, and its correlation ID has no open sequence.
+            SequenceEnded: The step has no START, and an earlier step has ended its sequence.
+            InvalidRequest: The step has no START, and its correlation ID has no open sequence.
         """
         queue = self._queue_of(step)
         if step.start and queue.accepts and queue.steps:
@@ -374,9 +374,10 @@ class SequenceScheduler(Generic[T]):
         return next(iter(self._idle.values()), NEVER_S) + self._spec.max_idle_s
 
     def _break(self, queue: _Queue[T], step: SequenceStep[T], ending: EndReason, error: QinferError) -> None:
-        """Refuses the waiting steps from there on.
+        """Refuses the sequence's waiting steps from `step` on.
 
-        If it expires in the backlog, earlier steps are refused too: Triton's timeout is the sequence's.
+        If the step expires in the backlog, earlier steps are refused too, because Triton's timeout is one of the whole
+        sequence.
         """
         steps = list(queue.waiting)
         first = steps.index(step) if step in steps else 0

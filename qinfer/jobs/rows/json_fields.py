@@ -16,7 +16,7 @@ MAX_FIELDS = 10_000
 """Tracked fields, nested ones included."""
 
 Path = tuple[str, ...]
-"""Names of ancestors, then the field's."""
+"""The names of the field's ancestors, then the name of the field."""
 
 _WORDS: Mapping[type, str] = {
     bool: "true or false",

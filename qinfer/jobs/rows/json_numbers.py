@@ -17,7 +17,7 @@ from qinfer.jobs.columns.texts import JSON_NUMBER, READ_AS, is_declared, leaf_of
 from qinfer.jobs.text_parts import json_texts
 
 Path = tuple[str, ...]
-"""Names of ancestors, then the field's; a list's items have an empty name."""
+"""The names of the field's ancestors, then the name of the field; the items of a list have an empty name."""
 
 _LARGE = 10**15
 """Floats from here on have an exponent."""

@@ -196,8 +196,8 @@ def normalise(
 ) -> ModelConfig:
     """Returns the configuration as Triton would show it: complete, with defaults, and checked.
 
-    `files` in version directories identify the default backend; `tensors` are the model file's, if known; `gpus` are
-    for instance groups without GPUs. `config` stays unchanged.
+    `files` in version directories identify the default backend; `tensors` are those of the model file, if known; `gpus`
+    is the number of GPUs for instance groups that name none of them. `config` stays unchanged.
     """
     normal = identify(config, name, files)
     if tensors is not None:

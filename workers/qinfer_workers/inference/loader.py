@@ -57,7 +57,7 @@ class LoadedVersion:
     steps: tuple[StepVersion, ...] = ()
 
     def hash_like(self, other: str) -> str:
-        """Returns its hash of another one's kind."""
+        """Returns the hash of this version that is of the same kind as `other`."""
         return self.executed_hash if is_executed(other) else self.content_hash
 
     def executes(self, hashes: Collection[str]) -> bool:
@@ -69,11 +69,11 @@ class LoadKind(Enum):
     """The extent of a load's changes."""
 
     NEW = "new"
-    """`instances` replace any earlier ones."""
+    """`instances` replace all earlier instances."""
     RESIZED = "resized"
     """`instances` are added, or `surplus` of them end."""
     SAME = "same"
-    """Only the generation."""
+    """Only the generation changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

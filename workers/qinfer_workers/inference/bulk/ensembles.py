@@ -1,4 +1,4 @@
-"""Shards of ensembles: each batch of rows is a request that goes from step to step, like a client's.
+"""Shards of ensembles: each batch of rows is a request that goes from step to step, like a request of a client.
 
     shard's thread ── execute ──▶ event loop: Run ─▶ steps of models, in this worker or by their lanes
           ▲                            │
