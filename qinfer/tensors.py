@@ -77,7 +77,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         name: The input's or output's name in the model configuration.
         datatype: A key of `DATATYPES`.
-        shape: All dimensions, the batch dimension included; none negative.
+        shape: All dimensions, including the batch dimension; no dimension is negative.
         data: The elements, little-endian, row-major, no padding; BYTES elements with their length prefix. A memoryview
             has the format `B` and one dimension.
     """

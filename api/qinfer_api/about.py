@@ -69,7 +69,7 @@ def server_metadata(settings: Settings) -> ServerMetadata:
 
 
 def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetadata:
-    """Returns a model's metadata; version 0 lists ready ones."""
+    """Returns the metadata of a model; version 0 lists the ready versions."""
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     spec = catalog.resolve(model, version).spec
     return ModelMetadata(

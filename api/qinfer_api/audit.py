@@ -13,7 +13,7 @@ from qinfer_api.auth import CallerContext
 logger = logging.getLogger(AUDIT)
 
 MOST_A_SECOND = 10
-"""Lines a second per reason; the rest is counted."""
+"""Lines a second per reason; further lines are only counted."""
 
 
 @contextmanager

@@ -52,7 +52,7 @@ Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Re
 
 
 class Dispatcher:
-    """Submits requests and routes responses; one per gateway."""
+    """Submits the requests of a gateway and routes their responses."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ LEASE_S = 2.0
 
 _IDLE_S = 2.0  # after a request
 _PAUSE_S = 0.005  # after an exchange
-_TENANTS_PER_S = 2000  # exchanged; more active tenants wait longer
+_TENANTS_PER_S = 2000  # exchange their leases; more active tenants wait longer
 _KEPT_DEMAND = 0.5  # the older demand's share
 
 
@@ -44,7 +44,7 @@ class Quota:
         self._tokens = self._burst
 
     def limit(self, key: ApiKey) -> None:
-        """Applies a key's limits."""
+        """Applies the limits of an API key."""
         self._rate = key.rate_per_s
         self._burst = float(key.burst or max(key.rate_per_s, 1.0))
         self._max_in_flight: int = key.max_in_flight
@@ -97,24 +97,24 @@ class Quota:
             )
 
     def take_use(self) -> QuotaUse:
-        """Takes the use to report; `not_told` restores it."""
+        """Returns the use since the last report, and resets it; `not_told` restores it."""
         self._demand *= _KEPT_DEMAND
         use = QuotaUse(self._used, self._demand, self.in_flight)
         self._used = 0.0
         return use
 
     def not_told(self, use: QuotaUse) -> None:
-        """Restores an unreported use; it may count twice."""
+        """Restores a use that could not be reported; it counts twice if Redis got the report."""
         self._used += use.used
 
     def lease(self, leased: QuotaLease, now_s: float) -> None:
-        """Applies a lease, less the use since."""
+        """Applies a lease, less the use since the exchange began."""
         self._tokens = leased.tokens - self._used
         self._level, self._part, self._places = leased.level, leased.part, leased.places
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
     def return_lease(self, leased: QuotaLease, now_s: float) -> None:
-        """Ends the lease; the level over all gateways judges next requests."""
+        """Ends the lease; the quota's level over all gateways decides about the next requests."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 
     def is_idle(self, now_s: float) -> bool:

@@ -46,10 +46,10 @@ class Region(msgspec.Struct, frozen=True):
     """A registered region of system shared memory.
 
     Attributes:
-        name: Its name in requests.
+        name: The name of the region in requests.
         key: The name of the shared memory object, as `shm_open` takes it.
         offset: Start of the region in the object, in bytes.
-        byte_size: Its size.
+        byte_size: The size of the region, in bytes.
     """
 
     name: str
@@ -64,7 +64,7 @@ class CudaRegion(msgspec.Struct, frozen=True):
     Attributes:
         name: The name in requests.
         device_id: CUDA's number of the GPU on the gateway's host.
-        byte_size: Its size.
+        byte_size: The size of the region, in bytes.
     """
 
     name: str

@@ -196,7 +196,7 @@ class OneResponse:
 
     @property
     def is_decoupled(self) -> bool:
-        """False."""
+        """False, because each item has exactly one response."""
         return False
 
     @property
@@ -287,13 +287,13 @@ class ManagesModels(Protocol):
         """Loads or reloads a model; returns when it is ready.
 
         Args:
-            model: Its name.
+            model: The name of the model.
             config: A configuration in JSON; empty = the model's own configuration.
             files: `<version>/<file>` → content, in place of the files of its repository.
 
         Raises:
             ControlDisabled: The repository is not in explicit mode.
-            QinferError: It can't be loaded.
+            QinferError: The model can't be loaded.
         """
         ...
 
@@ -357,8 +357,8 @@ def respond_rows(
     """Answers every item with its rows of the outputs.
 
     Args:
-        batch: The batch that ran.
-        ctx: Its context.
+        batch: The batch that was executed.
+        ctx: The context of that batch.
         outputs: Name → array, `[batch.size, …]` for a model with a batch dimension, including states.
         datatypes: Name → wire datatype of each output and state.
         skip: Positions of items that are answered already.

@@ -24,7 +24,7 @@ ROLLBACK_EXAMPLE = "Example: qinfer endpoints rollback digit-reader"
 PAUSE_EXAMPLE = "Example: qinfer endpoints pause digit-reader"
 RESUME_EXAMPLE = "Example: qinfer endpoints resume digit-reader"
 
-_EVENTS = 8  # the latest ones
+_EVENTS = 8  # the latest events
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The endpoint's name.")]
 RevisionOption = Annotated[

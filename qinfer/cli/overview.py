@@ -224,7 +224,7 @@ def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[S
 async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = math.inf) -> Overview:
     """Reads an overview from open connections."""
     now_s = delivery.clock.now_s()
-    # First: must not be ahead of the rest.
+    # The workers are read first, because they must not be newer than the other data.
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]
     desired = await store.desired()
     stored = await store.models(desired)

@@ -58,7 +58,7 @@ class _Reorder(Generic[T]):
 
     @property
     def held(self) -> int:
-        """The number of answers that wait for an earlier one."""
+        """The number of answers that wait for an earlier answer."""
         return len(self._held)
 
     def add_answer(self, index: int, value: T) -> Iterator[tuple[int, T]]:

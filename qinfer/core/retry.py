@@ -6,7 +6,7 @@ import random
 import time
 
 REMIND_S = 60.0
-"""Between log lines of an outage that affects many."""
+"""Seconds between the log lines of an outage that affects many requests."""
 
 PATIENCE_S = 5.0
 """An ending, idle process waits this long for a service that is away."""

@@ -235,17 +235,17 @@ class Mapping(BaseModel):
     """A mapping of labeling tasks to one model, read by `load_mapping`.
 
     Attributes:
-        name: Its name, unique among the mappings of a gateway.
+        name: The name of the mapping, unique in a gateway.
         model: The model that is asked.
         version: The model's version; 0 = the highest that is ready.
         project: The Label Studio projects that use it; empty = any project of the model.
         tenant: The tenants that may use it; empty = all.
         mode: `predict`: predictions are answered at once; `push`: tasks are queued and predictions sent later, for
             models that take longer than Label Studio waits.
-        priority: The priority of its requests; 0 = the model's default.
+        priority: The priority of the mapping's requests; 0 = the model's default.
         inputs: The model's input → the field of a task that it is made of.
         results: One rule for each control of the label config that gets predictions.
-        score: A task's confidence: the `mean`, `min` or `max` of its results'.
+        score: The confidence of a task: the `mean`, `min` or `max` of the confidences of its results.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -50,8 +50,9 @@ class ServedVersion:
     """A model version that accepts requests.
 
     Attributes:
-        generation: Of `spec`; a worker that has another one checks requests again.
-        wait_s: Seconds that an online request may wait for a worker to load it; 0 = one has, or it must not wait.
+        generation: The generation of `spec`; a worker that has loaded another generation checks requests again.
+        wait_s: Seconds that an online request may wait for a worker to load it; 0 = a worker has loaded it, or the
+            request must not wait.
     """
 
     spec: ModelSpec

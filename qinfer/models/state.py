@@ -36,15 +36,16 @@ class StoredModel(msgspec.Struct, frozen=True):
     """A model's configuration, as it is read from the repositories and stored.
 
     Attributes:
-        config: In the JSON dialect of `GET …/config`; empty after an error, unchecked while `pending`.
-        versions: Selected by its version policy, ascending.
-        content_hash: Of the configuration's text, and path, size and modification time of all files.
+        config: The configuration in the JSON dialect of `GET …/config`; empty after an error, unchecked while
+            `pending`.
+        versions: The versions that the model's version policy selects, ascending.
+        content_hash: The hash of the configuration's text, and of the path, size and modification time of all files.
         error: Why the model can't be loaded, for clients.
         labels: Output → the names of its classes.
-        location: In the overlay; empty = in the repositories.
+        location: The place of the model's files in the overlay; empty = they are in the repositories.
         pending: The backend that must complete the configuration first, in a worker.
         override: JSON that replaces the configuration, also in later loads.
-        files_of: The model whose files it uses; empty = its own.
+        files_of: The model whose files it uses; empty = it uses its own files.
     """
 
     model: str
@@ -88,14 +89,14 @@ class VersionState(msgspec.Struct, frozen=True):
     """The state of one model version in one worker.
 
     Attributes:
-        generation: The one that is loaded, or failed to load.
+        generation: The generation that is loaded, or failed to load.
         reason: Why it is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
-        executed_hash: Of a READY version's files, those beside the versions, and its configuration's inputs, outputs,
-            parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier qinfer
-            loaded them.
-        pinned: Only pins keep it loaded.
-        steps: Of an ensemble, nested ones included.
+        executed_hash: The hash of a READY version's files, of the files beside the versions, and of the inputs,
+            outputs, parameters, backend and optimisation in the configuration. Empty = unknown: files changed during
+            the load, or an earlier qinfer loaded them.
+        pinned: Whether only pins keep the version loaded.
+        steps: The versions of an ensemble's steps, including those of nested ensembles.
         unready: Why the model's own `is_ready` refuses, for readiness checks only.
     """
 
@@ -110,7 +111,7 @@ class VersionState(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """A worker's measurements of a version; a `best_rps` of 0 is unknown."""
+    """The speed of a version, as a worker measured it; a `best_rps` of 0 means that it is unknown."""
 
     rps: float
     load_s: float = 0.0
@@ -125,9 +126,10 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
     """An execution, warm-up or load (`what`) that has lasted for a while.
 
     Attributes:
-        since: In the broker's time, without calls of other models; restarts with each response of a stream.
-        seconds: Its duration at the heartbeat.
-        limit_s: 0 = no limit.
+        since: The start in the broker's time, later by the time of calls of other models; each response of a stream
+            restarts it.
+        seconds: The duration of the execution at the heartbeat.
+        limit_s: The limit of the duration; 0 = no limit.
     """
 
     model: str
@@ -157,7 +159,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         id: Unique for each start of a worker.
         started_at: Seconds since the epoch, in the broker's time.
         executing: Requests in its batches.
-        clock_offset_s: Broker time minus its wall clock.
+        clock_offset_s: The broker's time minus the worker's wall clock.
         speeds: Requests a second that it can execute.
         best_speeds: The highest speed that its measurements allow.
         places: Globs of the models that it loads.
@@ -165,7 +167,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
         cpu_s: CPU time with child processes; 0 = unknown.
-        memory_bytes: Resident memory of them.
+        memory_bytes: Resident memory with child processes.
         long: Executions of more than a second.
     """
 
@@ -231,8 +233,8 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         places: Globs of the models that its workers load.
         target: Its share of the workers that these models should have.
-        reason: Why so many, for people.
-        live: Its workers that serve.
+        reason: The reason for the target, for people.
+        live: The autoscaler's workers that serve.
         work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.
     """

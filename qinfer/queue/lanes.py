@@ -197,7 +197,8 @@ class Queue:
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries that were not renewed for `idle_s` seconds, as suspects.
 
-        `consumer` may own one itself, if a fetch's reply was lost; if it still holds it, it drops the second lease.
+        `consumer` may own such an entry itself, if the reply of a fetch was lost; a worker that still holds the entry
+        drops the second lease.
         """
         names = [keys.lane(lane) for lane in lanes]
         arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)

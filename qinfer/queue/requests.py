@@ -178,8 +178,8 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
-        False for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead, because
-        they count as stored only at the end. After an error some may have ended.
+        Returns false for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead,
+        because they count as stored only at the end. After an error some may have ended.
         """
         first = self._first_of(settlements)
         if first < len(settlements):

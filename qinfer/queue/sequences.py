@@ -259,7 +259,8 @@ class Sequences:
     async def commit(self, steps: Items[CommittedStep]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
 
-        False for a sequence of another worker. After `BrokerUnavailable` some may be committed: repeat it.
+        Returns false for a sequence that another worker owns. After `BrokerUnavailable` some steps may be committed:
+        repeat the call.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:

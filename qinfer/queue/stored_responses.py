@@ -32,7 +32,7 @@ _RESPONSES = load_script("requests/responses")
 
 
 class StoredResponses:
-    """The stored responses; `tell` sends hints of new ones to reply addresses."""
+    """The stored responses; `tell` notifies reply addresses of new responses."""
 
     def __init__(self, router: Router, values: Values, tell: Callable[[str, Sequence[EntryAddress]], None]) -> None:
         self._router = router

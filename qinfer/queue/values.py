@@ -96,7 +96,7 @@ class Values:
     ) -> None:
         """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it.
 
-        On an error it may be stored.
+        After an error the value may be stored or not.
         """
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:

@@ -183,10 +183,10 @@ class Traffic:
     Attributes:
         arrivals: Rows that arrived.
         served: Rows that left the queue.
-        workers: Serving, starting or draining.
-        targets: The decided workers.
-        load_s: From a worker's start until it served.
-        drain_s: From a worker's dismissal until its end.
+        workers: Workers that serve, start or drain.
+        targets: The decided numbers of workers.
+        load_s: The time from a worker's start until it served.
+        drain_s: The time from a worker's dismissal until its end.
     """
 
     arrivals: tuple[int, ...]

@@ -72,9 +72,10 @@ def decide_share(
     *,
     has_lost_peers: bool = False,
 ) -> SharedDecision:
-    """Decides the total and the own share; alone as `decide` does.
+    """Decides the total and the own share; an autoscaler without peers decides as `decide` does.
 
-    Steps that others have to take do not count as taken. If peers are lost, the total stays as it was with them.
+    Steps that others have to take do not count as taken. If the records of peers are lost, the total stays as it was
+    with these peers.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)

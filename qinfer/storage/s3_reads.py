@@ -48,7 +48,7 @@ class KnownObject(io.RawIOBase):
             fail(error, self._file.url)
 
     def readall(self) -> bytes:
-        """Reads the rest."""
+        """Reads the remaining bytes."""
         return self.read()
 
     def readinto(self, buffer: Any, /) -> int:

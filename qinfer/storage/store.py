@@ -47,7 +47,7 @@ class Child(NamedTuple):
 
 
 class Store(ABC):
-    """An object store or a directory; one for all URLs of a kind.
+    """An object store or a directory; one object serves all URLs of a kind.
 
     Every method raises a `StoreError`: `StoreUnavailable` (try again), `StoreDenied`, `StoreNotFound` (also of a
     bucket), `StoreChanged`.

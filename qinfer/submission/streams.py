@@ -130,7 +130,7 @@ class StreamReader(msgspec.Struct, eq=False):
 
 
 class Credits:
-    """Tells workers how much of their streams was taken; one per process.
+    """Tells workers how much of their streams the readers in this process have taken.
 
     A quarter of the window is credited at once, less a little later. A slow caller is reported every few seconds, so
     that its worker does not take it for gone.

@@ -24,10 +24,10 @@ from qinfer.traffic.trials import Trial
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""The time between looks without a wake-up; with little CPU time, some come late."""
+"""Seconds between two readings of the store without a wake-up; with little CPU time, some readings are late."""
 
 DEAF_AFTER_S = 2.0
-"""The time without a look after which only stable targets are used."""
+"""Seconds without a reading of the store, after which only stable targets are used."""
 
 _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text

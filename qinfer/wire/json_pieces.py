@@ -71,8 +71,8 @@ class _ArrayPiece(NamedTuple):
 
     Attributes:
         shift: Distance from its place in the text.
-        is_first: Others begin with a neutral element.
-        is_last: Others end with a neutral element.
+        is_first: Whether it is the first piece; the other pieces begin with a neutral element.
+        is_last: Whether it is the last piece; the other pieces end with a neutral element.
         giants: Placeholder → giant string.
     """
 

@@ -339,7 +339,7 @@ def _unusual_elements(tensor: Tensor) -> Sequence[Any]:
         )
     if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
-    values: list[Any] = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
+    values: list[Any] = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any code
     return values
 
 

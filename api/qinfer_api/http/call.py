@@ -38,7 +38,7 @@ class FastConnection(Protocol):
     """The address of the client."""
 
     def on_reply(self) -> None:
-        """Takes note that a call has a reply."""
+        """Notes that a call has a reply."""
         ...
 
     def is_behind(self, call: "FastCall") -> bool:
@@ -78,12 +78,12 @@ class FastCall:
         return self._connection.is_behind(self)
 
     def come_first(self) -> None:
-        """Notes that its reply is next."""
+        """Notes that the reply of this call is the next to be written."""
         if self._pending is not None:
             self._pending.comes_first()
 
     def deliver(self, response: Response) -> None:
-        """Encodes the response, a large one in a thread."""
+        """Encodes the response, in a thread if the response is large."""
         if not response.final or self.reply is not None:
             if self.reply is None:
                 self.set_reply(error_reply(501, DECOUPLED))

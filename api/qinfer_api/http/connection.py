@@ -71,7 +71,7 @@ class Exchange(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The id that the reply names; empty means a new one."""
+        """The id that the reply names; empty = the connection makes a new id."""
         ...
 
     @property

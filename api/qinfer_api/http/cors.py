@@ -38,17 +38,17 @@ class Cors:
 
     @classmethod
     def from_settings(cls, settings: CorsSettings) -> "Cors | None":
-        """Returns CORS as set; `None` = off."""
+        """Returns the CORS headers that the settings ask for, or `None` if CORS is off."""
         return cls(settings) if settings.allow_origins else None
 
     def writer(self, head: RequestHead | None, read: Headers) -> Writer:
-        """Returns a reply's writer; without a head, by the headers read."""
+        """Returns the writer of a reply, chosen by the origin in `head`, or without a head in the headers read."""
         if self._is_open:
             return self._others
         return self._writers.get(origin_in(read) if head is None else head.origin(), self._others)
 
     def preflight(self, origin: bytes) -> Headers | None:
-        """Returns a preflight's answer; `None` = forbidden origin."""
+        """Returns the headers that answer a preflight, or `None` for an origin that is not allowed."""
         return self._preflight if self._is_open or origin in self._of else None
 
 

@@ -253,7 +253,7 @@ def _target_line(target: str) -> bytes:
 
 
 class Writer:
-    """Renders replies; caches common headers."""
+    """Renders replies, and caches the header lines that all replies share."""
 
     def __init__(self, own: Headers = ()) -> None:
         self._own = own
@@ -310,7 +310,7 @@ class UrlTarget(NamedTuple):
 
 
 class InferCodec:
-    """Decodes requests and encodes responses; one per gateway."""
+    """Decodes the requests of a gateway and encodes their responses."""
 
     def __init__(self, dispatcher: Dispatcher, memory: SharedMemory, settings: Settings) -> None:
         self._dispatcher = dispatcher

@@ -210,11 +210,11 @@ class EstimateBody(msgspec.Struct, frozen=True):
 
     Attributes:
         version: The version that would score it.
-        files: Its input files.
-        rows: Their rows, up to the job's `limit`.
-        shards: Its shards.
+        files: The input files of the job.
+        rows: The rows of these files, up to the job's `limit`.
+        shards: The shards of the job.
         workers: The workers that have the model version now.
-        rows_per_s: The speed of one of them; null = unknown.
+        rows_per_s: The speed of one worker; null = unknown.
         estimated_s: The job's duration with these workers and no other work; null = unknown.
 
     Example:
@@ -434,7 +434,7 @@ def changed(spec: JobSpec, changes: Changes) -> JobSpec:
 def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: bool) -> None:
     """Checks that a repeated creation asks for the existing job.
 
-    `any_limits` ignores what `resume` changes; `overwrite` may differ.
+    With `any_limits`, the fields that `resume` can change may differ; `overwrite` may always differ.
     """
     there, here = (_flat(spec) for spec in (spec_of(known), asked))
     here["version"] = asked.version or known.version

@@ -39,7 +39,7 @@ _threads = ThreadPoolExecutor(8, "label-files")  # a store may hang
 
 
 class Files:
-    """Fetches the files of tasks; one per gateway."""
+    """Fetches the files of tasks for a gateway."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ _ORDER_S = 20.0  # of one call; the next continues
 
 
 class Labeling:
-    """Serves Label Studio; one per gateway."""
+    """Serves the calls that Label Studio makes to a gateway."""
 
     def __init__(
         self,

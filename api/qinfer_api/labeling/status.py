@@ -95,7 +95,7 @@ class LabelTasksBody(msgspec.Struct, frozen=True):
 
 
 class Statuses:
-    """Reads the states of tasks; one per gateway."""
+    """Reads the states of tasks for a gateway."""
 
     def __init__(self, tasks: LabelTasks, requests: Requests) -> None:
         self._tasks = tasks

@@ -50,7 +50,7 @@ class CacheLoad(NamedTuple):
 
 
 class EndpointLoad:
-    """Returns the load of models; one per gateway."""
+    """Returns the load of models for the replies of a gateway."""
 
     def __init__(self, catalog: Catalog, store: ControlStore) -> None:
         self._catalog = catalog

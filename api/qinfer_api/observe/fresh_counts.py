@@ -1,7 +1,8 @@
 """Fresh statistics: before a read, the workers add their counts.
 
-Concurrent reads share one question. There are at most four a second over time, but four in a row after a pause, because
-a measuring client reads before and after a short load. A read waits at most a quarter of a second for answers.
+Concurrent reads share one question. A gateway asks at most four questions a second over time, but up to four at once
+after a pause, because a measuring client reads before and after a short load. A read waits at most a quarter of a
+second for answers.
 """
 
 import asyncio
@@ -36,10 +37,10 @@ class FreshCounts:
         self._reads = 0
         self._answered = 0  # the last answered read
         self.underway: dict[str, Underway] = {}
-        self._even_at_s = 0.0  # when questions so far average one in EVERY_S
+        self._even_at_s = 0.0  # the time at which the questions so far average one per EVERY_S
 
     async def added(self, model: str = ALL) -> None:
-        """Waits until workers have added counts, within limits."""
+        """Waits until the workers have added their counts, or have not answered in time."""
         if not self._hosts({model}):
             return
         self._reads += 1

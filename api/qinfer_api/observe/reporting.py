@@ -49,7 +49,7 @@ from qinfer_api.server_settings import SharedLogSettings, SharedTraceSettings
 
 _PAGE = 20  # the queue blocks meanwhile
 _PAGES = 25
-"""A model's pages per scrape; the rest counts as version 0."""
+"""A model's pages per scrape; dead letters beyond them count as version 0."""
 
 
 class _Read(NamedTuple):
@@ -368,7 +368,7 @@ class Reporting:
             for key in list(self._unsent):
                 try:
                     await self._store.add_stats(*key, self._unsent[key])
-                except BrokerUnavailable:  # others log it
+                except BrokerUnavailable:  # other tasks log the outage
                     return
                 del self._unsent[key]
 

@@ -79,7 +79,7 @@ def group_of(model: str) -> str:
 
 
 def start_of(trace: TraceSettings) -> dict[str, Value]:
-    """Returns the values at the start."""
+    """Returns the values of the settings when the server starts."""
     return START | {"trace_level": [trace.level], "trace_rate": str(trace.rate), "trace_count": str(trace.count)}
 
 
@@ -98,7 +98,7 @@ def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str
 
 
 def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
-    """Returns an update's values; refuses unsupported ones."""
+    """Returns the values of an update; refuses unsupported changes."""
     if changes.trace_file is not UNSET:
         raise UnsupportedFeature("trace file location can not be updated through network protocol")
     if changes.trace_mode not in (None, _MODE):
@@ -161,7 +161,7 @@ class CallTrace(NamedTuple):
 
 
 class SamplingRule(NamedTuple):
-    """A sampling rule, of one model or of all others.
+    """A sampling rule for one model, or for all models without a rule of their own.
 
     `rate` traces every n-th request, 0 = none; `most` -1 = unlimited. A file has `frequency` traces, 0 = all. A new
     `change` starts the rule anew.
@@ -176,7 +176,7 @@ class SamplingRule(NamedTuple):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is traced."""
+        """Whether the rule traces anything."""
         return self.has_stamps or self.has_tensors
 
 
@@ -189,7 +189,7 @@ class _Trace(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """Memory, in traces without tensors."""
+        """The memory of the trace, in multiples of a trace without tensors."""
         return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
@@ -202,7 +202,7 @@ class _Trace(NamedTuple):
 
 
 class Sampling:
-    """Samples by one rule; `left` -1 = unlimited."""
+    """Samples requests by one rule; `left` is how many it may still trace, -1 = unlimited."""
 
     def __init__(self, rule: SamplingRule, output: "TraceFile") -> None:
         self.rule = rule
@@ -261,7 +261,7 @@ class Sampling:
 
 
 class TraceFile:
-    """This gateway's traces; `path` also prefixes numbered files."""
+    """The traces of this gateway; the names of numbered files begin with `path`."""
 
     def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -279,7 +279,7 @@ class TraceFile:
         self._one_by_one = asyncio.Lock()
 
     def sample(self, model: str) -> Sampling | None:
-        """Returns the sampling of a model's request, if traced."""
+        """Returns the sampling for a request of a model, or `None` if the request is not traced."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
         return sampling if sampling is not None and sampling.count_request() else None
@@ -321,7 +321,7 @@ class TraceFile:
         return next(self._ids)
 
     def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file, or drops it if too many wait."""
+        """Writes traces to a file, or drops them if too many traces wait to be written."""
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
                 logger.error("traces lost", extra={"reason": "they come faster than they can be written"})
@@ -334,7 +334,7 @@ class TraceFile:
         task.add_done_callback(self._writing.discard)
 
     async def close(self) -> None:
-        """Ends all traces, and waits for writes."""
+        """Writes all finished traces, and waits until they are written."""
         for sampling in self._samplings.values():
             sampling.flush_traces()
         self._samplings = {}
@@ -351,7 +351,7 @@ class TraceFile:
                 self._unwritten -= sum(trace.weight for trace in traces)
 
     def _save_here(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Takes the first free name."""
+        """Writes the traces to a file of the first free name."""
         new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         new.write_bytes(msgspec.json.encode([part for trace in traces for part in trace.parts()]))
         try:

@@ -28,7 +28,7 @@ SHADOW_WAIT_S = 60.0
 
 
 class StoredEnds:
-    """Watches ends; one per gateway."""
+    """Watches the ends of the stored requests of a gateway."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher

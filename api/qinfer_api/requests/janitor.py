@@ -50,7 +50,7 @@ _ORPHANS_EVERY_S = 5.0
 
 
 class Janitor:
-    """Runs the janitor's rounds; one per gateway."""
+    """Runs the rounds of a gateway's janitor."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ Events are server-sent (WHATWG HTML, "Server-sent events"):
     : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
 
 An event's id is `<attempts>-<state>`, then `.<responses>` if there were any. Browsers reconnect by themselves with the
-last id: one that saw the end gets 204, which stops it; others get only newer events.
+last id: a browser that saw the end gets 204, which stops it; any other browser gets only newer events.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ def request_routes(services: Services) -> APIRouter:
     @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **_CANCEL)
     @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
     async def cancel(request: Request) -> HttpResponse:
-        """Cancels a request, or removes the result of an ended one: reading it then gives 410.
+        """Cancels a request, or removes the result of an ended request: reading it then gives 410.
 
         Its record and idempotency key stay. A request with a client's id is below its model.
         """

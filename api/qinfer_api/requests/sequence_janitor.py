@@ -1,4 +1,4 @@
-"""The janitor's work on sequences: reassigns those of dead workers, ends ownerless ones, answers the rest.
+"""The janitor's work on sequences: gives those of dead workers to others, ends idle ones, answers remaining steps.
 
 a worker's lease has ended ──▶ its sequences wait for another owner; `explicit` ones end
 a sequence has no owner    ──▶ it ends at the deadline of its steps, or when nothing of it has waited for a while
@@ -23,7 +23,7 @@ _COUNTED = {Cancelled.code, DeadlineExceeded.code}  # counted by the gateway of 
 
 
 class SequenceJanitor:
-    """Looks after sequences; one per gateway."""
+    """Looks after sequences in the rounds of a gateway's janitor."""
 
     def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:
         self._queue = queue

@@ -20,7 +20,7 @@ MAX_WAITS = 4096
 
 
 class Waits:
-    """A gateway's waiters; `ending` forbids new ones."""
+    """The waiters of a gateway; `ending` forbids new waiters."""
 
     def __init__(self, requests: Requests, reply_to: str) -> None:
         self._requests = requests

@@ -19,7 +19,7 @@ class LaneBacklog(msgspec.Struct, frozen=True):
 
     Attributes:
         entries: Requests waiting or in flight; in a bulk lane, shards.
-        oldest_age_s: Time of the oldest in the queue; 0 = the lane is empty.
+        oldest_age_s: The time that the oldest entry has been in the queue; 0 = the lane is empty.
     """
 
     lane: str
@@ -72,7 +72,7 @@ class Backlog(msgspec.Struct, frozen=True):
     Attributes:
         work_s: Seconds that one worker would need for it; 0 only without work.
         workers: Live workers that have a version of it ready.
-        sequences: All 0 for a model without sequences.
+        sequences: The work of sequences; all numbers are 0 for a model without sequences.
     """
 
     model: str

@@ -16,9 +16,9 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
     """Loads or reloads a model; returns when it is ready.
 
     Args:
-        model_name: Its name.
-        config: A configuration in JSON in place of its `config.pbtxt`.
-        files: `file:<version>/<file>` → content, in place of its files; only with `config`.
+        model_name: The name of the model.
+        config: A configuration in JSON, in place of the model's `config.pbtxt`.
+        files: `file:<version>/<file>` → content, in place of the model's files; only with `config`.
     """
     named, contents = [], []
     for key, content in (files or {}).items():

@@ -235,7 +235,7 @@ def _program(environment: Path | None) -> list[str]:
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:
-    """Reads a log record; other text is INFO."""
+    """Reads a log record; any other text becomes a line of level INFO."""
     try:
         level, message, trace, ids = msgspec.json.decode(record, type=tuple[str, str, str, str])
     except msgspec.MsgspecError:  # the model printed the mark

@@ -28,8 +28,9 @@ class Tensor:
     """A tensor of a request or response.
 
     Args:
-        name: Its name.
-        numpy_array: Its elements. Strings are `bytes` or `str` in an array of dtype `object`, or `np.bytes_`.
+        name: The name of the tensor.
+        numpy_array: The elements of the tensor. Strings are `bytes` or `str` in an array of dtype `object`, or
+            `np.bytes_`.
     """
 
     __slots__ = ("_array", "_datatype", "_name")

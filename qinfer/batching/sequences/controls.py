@@ -17,15 +17,15 @@ Rows = Sequence[SequenceStep[Any] | None]
 def control_inputs(rows: Rows, controls: Sequence[ControlSpec], *, batched: bool) -> dict[str, Array]:
     """Makes the control inputs: `datatype[rows, 1]`, or `datatype[1]` without a batch dimension.
 
-    In padding (`None`), all are false, 0 or empty. A number too large for a CORRID loses its high bits, as in Triton;
-    as text it is decimal.
+    In padding (`None`), all control inputs are false, 0 or empty. A correlation ID too large for the datatype of CORRID
+    loses its high bits, as in Triton; in a text input it is decimal.
     """
     shape = (len(rows), 1) if batched else (1,)
     return {control.name: _values(rows, control).reshape(shape) for control in controls}
 
 
 def padded(inputs: Mapping[str, Array], rows: Rows) -> Mapping[str, Array]:
-    """Spreads inputs over a batch's rows; padding is zeros, or empty BYTES."""
+    """Spreads inputs over the rows of a batch; rows of padding get zeros, or empty BYTES."""
     taken = [position for position, step in enumerate(rows) if step is not None]
     if len(taken) == len(rows):
         return inputs

@@ -35,7 +35,7 @@ class RestartPolicy:
     """The treatment of a process that ended by itself.
 
     The delay doubles with each failure in a row, until `stable_s` without one. After `give_up_after` failures (`None` =
-    never), or a hopeless exit code, it stays down.
+    never), or a hopeless exit code, the process stays down.
     """
 
     first_delay_s: float = 0.5
@@ -102,7 +102,7 @@ class Process(Protocol):
 class Program:
     """A Python module run by `qinfer.cli.local.child`.
 
-    Settings go into `env`, because every user can read arguments. Empty `cpus` = all cores.
+    Settings go into `env`, because every user can read arguments. With an empty `cpus` it runs on all cores.
     """
 
     def __init__(self, name: str, module: str, env: Mapping[str, str], cpus: Sequence[int] = ()) -> None:
@@ -157,9 +157,9 @@ class _SupervisedProcess:
     failures: int = 0
     started_s: float = 0.0
     restart_at_s: float | None = None
-    """While it waits for its restart."""
+    """The time of the restart, while the process waits for it."""
     kill_at_s: float | None = None
-    """Once dismissed."""
+    """The time at which the process is killed, once it is dismissed."""
     stopping: bool = False
     ended: bool = False
 

@@ -185,7 +185,7 @@ class QueueWatch:
             raise
 
     async def _publish_until_next(self, store: ControlStore) -> None:
-        """Writes new records at once, for the others."""
+        """Writes new records at once, for the other autoscalers, until the next observation."""
         next_s = self._loop.time() + self._every_s
         while not self._stop.is_set() and (left_s := next_s - self._loop.time()) > 0:
             with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
 """Text columns with values of other types. Pure.
 
 A column in the job's `types` is text with the type in its metadata; `TypedColumns` converts it, and a row with another
-value fails. Other copied columns stay as written.
+value fails. Copied columns without a declared type stay as written.
 """
 
 import re

@@ -186,7 +186,8 @@ class Jobs:
     ) -> bool:
         """Runs shards again, settled or not, and thereby the job; false if its state is not expected.
 
-        Without shards, those in `todo` run. The job is `planning` meanwhile: if the caller dies, it is planned again.
+        Without `shards`, the shards in `todo` run. The job is `planning` meanwhile: if the caller dies, it is planned
+        again.
         """
         if not await self.move(job_id, expected, JobState.PLANNING):
             return False
@@ -222,7 +223,7 @@ class Jobs:
     async def keep(self, job_id: str, lease: Lease, index: int, was: bytes, now: bytes, line: str = "") -> bool:
         """Replaces the note on a held shard, and logs `line`.
 
-        False, without effect, if the lease was lost or the stored note is not `was`.
+        Returns false, and changes nothing, if the lease was lost or the stored note is not `was`.
         """
         lane = lease.entry.lane
         place = JobAddress(lane.model, lane.partition, job_id)
@@ -268,8 +269,8 @@ class Jobs:
     async def stop(self, job_id: str, state: str, *, error: str = "", in_hand: bool = False) -> bool:
         """Stops an open job: removes its waiting shards, in bounded steps; repeatable.
 
-        `in_hand` takes back held shards, too; workers learn of it at their next renewal. A notice follows when the lane
-        is empty. False if the job had ended in another state.
+        With `in_hand`, workers lose the shards that they hold, too; workers learn of it at their next renewal. A notice
+        follows when the lane is empty. Returns false if the job had ended in another state.
         """
         record = await self.get(job_id)
         if record is None:

@@ -147,7 +147,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class Page(NamedTuple):
-    """Page of a listing; `after` begins the next one."""
+    """A page of a listing; the next page begins behind `after`."""
 
     records: list[JobRecord]
     after: str

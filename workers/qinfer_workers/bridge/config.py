@@ -199,7 +199,7 @@ class RouteOptions(_ConfigPart):
     Attributes:
         name: The name in metrics, logs, and ids of requests.
         model: The model, or an endpoint.
-        version: Its version; 0 = the newest, or the one that the endpoint chooses.
+        version: The version of the model; 0 = the newest, or the version that the endpoint chooses.
         priority: The priority level of the requests; 0 = the model's default.
         tenant: The tenant that owns the requests, if keys of several tenants can look at them.
         timeout_s: Seconds from a message's acceptance after which its prediction is not needed.

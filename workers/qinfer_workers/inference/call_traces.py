@@ -19,7 +19,7 @@ MOST_TENSOR_BYTES = 16 * 1024
 """Bytes of one tensor in a trace."""
 
 MOST_BYTES = 64 * 1024
-"""Bytes of a call's tensors; others are left out."""
+"""Bytes of the tensors of a call in a trace; further tensors are left out."""
 
 
 def traced(request: InferRequest, sink: ResponseSink, now_s: Callable[[], float]) -> tuple[InferRequest, ResponseSink]:

@@ -31,15 +31,15 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""This worker may fetch a released entry again at once."""
+"""Seconds before an entry is released, because this worker may fetch a released entry again at once."""
 
 LEAST_DELIVERIES = 2
-"""A first delivery may fail because of its batch."""
+"""The lowest limit of deliveries: a first delivery may fail because of the other requests in its batch."""
 BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
 
 
 _TOLD_S = 60.0
-"""Redis keeps the id for five minutes."""
+"""Seconds for which a worker uses a known id; Redis keeps the id for five minutes."""
 
 _MOST_TOLD = 65536
 
@@ -82,7 +82,7 @@ class ToldIds:
 
 
 class LeaseIntake:
-    """Makes pending items of leases."""
+    """Turns leases into items that may be batched."""
 
     def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
         self._queue = queue

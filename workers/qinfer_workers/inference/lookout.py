@@ -34,7 +34,7 @@ class Lookout:
         self._settings = settings
         self._id = worker_id
         self._beats: dict[str, tuple[float, float]] = {}
-        """Each worker's last beat, and when first seen."""
+        """Worker → its last heartbeat, and the time at which this heartbeat was first seen."""
         self._silent: set[str] = set()
         self._turn = 0
         queue.doorbell.stirred_s = _LEASES * settings.lease_s

@@ -98,7 +98,7 @@ class KombuSource:
             self._awake.clear()
             return []
         self._awake.clear()
-        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # others are soon done
+        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # the outstanding messages are soon done
         ends_s = time.monotonic() + wait_s + _BATCH_S
         with suppress(TimeoutError):
             while len(self._outstanding) < self._prefetch and len(self._received) < _MOST_AT_ONCE:

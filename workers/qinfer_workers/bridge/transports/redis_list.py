@@ -106,7 +106,7 @@ class ListSource:
         self._awake.clear()
         found = self._lease_messages()
         if not found:
-            # others are soon done
+            # the outstanding messages are soon done
             wait_s = _BUSY_S if self._outstanding else min(timeout_s, _IDLE_S)
             move = ("BLMOVE", self._list, self._arriving, "RIGHT", "LEFT", wait_s)
             if self._redis.execute_command(*move) is not None:

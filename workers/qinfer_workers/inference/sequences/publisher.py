@@ -4,7 +4,7 @@
 
 Commits run one at a time, for one step of each sequence. A step whose sequence another worker owns is not published; a
 refused step breaks its sequence. Sequences with state in memory, which can't be restored, commit only their last step,
-and steps that may be sent again; others are published at once.
+and steps that may be sent again; their other steps are published at once.
 """
 
 import asyncio

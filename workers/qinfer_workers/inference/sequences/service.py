@@ -118,7 +118,7 @@ class SequenceService:
         self._parts = parts
         self._model, self._version = model.spec.name, model.version
         self._sequences = parts.queue.sequences(self._model, _PARTITION)
-        # the old generation drains its own
+        # the name has the generation, so that an old generation drains its own sequences
         self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
         self.batcher: SequenceBatcher | EnsembleSteps
         if ensemble is None:
@@ -162,7 +162,7 @@ class SequenceService:
         self._steps.put(steps, responses)
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends the sequence of an unexecuted step, and answers the rest."""
+        """Ends the sequence of a step that was not executed, and answers its remaining steps."""
         self._end_life(step.place, step.token, error)
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
