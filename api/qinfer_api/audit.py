@@ -1,4 +1,4 @@
-"""The audit log: administrative changes and refused keys. It can't be turned off."""
+"""The audit log: administrative changes and refused keys. No setting turns the audit log off."""
 
 import asyncio
 import logging

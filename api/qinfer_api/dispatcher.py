@@ -1,6 +1,6 @@
 """The gateway's side of `Submission`: authorization, counts, and error texts for clients.
 
-Errors before the request is queued are raised; later ones reach the sink as a failed `Response`.
+Errors before the request is queued are raised; later errors reach the sink as a failed `Response`.
 """
 
 import math
@@ -45,7 +45,7 @@ from qinfer_api.shadows import OnlineShadows, Shadow
 from qinfer_api.status import has_id, of_request, told
 from qinfer_api.target_sink import TargetSink
 
-_SHORTEST_S = 0.001  # a timeout of 0 means none
+_SHORTEST_S = 0.001  # a timeout of 0 means no timeout
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
 """Waits for a stored request's end; provides its record and perhaps its last response."""
@@ -127,7 +127,7 @@ class Dispatcher:
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
         """Returns where a version, or an endpoint's stable target, is or soon will be served.
 
-        Version 0 is the highest ready one. `is_taken` accepts a promised request during a shutdown.
+        Version 0 is the highest ready version. `is_taken` accepts a promised request during a shutdown.
         """
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")

@@ -29,7 +29,7 @@ _KEPT_DEMAND = 0.5  # the older demand's share
 
 
 class Quota:
-    """One tenant's quota at this gateway; `wake` is called when a lease is needed."""
+    """The quota of one tenant at this gateway; the quota calls `wake` when it needs a lease."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.tenant = key.tenant

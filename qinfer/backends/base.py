@@ -118,7 +118,7 @@ class Context(Protocol):
 
         Args:
             item: The item.
-            states: Its state outputs, in the order of `Batch.states`, for the next iteration.
+            states: The item's state outputs, in the order of `Batch.states`, for the next iteration.
 
         Raises:
             OutputMismatch: The item has its final answer already.
@@ -153,7 +153,7 @@ class Context(Protocol):
         backend with `short_on_loop` must not call.
 
         Args:
-            request: Model, version (0 = the highest ready one), inputs, wanted outputs, parameters, priority.
+            request: Model, version (0 = the highest ready version), inputs, wanted outputs, parameters, priority.
 
         Returns:
             The model's final response; it has no `failure`.

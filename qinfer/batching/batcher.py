@@ -6,7 +6,7 @@
                  └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
 
 `policy` decides, and the worker does the I/O. At most one batch is placed ahead of busy instances, fetched just before
-a running one ends, so that idle workers get the rest (docs/explanation/batching.md).
+a running one ends, so that idle workers get the other requests (docs/explanation/batching.md).
 """
 
 import asyncio
@@ -93,7 +93,7 @@ _ALL_WAIT = (
 
 
 class Executor(Protocol):
-    """A version's instances with one queue; with sequences each has its own."""
+    """The instances of a version with one queue; for a model with sequences, each instance has its own queue."""
 
     count: int
 
@@ -323,7 +323,7 @@ class Batcher:
         self._pump()
 
     def resume_batching(self) -> None:
-        """Ends a pause."""
+        """Ends the pause of the batcher, and forms the batches that are due."""
         self.paused = False
         self._pump()
 

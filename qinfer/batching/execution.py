@@ -85,7 +85,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     Attributes:
         apart: Whether it is part of a batch that raised: its items must not be merged with others.
-        earlier: Responses before the final ones, as (item, answer, parameters).
+        earlier: Responses before the final responses, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
         holder: The resources that the execution holds, if its model is limited.
         gives_way: Whether its calls were refused to free the instance; the batch then runs again.
@@ -442,7 +442,7 @@ class Responder:
         )
 
     def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
-        """Returns why outputs are refused; good ones are quick."""
+        """Returns why outputs are refused; the check of good outputs is quick."""
         if len(outputs) != (len(wanted) or self._count):
             if missing := _missing(wanted, outputs):
                 return missing

@@ -182,7 +182,7 @@ class Item(msgspec.Struct, eq=False):
 
     @property
     def ends_s(self) -> float:
-        """When it is answered as expired."""
+        """The time at which the request is answered as expired."""
         return self.deadline_s if self.delays or self.delayed else min(self.deadline_s, self.queue_deadline_s)
 
     def overstays(self, now_s: float) -> bool:
@@ -256,7 +256,7 @@ class Rules:
 
 
 class FreeSlots(msgspec.Struct, frozen=True):
-    """Idle instances, and a place ahead of busy ones."""
+    """The number of idle instances, and a place ahead of busy instances."""
 
     idle: int
     ahead: int = 0
@@ -313,7 +313,7 @@ def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
 def is_worth_filling(run: Sequence[Item], now_s: float, rules: Rules, latency: Latency) -> bool:
     """Returns whether a short batch should wait for one more fetch.
 
-    It should if a full batch executes more rows per second, and no request would expire.
+    The batch should fill up if a full batch executes more rows per second, and no request would expire.
     """
     rows = sum(item.rows for item in run)
     short_s, full_s = latency.estimate_s(rows), latency.estimate_s(rules.max_rows)

@@ -37,7 +37,7 @@ Needs = Mapping[Resource, int]
 
 
 Own = Needs | None
-"""Units to take; `None` = it waits for a caller's."""
+"""Units to take; `None` = the instance waits for units that a caller holds."""
 
 
 def needs_of(group: InstanceSpec) -> dict[Resource, int]:
@@ -139,7 +139,7 @@ class LimitedInstance:
 
     @property
     def score(self) -> int:
-        """The lowest goes first."""
+        """The score of the instance; the waiting instance with the lowest score goes first."""
         return self.executions * self.priority
 
 

@@ -135,8 +135,8 @@ class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker.
 
-    `state` is `ready`, `loading`, `draining`, or `trouble` after a failed load. `clock_offset_s` = Redis' time minus
-    its own.
+    `state` is `ready`, `loading`, `draining`, or `trouble` after a failed load. `clock_offset_s` is Redis' time minus
+    the worker's time.
     """
 
     id: str

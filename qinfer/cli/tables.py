@@ -19,9 +19,9 @@ from qinfer.errors import QinferError
 from qinfer.models.sync import SyncedModel
 
 _MAX_HOLDERS = 3
-"""JSON has all."""
+"""The most holders that a table names; JSON has all holders."""
 _NAMED = 3
-"""JSON has all."""
+"""The most tenants that a table names; JSON has all tenants."""
 NO_WORKER = "no live worker: requests wait in their lanes"
 NO_GATEWAY = "no live gateway: requests can't be sent"
 

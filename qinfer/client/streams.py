@@ -49,7 +49,7 @@ def _check_concurrency(concurrency: int) -> None:
 
 
 class _Reorder(Generic[T]):
-    """Holds answers back until all earlier ones have been handed out."""
+    """Holds answers back until all earlier answers have been handed out."""
 
     def __init__(self, *, ordered: bool) -> None:
         self._ordered = ordered

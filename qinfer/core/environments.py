@@ -39,7 +39,7 @@ _SERVICES = (
 
 
 class ProgramRole(NamedTuple):
-    """Sections and other settings of a program, without the `withheld` ones (`section.name`)."""
+    """Sections and other settings of a program, without those that are `withheld` (`section.name`)."""
 
     settings: frozenset[str]
     withheld: frozenset[str] = frozenset()

@@ -57,10 +57,10 @@ class ResourceHolder(msgspec.Struct, frozen=True, array_like=True):
     """An execution that waits for a call of another model.
 
     Attributes:
-        token: Unique among all workers; empty = it holds nothing: an ensemble, or a decoupled model whose `execute` has
-            returned.
-        units: Its units of global resources.
-        depth: Its place in the chain of calls, from 1.
+        token: An id that is unique among all workers; empty = the execution holds nothing: an ensemble, or a decoupled
+            model whose `execute` has returned.
+        units: The units of global resources that the execution holds.
+        depth: The place of the execution in the chain of calls, from 1.
     """
 
     token: str
@@ -145,15 +145,15 @@ class InferRequest(msgspec.Struct, kw_only=True):
         generation: The model generation that it was checked against.
         attempt: Executions so far.
         queue_timeout_s: The longest wait by its model's queue policy; 0 = `timeout_s`.
-        payload: The tensors' bytes are stored beside the stream (claim check).
+        payload: Whether the tensors' bytes are stored beside the stream (claim check).
         inputs_digest: The digest for the response cache, if it has been computed already.
         step_key: Identifies a sequence's first request that is an ensemble's step, also when that is executed again.
         endpoint: The endpoint that the caller named; `model` and `version` are those of the chosen target.
-        spares_outputs: Named outputs may be missing, as for an ensemble's step.
+        spares_outputs: Whether named outputs may be missing, as for an ensemble's step.
         assigned: Whether the endpoint drew the target: the caller named no version, and met no condition.
-        moves: The endpoint's stable target may answer it if its target is rolled back.
-        calls: Traces of requests made for it; they don't travel.
-        made_for: Its caller's position in the calling model's batch; -1 = unknown.
+        moves: Whether the endpoint's stable target may answer the request if its target is rolled back.
+        calls: The traces of requests that were made for this one; frames do not contain them.
+        made_for: The position of the calling request in the calling model's batch; -1 = unknown.
     """
 
     model: str
@@ -199,7 +199,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_error(cls, error: BaseException) -> "Failure":
-        """Describes an error; foreign ones as `internal`, without their text."""
+        """Describes an error; an error of another library becomes `internal`, without its text."""
         if isinstance(error, QinferError):
             return cls(error.code.value, error.message, error.retryable)
         return cls(ErrorCode.INTERNAL.value, "internal error; the server's log has the request id", False)
@@ -210,9 +210,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         outputs: The outputs; empty with a failure, and in a decoupled model's empty final response.
-        attempt: The execution that made it; readers follow one only.
+        attempt: The execution that made the response; readers follow only one execution.
         index: The number of the response within the attempt.
-        stored: The outputs are stored beside the reply stream (`Queue.take_result`).
+        stored: Whether the outputs are stored beside the reply stream (`Queue.take_result`).
         parameters: Values besides the outputs (reference §1.6).
         credit_to: Gets `Credit`s, if its worker limits this stream by a window; empty on final responses.
         cache: The look-up in the response cache; local to a process.
@@ -277,7 +277,7 @@ def _base32(value: int, characters: int) -> str:
 class IdFactory:
     """Makes ULIDs: 48 bits of milliseconds, 60 random bits drawn anew every 2^20 ids, and a counter of 20 bits.
 
-    Ids of one factory ascend within a draw; those of different ones collide with a chance of 2^-60 a millisecond.
+    Ids of one factory ascend within a draw; ids of different factories collide with a chance of 2^-60 a millisecond.
     """
 
     def __init__(self) -> None:

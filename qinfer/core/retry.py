@@ -18,7 +18,7 @@ def pause_s(failures: int, first_s: float, longest_s: float) -> float:
     """Returns 0, then `first_s`, doubled with each failure in a row."""
     if failures <= 0:
         return 0.0
-    doublings = min(failures - 1, 64)  # more exceeds any bound
+    doublings = min(failures - 1, 64)  # more doublings exceed any bound
     return min(first_s * 2.0**doublings, longest_s)
 
 
@@ -75,7 +75,7 @@ class OutageLog:
 
     @property
     def lasts_s(self) -> float:
-        """Since it began; 0 = it is over."""
+        """Seconds since the outage began; 0 = it is over."""
         return time.monotonic() - self._began_s if self.is_out else 0.0
 
     def failed(self, reason: str, defect: BaseException | None = None) -> None:

@@ -559,7 +559,7 @@ def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
 
 
 def _column_path(path: str, body: bytes) -> str:
-    """Adds the tensor's name to paths in `columns`: msgspec leaves it out."""
+    """Adds the tensor's name to paths in `columns`, because msgspec leaves that name out."""
     try:
         given = msgspec.json.decode(body)["columns"]
     except msgspec.DecodeError:  # invalid JSON behind `columns`

@@ -302,8 +302,8 @@ class SkippedFiles(msgspec.Struct, frozen=True):
     """The unreadable input files that a job skipped.
 
     Attributes:
-        total: How many files were skipped.
-        first: The first of them; the manifest has all.
+        total: The number of files that were skipped.
+        first: The first of these files; the manifest has all.
     """
 
     total: int = 0

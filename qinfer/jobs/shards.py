@@ -1,6 +1,6 @@
 """Cuts input files into shards. Pure and deterministic.
 
-The order of the inputs is kept. Small row groups share a shard, and huge ones are cut; each row is in exactly one
+The order of the inputs is kept. Small row groups share a shard, and huge row groups are cut; each row is in exactly one
 shard.
 """
 

@@ -276,7 +276,7 @@ class Mapping(BaseModel):
             label_config: The result of `parse_label_config`.
 
         Raises:
-            InvalidRequest: They do not fit; the message names every problem, one a line.
+            InvalidRequest: The mapping does not fit; the message names every problem, one a line.
         """
         if found := [*self._problems(spec, label_config)]:
             raise InvalidRequest(f"mapping '{self.name}' does not fit: " + "\n".join(found))
@@ -378,7 +378,7 @@ class Mappings:
         return iter(self._mappings)
 
     def for_model(self, model: str, project: int | None = None) -> Mapping:
-        """Returns the project's own mapping for a model, else the one for any project."""
+        """Returns the project's own mapping for a model, else the mapping for any project."""
         found = self._found.get((model, project)) or self._found.get((model, None))
         if found is None:
             known = ", ".join(sorted({mapping.model for mapping in self._mappings})) or "none"
@@ -407,7 +407,7 @@ def load_mapping(path: str | Path) -> Mapping:
     """Reads one mapping file.
 
     Raises:
-        SettingsError: It can't be read or is invalid; the message names file and field.
+        SettingsError: The file can't be read or is invalid; the message names file and field.
     """
     path = Path(path)
     fields = _read_fields(path)

@@ -174,7 +174,7 @@ def _names(rule: ChoicesRule, outputs: Outputs) -> list[str]:
 
 
 Class = tuple[str, int]
-"""The model's name of a label, and its place in the rule, or -1."""
+"""The name that the model gives a label, and the label's place in the rule; -1 = the rule has no such label."""
 
 _SMALLEST = 1e-6
 """A share of the image's width and height."""

@@ -18,7 +18,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """A model version that its holder still needs.
 
     Attributes:
-        content_hash: When it was pinned (`is_executed`); empty = any.
+        content_hash: The hash of the version when it was pinned (`is_executed`); empty = any hash.
         reason: The kind of the holder, such as `job`.
         expires_at: Seconds of the broker's time.
     """

@@ -1,4 +1,4 @@
-"""Demand of sequences: the open ones of each stateful model, and the workers that they need.
+"""Demand of sequences: the open sequences of each stateful model, and the workers that they need.
 
     workers = ⌈open sequences ÷ slots of one worker⌉         sequences that wait for an owner are open, too
 

@@ -15,12 +15,12 @@ class TensorSpec:
     """An input or output of a model.
 
     Attributes:
-        name: Its name.
-        datatype: Its wire datatype, such as `FP32`.
+        name: The name of the tensor.
+        datatype: The wire datatype, such as `FP32`.
         dims: The dimensions without the batch dimension; -1 is variable.
-        optional: A request may leave out this input.
-        ragged: Its variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the model file
-            has one dimension for it.
+        optional: Whether a request may leave out this input.
+        ragged: Whether the variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the
+            model file has one dimension for it.
         reshape: The dimensions that the model sees instead, if they differ.
         labels: The names of an output's classes (`label_filename`).
     """
@@ -194,10 +194,10 @@ class ModelSpec:
         backend: The backend's name, such as `onnxruntime`.
         platform: Triton's platform, such as `onnxruntime_onnx`; may be empty.
         max_batch_size: 0 = no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
-        inputs: Its inputs, without those that the server fills (`sequences`).
-        outputs: Its outputs.
-        batching: How requests are merged; `None` = they never are.
-        sequences: How requests of sequences are batched; `None` = it has no sequences.
+        inputs: The inputs, without those that the server fills (`sequences`).
+        outputs: The outputs.
+        batching: The rules by which requests are merged; `None` = they are never merged.
+        sequences: The rules by which requests of sequences are batched; `None` = the model has no sequences.
         instances: The devices of its instances, each of which runs one execution at a time.
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
@@ -214,8 +214,8 @@ class ModelSpec:
         preserves_order: A gateway answers in arrival order (`preserve_ordering`); never if decoupled.
         stream_resume: A stream whose worker dies is executed again, without the responses already sent: the model is
             deterministic.
-        is_cached: Its responses may be cached (`response_cache`).
-        cached_for_all: A cached response serves other tenants, too.
+        is_cached: Whether responses may be cached (`response_cache`).
+        cached_for_all: Whether a cached response serves other tenants, too.
         config_json: The configuration in the dialect of `GET …/config`, for backend `python`.
         steps: The steps of an ensemble, which has no backend.
         max_inflight: The most responses of a request's decoupled step that later steps may hold.

@@ -40,7 +40,7 @@ class StoredModel(msgspec.Struct, frozen=True):
             `pending`.
         versions: The versions that the model's version policy selects, ascending.
         content_hash: The hash of the configuration's text, and of the path, size and modification time of all files.
-        error: Why the model can't be loaded, for clients.
+        error: The reason why the model can't be loaded, for clients.
         labels: Output → the names of its classes.
         location: The place of the model's files in the overlay; empty = they are in the repositories.
         pending: The backend that must complete the configuration first, in a worker.
@@ -90,7 +90,7 @@ class VersionState(msgspec.Struct, frozen=True):
 
     Attributes:
         generation: The generation that is loaded, or failed to load.
-        reason: Why it is not READY at the newest generation.
+        reason: The reason why the version is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
         executed_hash: The hash of a READY version's files, of the files beside the versions, and of the inputs,
             outputs, parameters, backend and optimisation in the configuration. Empty = unknown: files changed during
@@ -232,7 +232,7 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         places: Globs of the models that its workers load.
-        target: Its share of the workers that these models should have.
+        target: The autoscaler's share of the workers that these models should have.
         reason: The reason for the target, for people.
         live: The autoscaler's workers that serve.
         work_s: Seconds that one worker would need for all waiting and executing requests.

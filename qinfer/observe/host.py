@@ -146,12 +146,12 @@ logger = logging.getLogger(__name__)
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one GPU by all processes; 0 for each value that it does not report.
+    """The use of one GPU by all processes; a value that the GPU does not report is 0.
 
     Attributes:
-        number: The worker's number of it, as in `gpu 0`.
+        number: The number that the worker gives the GPU, as in `gpu 0`.
         utilization: The share of the last moments in which it was busy.
-        energy_j: Since its driver was loaded.
+        energy_j: The energy used since the GPU's driver was loaded.
     """
 
     number: int

@@ -11,7 +11,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode
 
 MOST_INDEXES = 1000
-"""Later ones are not counted one by one: a stream may have millions."""
+"""Later responses are not counted one by one: a stream may have millions."""
 
 _COUNT, _NS = "response:", "response_ns:"
 _INFER, _OUTPUT = "compute_infer", "compute_output"

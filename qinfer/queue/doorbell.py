@@ -56,7 +56,7 @@ class Sleeper(Protocol):
 class Doorbell:
     """The bell of one process.
 
-    While `is_armed` every ring is heard. Abandoned leases are searched for `stirred_s` after an event.
+    While `is_armed`, the bell hears every ring. Abandoned leases are searched for `stirred_s` after an event.
     """
 
     def __init__(self, router: Router, monotonic_s: Callable[[], float]) -> None:

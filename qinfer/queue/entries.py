@@ -23,7 +23,7 @@ CHUNK_BYTES = 2**20
 """Larger outputs travel beside the reply stream."""
 
 STORED_TTL_S = 120.0
-"""How long they are kept for their reader."""
+"""Seconds for which stored outputs are kept for their reader."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
 """The lanes of shards, in read order."""
@@ -129,7 +129,7 @@ def share_of(lane: Lane, number: int) -> Lane:
 
 
 def undivided(name: str) -> str:
-    """Returns the lane's name in a stream's."""
+    """Returns the lane's name in the name of a stream."""
     return name.partition(_SHARE)[0]
 
 
@@ -249,7 +249,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AcceptOutcome(msgspec.Struct, frozen=True):
-    """The outcome of an `accept`; another `body_hash` than the request's is a conflict."""
+    """The outcome of an `accept`; a `body_hash` other than that of the request is a conflict."""
 
     id: str
     is_new: bool

@@ -114,12 +114,12 @@ def due(model: str, partition: int = 0) -> str:
 
 
 def deliveries(model: str, partition: int, kind: str) -> str:
-    """Stream of deliveries; `|later` is the sorted set of taken ones."""
+    """Stream of deliveries; `|later` is the sorted set of deliveries that were taken."""
     return f"{_partition(model, partition)}deliveries:{kind}"
 
 
 def confirm(model: str, partition: int = 0) -> str:
-    """String before a wait for replicas or the disk."""
+    """String that is written before a wait for replicas or the disk."""
     return f"{_partition(model, partition)}confirm"
 
 

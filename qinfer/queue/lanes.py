@@ -92,7 +92,7 @@ _PUBLISH = load_script("lanes/publish")
 _COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
 RENEW = load_script("lanes/renew", "holder")
-"""A worker's renewer runs its text."""
+"""The script that renews leases; a worker's renewer runs its text."""
 
 
 class Queue:
@@ -154,8 +154,8 @@ class Queue:
         """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
 
         `done` is called once with the entry or an error; after any error but `QueueFull` the entry may be in the queue.
-        It is refused when `limit` wait in the lane and its `.delayed` lane; 0 = no limit. `endpoint` is set if `moves`
-        may move it.
+        The entry is refused when `limit` entries wait in the lane and its `.delayed` lane; 0 = no limit. `endpoint` is
+        set if `moves` may move it.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 
@@ -225,7 +225,7 @@ class Queue:
                 self.doorbell.ring(lane)
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
-        """Removes waiting entries and their payloads, moved ones included; returns which."""
+        """Removes waiting entries and their payloads, including moved entries; returns for each whether it did."""
         removed: set[Entry] = set()
 
         async def run(lane: Lane, group: list[Entry]) -> None:
@@ -281,7 +281,7 @@ class Queue:
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
     ) -> bytes | None:
-        """Reads and removes stored outputs, awaiting `room` before large ones; `None` if gone."""
+        """Reads and removes stored outputs, awaiting `room` before large outputs; `None` if the outputs are gone."""
         key = keys.result(lane.model, lane.partition, request_id)
         value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
         if value is not None:

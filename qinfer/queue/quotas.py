@@ -6,7 +6,7 @@ The guarantees, each with a test in `tests/contract/queue/test_quotas.py`:
 
 1. Gateways together never hold more tokens than the bucket has, nor more places than the quota.
 2. Use beyond a gateway's part becomes the tenant's debt, which is paid before further grants.
-3. A single active gateway holds all; several divide it by demand.
+3. A single active gateway holds the whole quota; several active gateways divide it by demand.
 4. The part of a dead gateway is free again when its lease ends.
 """
 

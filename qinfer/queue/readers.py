@@ -73,7 +73,7 @@ class LaneReader:
         self._got_at_s = self._stirred_at_s = monotonic_s()
         self._rings = 0
         self._looked = -1
-        """Rings before the last look, if that found nothing."""
+        """The number of rings before the last read of the lanes, if that read found nothing."""
         self._router = router
         self._slot = slot
         self._ensure = ensure
@@ -182,7 +182,7 @@ class LaneReader:
         self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
-        """Returns whether the last look found nothing, and every ring since would have been heard."""
+        """Returns whether the last read found nothing, and the reader has missed no ring since."""
         return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
@@ -281,7 +281,7 @@ class LaneReader:
         def answered(reply: Any) -> None:
             if is_late:
                 self._give_back(to_leases(reply))
-            elif not isinstance(reply, Exception):  # the next read meets it again
+            elif not isinstance(reply, Exception):  # the next read meets the error again
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
@@ -295,7 +295,7 @@ class LaneReader:
         except QinferError:
             if not first:
                 raise
-            return first  # the next read meets it again
+            return first  # the next read meets the error again
         except asyncio.CancelledError:
             is_late = True
             self._give_back(first)

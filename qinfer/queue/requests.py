@@ -11,7 +11,7 @@ The guarantees, each with a test in `tests/contract/`:
    appended to its own outbox again.
 4. A result can be read until it expires or `forget` removes it. A tombstone then remains, and id and key stay known.
 5. `due` finds every request whose deadline passed, even without workers.
-6. A tenant whose results take all the free memory has new requests refused, and executing ones end as failures.
+6. A tenant whose results take all the free memory has new requests refused, and its executing requests end as failures.
 7. An end for a webhook or a named outbox is a delivery: see `deliveries`.
 
 A large payload or result is *staged* first: stored over a connection of its own, or in the object store, under a random

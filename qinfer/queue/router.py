@@ -210,7 +210,7 @@ class Router:
         if covered != SLOTS:
             raise BrokerUnavailable(f"the queue's cluster covers {covered} of {SLOTS} slots; try again")
         self._table = table
-        wanted = {*table, self._link(self._seed)}  # the seed may lead to new nodes when all known ones are gone
+        wanted = {*table, self._link(self._seed)}  # the seed may lead to new nodes when all known nodes are gone
         for name, link in list(self._links.items()):
             if link not in wanted:
                 del self._links[name]

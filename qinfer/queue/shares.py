@@ -40,7 +40,7 @@ class Places:
         now_s = self._monotonic_s()
         if now_s < until_s:
             return stream
-        # One entry asks; the next ones go to the last stream.
+        # One entry asks; the next entries go to the last stream.
         self._places[lane, tenant] = stream, now_s + _ASKING_S
         return None
 

@@ -61,7 +61,7 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class StagedValue(NamedTuple):
-    """A value for scripts: small bytes as an argument, large ones staged, to be renamed."""
+    """A value for scripts: small values are an argument, large values are staged, to be renamed."""
 
     place: bytes
     data: Bytes
@@ -168,7 +168,7 @@ class Values:
         return await self._store().read(reference)
 
     async def sweep(self) -> int:
-        """Deletes some expired objects; returns how many."""
+        """Deletes some expired objects; returns how many it deleted."""
         return await self.objects.sweep() if self.objects is not None else 0
 
     async def close(self) -> None:

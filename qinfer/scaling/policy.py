@@ -9,7 +9,7 @@ after `down_after_s` of lower demand, to the highest need within that time; to t
 Steps down wait `cooldown_s`, or a worker's load time, after the last step up.
 
 A backlog alone would flap: it is empty while workers keep up. So workers that the recent throughput keeps busy are
-kept, and each step down that is soon reverted delays the next one.
+kept, and each step down that is soon reverted delays the next step down.
 """
 
 import math

@@ -94,7 +94,7 @@ def encode(moment: Moment) -> bytes:
 
 
 def decode(lines: Iterable[bytes]) -> list[Moment]:
-    """Decodes lines, without damaged ones and those that go back in time."""
+    """Decodes lines, except damaged lines and lines that go back in time."""
     moments: list[Moment] = []
     broken: list[int] = []
     for number, line in enumerate(lines, start=1):

@@ -29,8 +29,8 @@ def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> Scal
 def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
     """Divides workers among autoscalers, starting from their present shares (`target`).
 
-    A further worker goes to the autoscaler that is then least full relative to its maximum; a surplus one comes from
-    one with unready workers, else from the fullest. Ties go by id.
+    A further worker goes to the autoscaler that is then least full relative to its maximum; a surplus worker comes from
+    an autoscaler with unready workers, else from the fullest. The id decides ties.
     """
     by_id = {one.id: one for one in peers}
     shares = {id_: min(max(one.target, one.min_workers), one.max_workers) for id_, one in by_id.items()}

@@ -139,7 +139,7 @@ class Store(ABC):
     def scan(self, prefix: str) -> Iterator[Stat]:
         """Yields all objects below a folder in the store's order, from S3 and directories page by page.
 
-        A missing folder has none; a missing bucket raises `StoreNotFound`.
+        A missing folder has no objects; a missing bucket raises `StoreNotFound`.
         """
 
     # --- removing ---

@@ -2,7 +2,7 @@
 
 Gateways use it for clients, workers for models that call others. Deadlines fall into buckets of 10 ms with one timer,
 and fire at most one bucket late, never early. The good path is O(1), awaits nothing, makes no task and logs nothing;
-`run` does the rest.
+`run` does the other work.
 """
 
 import asyncio
@@ -229,7 +229,7 @@ class PendingRequests:
     """The table of pending requests.
 
     `answered` and `failed` get callers' responses and failed requests. `unclaimed` gets ids without a pending request:
-    stored ones may have ended. `lend` waits for the memory of an answer; `None` = memory is not counted.
+    stored requests may have ended. `lend` waits for the memory of an answer; `None` = memory is not counted.
     """
 
     def __init__(

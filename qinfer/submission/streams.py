@@ -115,7 +115,7 @@ class StreamReader(msgspec.Struct, eq=False):
 
     @property
     def until_s(self) -> float:
-        """When it ends without further responses; while untaken ones are held, only its worker ends it."""
+        """The end of the stream without further responses; with untaken responses only the worker ends the stream."""
         return min((self.now_s() if self.held_bytes else self.heard_s) + self.pause_s, self.ends_s)
 
     def broken(self) -> StreamBroken:

@@ -70,7 +70,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             stable's quantile; those with `disagreements`.
         quantile: The quantile of `execution` and `latency`, such as 0.5 or 0.99.
         tolerated: The odds ratio up to which the canary may be worse than stable; 1 = not worse.
-        allowed: A share to compare with instead of stable's; `disagreements` need one.
+        allowed: A share to compare with instead of the share of stable; `disagreements` need one.
     """
 
     of: Literal["errors", "execution", "latency", "disagreements"]

@@ -405,7 +405,7 @@ _SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper
 
 
 class Repeats:
-    """Detects repeated keys: remembering unique ones does not pay."""
+    """Detects repeated keys: remembering unique keys does not pay."""
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
@@ -490,7 +490,7 @@ class _KnownRequest(msgspec.Struct, gc=False):
 
 
 class RequestReader:
-    """Decodes frames, and remembers the common part of similar ones.
+    """Decodes frames, and remembers the common part of similar frames.
 
     It never remembers a client's id or parameters, or requests that a model made.
     """

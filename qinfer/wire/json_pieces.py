@@ -87,7 +87,7 @@ class LongArray:
     """An array cut out of a text, or a giant string, as one element of `size` bytes.
 
     Attributes:
-        most: The possible number of elements, with nested ones.
+        most: The possible number of elements, including nested elements.
         least: The same, if nested arrays are empty.
     """
 

@@ -339,9 +339,9 @@ class _KnownMessage(NamedTuple):
 
 
 class Repetitions:
-    """Decodes messages that differ from earlier ones only in their data, without protobuf.
+    """Decodes messages that differ from earlier messages only in their data, without protobuf.
 
-    They have one raw input, at their end, no id and no parameters.
+    Such messages have one raw input, at their end, no id and no parameters.
     """
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ def decode_infer(
     bounds: JsonBounds = _BOUNDS,
     regions: Regions = NO_REGIONS,
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes an infer request; `raw_request` decodes raw binary ones, of JSON length 0.
+    """Decodes an infer request; `raw_request` decodes raw binary requests, of JSON length 0.
 
     `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """

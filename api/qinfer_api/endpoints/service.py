@@ -23,9 +23,9 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
     """The present state of a target.
 
     Attributes:
-        target: Its model and version, such as `digits:4`.
+        target: The model and version of the target, such as `digits:4`.
         role: stable | canary | shadow
-        weight: Its share of the requests by weight.
+        weight: The share of the requests that the target gets by weight.
         version: The present version of the target; 0 = `latest`, and no version is READY.
         ready: Whether it accepts requests; those for a canary that is not ready go to the stable target.
         requests: Requests that this gateway has sent to the version; 0 for a canary that is now stable.
@@ -107,10 +107,10 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         endpoint: The declaration, with its revision.
-        targets: Its targets, in the order of the declaration.
+        targets: The targets of the endpoint, in the order of the declaration.
         problems: The reasons why the endpoint or a target can't be used as declared.
-        canary: The last trial of its canary; `null` without one.
-        events: Events of its canaries, newest first; only if one endpoint is requested.
+        canary: The last trial of the endpoint's canary; `null` = there was no trial.
+        events: Events of the endpoint's canaries, newest first; only if one endpoint is requested.
     """
 
     endpoint: Endpoint

@@ -303,7 +303,7 @@ _IN_SHARED_MEMORY = b"shared_memory_region"
 
 
 class UrlTarget(NamedTuple):
-    """Model and version of an infer URL; version 0 is the highest ready one."""
+    """Model and version of an infer URL; version 0 is the highest ready version."""
 
     model: str
     version: int

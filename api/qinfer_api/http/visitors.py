@@ -21,7 +21,7 @@ _PAGE = re.compile(rb"\r\n(?i:origin|sec-fetch-[a-z]+):")
 
 
 class Visitors:
-    """Judges requests by their headers; `None` allows all.
+    """Judges requests by their headers; `None` allows all origins, or all hosts.
 
     Addresses are always allowed as hosts, because a browser sends one only to that address.
     """

@@ -57,7 +57,7 @@ class JobJanitor:
             await self.fill_lanes()
 
     async def attend(self) -> int:
-        """Handles present notices; failed ones come again."""
+        """Handles the notices that are due; a notice that failed comes again."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
             notices = await self._deliveries.take_due(model, partition, JOBS, _NOTICES)

@@ -75,7 +75,7 @@ class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobCounts(msgspec.Struct, frozen=True):
-    """Counts of all, done and failed ones; at the end each is done or failed.
+    """Counts of all rows or shards, and of those done and failed; at the end each is done or failed.
 
     Attributes:
         total: Null until the job is planned.
@@ -124,10 +124,10 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
             completed, failed, cancelled and expired are final
         skipped_files: Unreadable input files that were left out; null before planning.
-        progress: The share of its rows that are done, failed or scored, 0 … 1.
+        progress: The share of the job's rows that are done, failed or scored, 0 … 1.
         eta_s: Estimated seconds to the end.
-        error: Why it failed.
-        waiting: Why it can't continue now.
+        error: The reason why the job failed.
+        waiting: The reason why the job can't continue now.
         manifest_url: The list of the parts, once the job is completed.
         spec: The requested job, with its version resolved and its URLs normalized.
 

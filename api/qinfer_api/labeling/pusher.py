@@ -88,7 +88,7 @@ class Pusher:
             group.create_task(self._again("push", self.push, self._pause_s, asyncio.Event()), name="push predictions")
 
     async def feed(self) -> int:
-        """Turns tasks into requests, project by project; returns how many."""
+        """Turns tasks into requests, project by project; returns the number of requests."""
         count = 0
         fed: set[Board] = set()
         while left := [b for model in await self._mapped() for b in await self._tasks.boards(model) if b not in fed]:
@@ -100,7 +100,7 @@ class Pusher:
         return count
 
     async def push(self) -> int:
-        """Pushes ended requests' predictions; returns how many."""
+        """Pushes the predictions of ended requests; returns how many it pushed."""
         count = 0
         for mapped in await self._mapped():
             self._outboxes |= dict.fromkeys(self._intake.outboxes(mapped))
@@ -248,7 +248,7 @@ class Pusher:
                 await self._push_one(board, each)
 
     async def _fresh(self, board: Board, made: Sequence[Made], ends_s: float) -> list[Made]:
-        """Returns those that Label Studio lacks; confirms the others."""
+        """Returns the endings whose predictions Label Studio lacks; confirms the other endings."""
         there: list[Made] = []
         fresh: list[Made] = []
         for each in made:

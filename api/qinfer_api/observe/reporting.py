@@ -115,7 +115,7 @@ async def take_snapshot(
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> MetricsSnapshot:
-    """Reads all in few round trips; without the store, only the catalog."""
+    """Reads the whole snapshot in few round trips; without the store, reads only the catalog."""
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):

@@ -139,10 +139,10 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""Traces in memory at which they are written."""
+"""The number of traces in memory at which they are written."""
 
 MOST_UNWRITTEN = 20_000
-"""Unwritten traces at which new ones are dropped."""
+"""The number of unwritten traces at which new traces are dropped."""
 
 About = Mapping[str, object]
 """The fields of a trace besides its activities."""
@@ -290,7 +290,7 @@ class TraceFile:
         return None if sampling is None else sampling.left
 
     def apply(self, stored: Mapping[str, str]) -> None:
-        """Applies stored settings; changed ones start anew."""
+        """Applies stored settings; a sampling whose rule has changed starts anew."""
         rules = {model: _rule(values) for model, values in groups_of(stored, self._start).items()}
         for model in [*self._samplings]:
             if rules.get(model) != self._samplings[model].rule:
@@ -300,7 +300,7 @@ class TraceFile:
                 self._samplings[model] = Sampling(rule, self)
 
     async def refresh(self, store: ControlStore) -> Mapping[str, str]:
-        """Reads and applies stored settings, unless overtaken."""
+        """Reads and applies stored settings, unless a later read was applied first."""
         self._reads += 1
         read = self._reads
         stored = await store.settings()

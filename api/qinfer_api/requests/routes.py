@@ -147,7 +147,7 @@ def request_routes(services: Services) -> APIRouter:
     async def submit_request(request: Request) -> HttpResponse:
         """Accepts a request for the highest ready version of a model, or for the version in the path.
 
-        It is accepted even if no worker of the model is alive.
+        The request is accepted even if no worker of the model is alive.
         """
         return await submit(services, target_of(request), request, _preferences(request))
 
@@ -172,7 +172,7 @@ def request_routes(services: Services) -> APIRouter:
     async def cancel(request: Request) -> HttpResponse:
         """Cancels a request, or removes the result of an ended request: reading it then gives 410.
 
-        Its record and idempotency key stay. A request with a client's id is below its model.
+        The record and the idempotency key stay. A request with a client's id is below its model.
         """
         context, address = await _located(services, request)
         return _send_state(services, await services.requests.cancel(context, address), 200)

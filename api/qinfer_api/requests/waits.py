@@ -66,7 +66,7 @@ class Waits:
     ) -> AsyncIterator[RequestRecord | None]:
         """Yields a request's record at each change and new response; `None` after a silent `heartbeat_s`.
 
-        It stops after the terminal state, when the request is gone, and when the gateway shuts down.
+        The iteration stops after the terminal state, when the request is gone, and when the gateway shuts down.
         """
         with self._waiting(address.id, tenant) as event:
             last: tuple[str, int, int] | None = None

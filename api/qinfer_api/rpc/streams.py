@@ -122,7 +122,7 @@ class FrameWriter:
         self.is_paused = self.is_closed = False
         self.block_prefix = b""
         self.progress = 0
-        self._waiting: dict[int, GrpcStream] = {}  # those that wait for the connection's window
+        self._waiting: dict[int, GrpcStream] = {}  # streams that wait for the connection's window
 
     def write(self, kind: int, flags: int, number: int, payload: Bytes = b"") -> None:
         """Writes a frame."""

@@ -32,7 +32,7 @@ class VersionBacklog(msgspec.Struct, frozen=True):
     """The work of one version.
 
     Attributes:
-        requests: Requests waiting or in flight, including asynchronous ones.
+        requests: Requests waiting or in flight, including asynchronous requests.
         rows: Rows of these requests, by the mean so far, plus `bulk_rows`.
         bulk_rows: Remaining rows of open bulk jobs.
         rows_per_s: Speed of one worker; 0 = unknown.
@@ -56,7 +56,7 @@ class SequenceBacklog(msgspec.Struct, frozen=True):
     """The sequences of a stateful model, over all its versions.
 
     Attributes:
-        open: Sequences that have begun and not ended, including waiting ones.
+        open: Sequences that have begun and not ended, including waiting sequences.
         waiting: Sequences that wait for a worker with a free slot.
         workers: Workers needed for all open sequences.
     """

@@ -37,7 +37,7 @@ class TritonModelException(Exception):
     """Raised by a model that cannot continue."""
 
     def message(self) -> str:
-        """Returns its text."""
+        """Returns the text of the error."""
         return str(self)
 
 
@@ -55,7 +55,7 @@ class TritonError:
         self._code = int(code)
 
     def message(self) -> str:
-        """Returns its text."""
+        """Returns the text of the error."""
         return self._message
 
     def code(self) -> int:

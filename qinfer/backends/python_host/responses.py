@@ -104,7 +104,7 @@ class InferenceResponseSender:
         Raises:
             TritonModelException: The sender is closed, more would follow for a cancelled request, or a model that
                 is not decoupled answers twice.
-            TypeError: It is no response.
+            TypeError: `response` is no `InferenceResponse`.
         """
         if flags not in (0, FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")

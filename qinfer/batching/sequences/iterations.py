@@ -4,8 +4,8 @@
                   └──── executed again ◀──────────────┘
 
 Each request is a sequence of its own, and joins one batch after another until the model answers it. Nothing is stored
-between iterations, so another worker may start it over. A decoupled model sends responses while it iterates, in one
-stream.
+between iterations, so another worker may execute the request from the beginning. A decoupled model sends responses
+while it iterates, in one stream.
 """
 
 import asyncio

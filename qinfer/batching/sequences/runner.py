@@ -2,7 +2,7 @@
 
     SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.ended ─▶ decide …
 
-Subclasses keep the states and answer: `SequenceBatcher` for stateful models, `Iterations` for iterative ones.
+Subclasses keep the states and answer: `SequenceBatcher` for stateful models, `Iterations` for iterative models.
 """
 
 import asyncio

@@ -3,9 +3,9 @@
     admit  →  decide  →  batches to execute  →  ended  →  decide  → …
 
 Pure; Redis decides the owner. A sequence waits in the backlog for a slot of an instance, and keeps it until it ends.
-Its steps execute one at a time, in the order of admission. It ends by END, by the START of the next sequence of its
-correlation ID, by `drop`, or when a step expires, is cancelled or dies; later steps are then refused. Sequences past
-their idle time are only reported, because another step may be on its way.
+The steps of a sequence execute one at a time, in the order of admission. It ends by END, by the START of the next
+sequence of its correlation ID, by `drop`, or when a step expires, is cancelled or dies; later steps are then refused.
+Sequences past their idle time are only reported, because another step may be on its way.
 """
 
 from collections import Counter, deque
@@ -29,11 +29,11 @@ MOST_REMEMBERED = 10_000
 """Broken sequences whose reason is remembered."""
 
 _SLACK = 64
-"""Obsolete entries in the heap of deadlines."""
+"""The number of obsolete entries that the heap of deadlines may always have."""
 
 
 class EndReason(StrEnum):
-    """Why, apart from END, a sequence ends."""
+    """The reasons, apart from END, for which a sequence ends."""
 
     RESTARTED = "restarted"
     EXPIRED = "expired"
@@ -253,7 +253,7 @@ class SequenceScheduler(Generic[T]):
         return decision
 
     def _list_unused(self) -> None:
-        """Adds unused slots to the free ones, because their numbers depend on the count of instances."""
+        """Adds unused slots to the free slots, because their numbers depend on the count of instances."""
         for number in range(self._used, self._instances * self._spec.slots):
             heappush(self._freed, divmod(number, self._instances))
         self._used = self._instances * self._spec.slots
@@ -424,7 +424,7 @@ class _Deadlines(Generic[T]):
         self._numbers = count()
 
     def add(self, step: SequenceStep[T], here: Collection[SequenceStep[T]]) -> None:
-        """Adds a step; those `here` still wait or execute, and all others may be forgotten."""
+        """Adds a step; the steps in `here` still wait or execute, and all other steps may be forgotten."""
         if step in self._listed:
             return
         if len(self._heap) > 2 * len(here) + _SLACK:

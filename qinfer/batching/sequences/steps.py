@@ -17,7 +17,7 @@ class PendingStep(WorkItem, kw_only=True, eq=False, gc=False):
     """A step of a sequence that this worker owns.
 
     Attributes:
-        token: The owner's fencing token; a commit with an older one has no effect.
+        token: The owner's fencing token; a commit with an older token has no effect.
         state: The states after it, by input name; empty = unchanged.
         changes_failing: `state` holds although the step failed.
     """

@@ -1,4 +1,4 @@
-"""A small synchronous supervisor: starts processes, restarts crashed ones, stops them in order.
+"""A small synchronous supervisor: starts processes, restarts them after crashes, stops them in order.
 
 It sleeps in one `select` on the signals' wake-up socket. SIGHUP stops it if its terminal was closed; otherwise the
 processes get it, to read their files again. Decisions about restarts (`after_exit`) are pure.
@@ -255,7 +255,7 @@ class Supervisor:
             step()
 
     def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Ends processes, killing late ones, or all after another Ctrl-C; supervises the others."""
+        """Ends processes, and kills those that are late, or all after another Ctrl-C; supervises the others."""
         self._stopping = True
         children = [c for c in self._children if c.process in processes and not c.ended]
         for child in children:

@@ -130,7 +130,7 @@ def _places(batch: "RowBatch", rows: list[int]) -> Iterator[tuple[int, tuple[int
 
 
 def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
-    """Trims CSV cells; empty ones and `NA` are null."""
+    """Trims CSV cells; empty cells and `NA` are null."""
     if pa.types.is_string(kind):
         return texts
     plain = pc.utf8_trim_whitespace(texts)

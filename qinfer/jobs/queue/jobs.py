@@ -135,7 +135,7 @@ class Jobs:
         return await self._read_open(await self._index.open_ids())
 
     async def states(self, newest: int = 500) -> Mapping[str, int]:
-        """Counts open jobs, and ended ones among the `newest`, by state."""
+        """Counts by state all open jobs, and the ended jobs among the `newest`."""
         return await self._index.states(newest)
 
     async def open_rows(self) -> Sequence[OpenRows]:
@@ -176,8 +176,8 @@ class Jobs:
     ) -> bool:
         """Adds shards (index, frame) to `todo`; false, without effect, if the job is not `planning`.
 
-        It skips shards that succeeded or are in the lane, and forgets failures. `complete` makes the job `running` and
-        leaves a notice.
+        Shards that succeeded or are in the lane are skipped, and failures are forgotten. `complete` makes the job
+        `running` and leaves a notice.
         """
         return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from qinfer.jobs.job import shown
 
 MAX_FIELDS = 10_000
-"""Tracked fields, nested ones included."""
+"""The most fields that are tracked, including nested fields."""
 
 Path = tuple[str, ...]
 """The names of the field's ancestors, then the name of the field."""
@@ -64,7 +64,7 @@ class _Field:
 
 
 class JsonFields:
-    """Finds fields after `known` ones; `declared` fields are text."""
+    """Finds fields other than the `known` fields; `declared` fields are text."""
 
     def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:
         self.rows = 0

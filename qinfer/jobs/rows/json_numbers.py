@@ -1,4 +1,4 @@
-"""Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long ones. Pure.
+"""Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long numbers. Pure.
 
 A copied field with such numbers is text: a block's numbers are put in quotes, and pyarrow reads strings. Metadata marks
 the field, so that inputs parse it and JSON lines are written without quotes.

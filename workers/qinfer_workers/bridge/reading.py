@@ -28,7 +28,7 @@ _NO_ARROW_LIST = (
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A read message; `is_identified` = other deliveries are recognised."""
+    """A message that was read; `is_identified` tells whether its other deliveries are recognised."""
 
     message: SourceMessage
     acceptance: Acceptance

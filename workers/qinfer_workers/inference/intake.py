@@ -93,7 +93,7 @@ class LeaseIntake:
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> IntakeItems:
-        """Decodes leases; buries, answers or releases unexecutable ones."""
+        """Decodes leases; buries, answers or releases those that can't be executed."""
         taken = IntakeItems([], [])
         for lease in leases:
             try:

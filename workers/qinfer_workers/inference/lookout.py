@@ -1,7 +1,7 @@
 """Chooses the lanes in which to look for entries of dead workers.
 
-A worker watches lanes that it has fetched from, or all after a broken connection or a missing beat; quiet ones
-in turns.
+A worker watches the lanes from which it has fetched, and all lanes after a broken connection or a missing heartbeat; it
+watches quiet lanes in turns.
 """
 
 import time

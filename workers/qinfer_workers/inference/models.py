@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 _REREAD = 20
-"""Models re-read at each look, in case news was lost."""
+"""The number of models that each round reads again, in case news was lost."""
 RELOAD_S = 30.0
 """Wait before the first retry of a load without files; later waits are longer."""
 LONGEST_RELOAD_S = 240.0

@@ -58,7 +58,7 @@ class HeldWork(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """When its caller stops waiting (broker time)."""
+        """The time at which the caller stops waiting, on the broker's clock."""
         ...
 
     def lose(self) -> None:

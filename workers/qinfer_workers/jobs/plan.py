@@ -59,7 +59,7 @@ class JobPlanner:
     async def _await_model(self, job_id: str) -> None:
         """Pins the version; `ModelNotReady` until workers report what they execute.
 
-        This is no attempt at planning, and has no time limit.
+        The wait is no attempt at planning, and has no time limit.
         """
         services = self._services
         record = await services.jobs.get(job_id)

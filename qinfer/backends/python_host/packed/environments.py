@@ -94,7 +94,7 @@ class Environments:
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
-        """Unpacks the environment under its lock; if the disk is full, removes unused ones first."""
+        """Unpacks the environment under its lock; if the disk is full, removes unused environments first."""
         began_s = time.monotonic()
         for unused_s in (UNUSED_S, 0.0):
             self._sweep(unused_s)
@@ -134,7 +134,7 @@ class Environments:
         return members
 
     def _sweep(self, unused_s: float) -> None:
-        """Removes incomplete and long unused environments, and the oldest unused ones above the bound."""
+        """Removes incomplete and long unused environments, and the oldest unused environments above the bound."""
         limit, unused_bytes = time.time() - unused_s, 0
         homes = [home for home in self._root.iterdir() if home.name not in (_KNOWN, _LENT, _LOCK)]
         for home in sorted(homes, key=used_at, reverse=True):

@@ -16,7 +16,7 @@ from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 
 
 class Due(NamedTuple):
-    """All messages up to a tag (0 = none), and single ones."""
+    """The messages to acknowledge: all messages up to a tag (0 = none), and single messages."""
 
     up_to: int = 0
     tags: Sequence[int] = ()

@@ -38,7 +38,7 @@ TURN_S = 0.1
 class Turn:
     """Permission to use devices, for one thread; ends if the owner's model is reloaded.
 
-    `batchers` have online work that ends it, `lines` are the queues for the devices. A forced turn began despite online
+    Online work of `batchers` ends the turn; `lines` are the queues for the devices. A forced turn began despite online
     work, and ends after one batch.
     """
 

@@ -51,7 +51,7 @@ _FIRST_ROWS = 256
 _MOST_ROWS = 65_536
 _MOST_SHARED_ROWS = 8192
 _STREAMED_ROWS = 64
-"""Few, since a decoupled model's responses may be large."""
+"""The rows of a chunk for a decoupled model: few, since its responses may be large."""
 _STREAMED_SHARE = 16
 _GROWTH = 8
 _COMMITS = 5

@@ -39,7 +39,7 @@ class _ExecutedStep(msgspec.Struct, frozen=True, eq=False):
 class StepPublisher:
     """Commits and publishes a model's steps.
 
-    `is_explicit` = state in memory. `settled` gets each step and whether it is committed; `broken` refused ones.
+    `is_explicit` = state in memory. `settled` gets each step and whether it is committed; `broken` gets refused steps.
     """
 
     def __init__(

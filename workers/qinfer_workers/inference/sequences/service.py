@@ -4,8 +4,8 @@
       ▲               └── wait ◀─┘        each life that ends sends its owner a ticket, which `take` returns
       └── leave ◀───────────┘
 
-The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
-until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
+The loop owns as many sequences as there are free slots. If its lease ends, it drops all sequences. Idle, it gives up
+the lease until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
 """
 
 import asyncio
