@@ -293,7 +293,7 @@ class ReceivingBudget:
         return one
 
     def counted(self, size: int) -> int:
-        """Returns an answer's bytes; the largest leaves a third to others."""
+        """Returns an answer's bytes; the largest answer leaves a third of the memory to others."""
         return min(size, 2 * self._max_large_bytes // 3)
 
     @asynccontextmanager

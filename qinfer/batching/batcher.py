@@ -42,7 +42,7 @@ class Bisection(deque[list[WorkItem]]):
     """
 
     def cut(self, items: Sequence[WorkItem], *, alone: bool = False) -> None:
-        """Puts a batch's halves, or each item, before all others."""
+        """Puts the halves of a batch, or each of its items, before all other items."""
         size = 1 if alone else (len(items) + 1) // 2
         self.extendleft(reversed([list(items[i : i + size]) for i in range(0, len(items), size)]))
 
@@ -280,7 +280,7 @@ class Batcher:
         self._outlet.publish_responses(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause_batching(self) -> None:
-        """Gives back waiting items, and awaits the others."""
+        """Gives back waiting items, and awaits the other items."""
         self.paused = True
         self._recall()
         self._drop_lost()

@@ -9,7 +9,7 @@ Three rules go beyond Triton's, where the first waiting instance blocks all othe
 
 - An instance that can't go yet reserves its units: it blocks only instances that need the same units, and never
   starves.
-- A *callee*, whose model is called by an execution that holds resources, goes before all others.
+- A *callee*, whose model is called by an execution that holds resources, goes before all other instances.
 - A callee uses its caller's units of a resource that both need.
 """
 
@@ -229,7 +229,7 @@ class Ledger:
             self._give_up(grant, resource, count - grant.lent.get(resource, 0))
 
     def idle(self, name: str) -> int:
-        """Returns unused global units here; negative = too few."""
+        """Returns the unused global units of this worker; negative = it has too few."""
         return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
 
     def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[ResourceHolder]) -> str:

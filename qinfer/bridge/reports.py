@@ -195,7 +195,7 @@ class RouteUse(msgspec.Struct, frozen=True):
 
 
 class BridgeUses(msgspec.Struct, frozen=True):
-    """One bridge's messages in hand, by route."""
+    """The messages that one bridge holds, by route."""
 
     process: str
     routes: Mapping[str, RouteUse]

@@ -32,7 +32,7 @@ LOOK_S = 1.0
 
 
 class PinRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A pin of a model version; an empty `content_hash` allows any."""
+    """A pin of a model version; an empty `content_hash` allows any content."""
 
     reason: str
     holder: str
@@ -76,7 +76,7 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a model version; `rows` are those of requests, `work_s` is one worker's time for all."""
+    """The work of a model version; `rows` are those of requests, `work_s` is the time of one worker for all work."""
 
     model: str
     version: int

@@ -47,7 +47,7 @@ _ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 class JobOptions(TypedDict, total=False):
-    """The options of a job besides model, inputs and output; the server has defaults for all.
+    """The options of a job besides model, inputs and output; the server has defaults for all of them.
 
     Attributes:
         id: An id of your own, so that a repeated submission finds the job; by default each call makes one job.

@@ -15,7 +15,7 @@ import msgspec
 from qinfer.jobs.plan import Range, Shard, read_stored
 
 FAN_OUT = 8
-"""A range in which a worker died is cut into this many; successful ranges grow likewise."""
+"""The number of ranges into which a range is cut in which a worker died; successful ranges grow by it."""
 
 WORKERS = 2
 """A row alone in its range fails after this many different workers died."""

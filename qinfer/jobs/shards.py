@@ -44,8 +44,8 @@ class ShardSizes(NamedTuple):
     Attributes:
         rows: Small row groups are joined up to this size.
         whole: Row groups up to this size are not cut, since reading from within one means reading the rows before.
-        first: Rows of the first shards; 0 = like the others.
-        least: Rows of the last shards; 0 = like the others.
+        first: Rows of the first shards; 0 = like the other shards.
+        least: Rows of the last shards; 0 = like the other shards.
     """
 
     rows: int

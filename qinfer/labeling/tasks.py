@@ -31,7 +31,7 @@ MAX_BOARD_PAGE = 1000
 MAX_DATA_BYTES = 64 * 1024
 """Larger data of a task is fetched again, instead of stored."""
 
-_STEP = 500  # tasks per script, which blocks others while it runs
+_STEP = 500  # tasks per script, which blocks other commands while it runs
 _WORDS = 5
 _STEP_BYTES = 2**20  # data per script, except for a single larger task
 _STEP_SCRIPT = load_script("step", "now_ms", "deliveries", package="qinfer.labeling")

@@ -1,8 +1,8 @@
 """OpenTelemetry traces behind a small port; only this module imports `opentelemetry`, once traces are enabled.
 
-The standard environment variables enable traces (`is_wanted`); the SDK reads the others. A trace context is a string: a
-W3C `traceparent`, then after a blank its `tracestate`, if any. Instants are on the broker's clock, so that spans of
-several machines fit.
+The standard environment variables enable traces (`is_wanted`); the SDK reads the other variables. A trace context is a
+string: a W3C `traceparent`, then after a blank its `tracestate`, if any. Instants are on the broker's clock, so that
+spans of several machines fit.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Redis keys: the only place that spells them.
 
 The keys of a partition share the hash tag `{<model>#<partition>}`, hence a cluster slot. Configuration and statistics
-of a model live with its partition 0. docs/builders/redis-keys.md describes all.
+of a model live with its partition 0. docs/builders/redis-keys.md describes all keys.
 """
 
 from functools import lru_cache

@@ -33,17 +33,17 @@ _DIVIDED = b"d"
 """Marks the first entry of a new share."""
 
 MAX_BLOCK_S = 0.5
-"""The longest blocking read, and delay of a release, which does not end it."""
+"""The longest blocking read, and the longest delay of a released entry, because a release does not end the read."""
 
 
 RELEASED_EVERY_S = 0.1
-"""How often a busy reader of a single lane looks for released entries."""
+"""Seconds between two checks for released entries, by a busy reader of a single lane."""
 
 AWAKE_S = 5.0
 """The time without entries after which a reader sleeps."""
 
 _LIMBO_S = 0.05
-"""How long the result of a sleeping read waits for a fetch."""
+"""Seconds for which the result of a sleeping read waits for a fetch."""
 
 
 class _Sleep(NamedTuple):

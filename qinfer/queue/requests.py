@@ -64,10 +64,10 @@ AT_ONCE = 32
 """Requests per script: about a millisecond, during which Redis serves no other client."""
 
 STAGED_BYTES = 16 * 2**20
-"""Large results that are stored before their requests end."""
+"""The most bytes of large results that are stored before their requests end."""
 
 AT_ONCE_BYTES = 2**20
-"""Values per script, except for a single one."""
+"""Bytes of values per script; a single larger value goes alone."""
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
@@ -137,7 +137,7 @@ class Requests:
         return accepted
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[AcceptOutcome | QinferError]:
-        """Accepts many at less cost; returns the outcome or error of each."""
+        """Accepts many requests at less cost; returns the outcome or error of each."""
         sizes = [
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
             for each in acceptances  # a staged payload goes alone
@@ -191,7 +191,7 @@ class Requests:
             return_exceptions=True,
         )
         if len(parts) < len(settlements) and any(isinstance(answers, CommandRefused) for answers in ended):
-            return await self._settle_apart(settlements)  # an unwritable result must not stop the others
+            return await self._settle_apart(settlements)  # an unwritable result must not stop the other results
         waiters: dict[str, list[EntryAddress]] = {}
         firsts = [False] * len(settlements)
         for part, answers in zip(parts, ended, strict=True):

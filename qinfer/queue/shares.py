@@ -2,7 +2,7 @@
 
 `lua/common/places.lua` gives a tenant its stream when a script submits an entry; a process remembers it, to submit
 without the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry
-in another tenant's stream is fetched like any.
+in another tenant's stream is fetched like any other entry.
 """
 
 from collections.abc import Callable

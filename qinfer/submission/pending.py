@@ -1,8 +1,8 @@
 """The pending requests of this process: a table by id with deadlines, and background cleanup.
 
-Gateways use it for clients, workers for models that call others. Deadlines fall into buckets of 10 ms with one timer,
-and fire at most one bucket late, never early. The good path is O(1), awaits nothing, makes no task and logs nothing;
-`run` does the other work.
+Gateways use it for clients, workers for models that call other models. Deadlines fall into buckets of 10 ms with one
+timer, and fire at most one bucket late, never early. The good path is O(1), awaits nothing, makes no task and logs
+nothing; `run` does the other work.
 """
 
 import asyncio
@@ -271,7 +271,7 @@ class PendingRequests:
         return pending.request_id in self._pending
 
     def has_any_of(self, model: str, version: int) -> bool:
-        """Tells whether a model version has pending requests; scans all."""
+        """Tells whether a model version has pending requests; scans all pending requests."""
         return any(each.model == model and each.version == version for each in self._pending.values())
 
     def add(self, pending: PendingCall, deadline_s: float) -> None:
@@ -365,7 +365,7 @@ class PendingRequests:
             self.fail(pending, error)
 
     def lose_all(self) -> None:
-        """Fails all: their answers may be lost with the reply stream."""
+        """Fails all pending requests: their answers may be lost with the reply stream."""
         if self._pending:
             logger.warning("the reply stream was gone", extra={"failed": len(self._pending)})
         self.fail_all(BrokerUnavailable(_LOST))

@@ -43,7 +43,7 @@ class Role(StrEnum):
     - stable: it answers requests that no other target gets, and stands for the endpoint in metadata, readiness and
       statistics.
     - canary: it answers a share of the requests, as versions on trial and the arms of an A/B test do.
-    - shadow: it executes a share of the requests once more, and never answers any.
+    - shadow: it executes a share of the requests once more, and never answers a request.
     """
 
     STABLE = "stable"

@@ -492,7 +492,7 @@ class _KnownRequest(msgspec.Struct, gc=False):
 class RequestReader:
     """Decodes frames, and remembers the common part of similar frames.
 
-    It never remembers a client's id or parameters, or requests that a model made.
+    The reader never remembers a client's id or parameters, or requests that a model made.
     """
 
     def __init__(self) -> None:

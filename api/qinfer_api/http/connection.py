@@ -61,7 +61,7 @@ class Exchange(Protocol):
 
     @property
     def head(self) -> RequestHead | None:
-        """The head on the fast path; `None` for others."""
+        """The head of a request on the fast path; `None` for other requests."""
         ...
 
     @property
@@ -155,7 +155,7 @@ class HttpConnection(asyncio.Protocol):
         self._body_left = 0  # negative without Content-Length
         self._unwritten_bytes = 0
         self._lent: list[Memory] = []  # of unread replies
-        self._later_bytes = 0  # written behind those: no sign of progress
+        self._later_bytes = 0  # bytes written behind those: no sign of progress
         self._quiet_since_s = 0.0  # 0 = set at the next check
 
     def _new_parser(self) -> HttpRequestParser:

@@ -172,10 +172,10 @@ TARGET_HEADER = b"qinfer-target"
 """The header of an endpoint's replies: the target, such as `digits:4`."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-"""Unquoted in a header value."""
+"""The characters that stay unquoted in a header value."""
 
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are written apart."""
+"""The size above which a body is written apart from the head."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "

@@ -87,7 +87,7 @@ class JobTicket(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class BulkJobs:
-    """One per gateway; `turns` checks one job per tenant at a time, so that slow files leave processes to others."""
+    """The jobs of a gateway; `turns` checks one job per tenant at a time, so that slow files leave processes free."""
 
     jobs: Jobs
     now_s: Callable[[], float]

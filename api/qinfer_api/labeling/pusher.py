@@ -141,7 +141,7 @@ class Pusher:
         return list(self._models)
 
     async def _push(self, model: str, endings: Sequence[Ending]) -> None:
-        """Pushes the endings of each project; a project's failure does not delay the others."""
+        """Pushes the endings of each project; a project's failure does not delay the other projects."""
         by_board: dict[Board, list[tuple[Ending, Notes]]] = {}
         unread: list[str] = []
         for ending in endings:

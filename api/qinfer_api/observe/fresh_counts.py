@@ -20,7 +20,7 @@ EVERY_S = 0.25
 """Seconds between questions, over time."""
 
 AHEAD_S = 3 * EVERY_S
-"""How far questions may run ahead."""
+"""Seconds by which questions may be ahead of one per `EVERY_S`."""
 
 WITHIN_S = 0.25
 """Longest wait for the workers' answers."""

@@ -21,7 +21,7 @@ from qinfer_api.shared_limit import SharedLimit
 logger = logging.getLogger(__name__)
 
 MOST = 128
-"""Watched requests per target: each costs a read a second, and a slow target must not starve others."""
+"""Watched requests per target: each costs a read a second, and a slow target must not starve other targets."""
 
 SHADOW_WAIT_S = 60.0
 """A shadow's longest wait for the request's own answer."""

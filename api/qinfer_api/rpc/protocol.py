@@ -125,7 +125,7 @@ class GrpcCall(GrpcStream):
         self._answer_memory: Memory | None = None
         self._opened_memory: Reservation | None = None  # of the message decompressed last
         self._reserved_s = 0.0
-        self._unread: bytearray | None = None  # received before memory was granted
+        self._unread: bytearray | None = None  # bytes received before memory was granted
         self._has_begun = False
         self._is_headed = False
         self._change: asyncio.Event | None = None

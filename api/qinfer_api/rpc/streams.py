@@ -160,7 +160,7 @@ class FrameWriter:
         return True
 
     def write_window(self, number: int, size: int) -> None:
-        """Grants the client `size` bytes, of one stream or (0) all."""
+        """Grants the client `size` bytes, of one stream, or of all streams (0)."""
         self.write(frames.WINDOW_UPDATE, 0, number, frames.WORD.pack(size))
 
     def resize(self, streams: Iterable[GrpcStream], size: int) -> None:

@@ -38,7 +38,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # n
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Returns whether a model can be called; an empty version is any."""
+    """Returns whether a model can be called; an empty version means any version."""
     version = 0
     if model_version:
         try:

@@ -282,7 +282,7 @@ class IterativeBatcher:
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
         """Switches to another generation; the old one ends the requests that have begun.
 
-        Returns the others: check them again, `classify` and admit them.
+        Returns the other items: check them again, `classify` and admit them.
         """
         waiting = self._current.take_waiting()
         self._leaving.append(self._current)
@@ -321,7 +321,7 @@ class IterativeBatcher:
         self._current.fail(items, error)
 
     async def pause_batching(self) -> None:
-        """Gives back unbegun items, and waits for the others."""
+        """Gives back items that have not begun, and waits for the other items."""
         self.paused = True
         if waiting := self._current.take_waiting():
             self._outlet.give_back(waiting)

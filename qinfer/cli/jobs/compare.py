@@ -172,7 +172,7 @@ def read_target(text: str) -> Target:
 
 
 def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
-    """Reads `--agree`: output → its rule; "" → the rule of all others."""
+    """Reads `--agree`: output → its rule; "" → the rule of all other outputs."""
     import msgspec
 
     rules = {"": rule}

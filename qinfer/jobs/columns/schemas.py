@@ -37,7 +37,7 @@ def decode_schema(text: str) -> pa.Schema:
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Returns the type for values of both types.
 
-    Timestamps with zones become UTC; one without a zone could be in any.
+    Timestamps with zones become UTC; a timestamp without a zone could be in any zone.
     """
     one, other = as_read(one), as_read(other)
     if one == other:

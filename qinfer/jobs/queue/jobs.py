@@ -366,7 +366,7 @@ class Jobs:
         return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
 
     async def _readable(self, job_id: str) -> JobRecord | CorruptEntry | None:
-        """Returns the error for a record that is damaged or of a newer qinfer, which must not hide the others."""
+        """Returns the error for a record that is damaged or of a newer qinfer, which must not hide other records."""
         try:
             return await self.get(job_id)
         except CorruptEntry as error:

@@ -209,7 +209,7 @@ class RouteOptions(_ConfigPart):
         responses: The replies for a decoupled model, once its stream has ended: `one` = a message with the list of all
         responses, `each` = a message for each of them. Other models give one response, and it has no effect.
         dead_letter: The queue, on the source's broker, for messages that can't be answered; default `<queue>.dead`.
-        body: How bodies are read, and replies written.
+        body: The options for reading bodies and writing replies.
     """
 
     name: Annotated[str, AfterValidator(_route_name)]

@@ -1,7 +1,7 @@
 """The model version for a route's messages: the one that it names, or its endpoint chooses.
 
 Requests, their ids and the outbox belong to a model. So that a redelivered message finds its request, a route uses only
-targets in one model; the stable target replaces others.
+targets in one model; the stable target replaces targets in other models.
 """
 
 from collections.abc import Iterator

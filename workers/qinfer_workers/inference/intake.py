@@ -113,7 +113,7 @@ class LeaseIntake:
         return taken
 
     async def whole(self, batcher: LaneBatcher, leases: Sequence[Lease]) -> list[Lease]:
-        """Answers entries partly sent by a dead worker; returns the others."""
+        """Answers entries whose responses a dead worker has sent in part; returns the other leases."""
         spec = batcher.model.spec
         if not spec.decoupled or spec.stream_resume:
             return list(leases)

@@ -49,7 +49,7 @@ class Limiter(Protocol):
 
 
 class LimitedExecutor(ThreadExecutor):
-    """The common part of both."""
+    """The common part of both executors."""
 
     def __init__(
         self,

@@ -279,7 +279,7 @@ class Models:
         return True
 
     async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> PlannedEnsemble | None:
-        """Returns `None` if it is no longer wanted."""
+        """Waits until the ensemble can be planned, and returns its plan; `None` if the ensemble is no longer wanted."""
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
             try:

@@ -3,10 +3,10 @@
     <directory>/<hash of the archive>/env/…     the environment
     <directory>/<hash of the archive>/ready     its bytes; made last: without it, the environment is incomplete
     <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
-    <directory>/lent/<hash>/<package>           a link to a package of the worker's
+    <directory>/lent/<hash>/<package>           a link to a package of the worker
 
-Processes hold a shared lock on their environment. One at a time unpacks and removes; if it is killed, the next one
-removes the incomplete environment.
+Processes hold a shared lock on their environment. One process at a time unpacks and removes; if it is killed, the next
+process removes the incomplete environment.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The shard loop of a model version fetches shards; a shard task takes each one to its end.
 
-One shard is scored at a time. The next is fetched just before the end, and begins while the previous part is still
-being committed. Other shards are left to idle workers.
+One shard is scored at a time. The next shard is fetched just before the end, and begins while the previous part is
+still being committed. Other shards are left to idle workers.
 """
 
 import asyncio

@@ -356,7 +356,7 @@ class SequenceService:
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
     async def _give_up_slot(self, sequence: SequenceId) -> None:
-        """Gives a sequence back until its tenant's turn; one with state in memory ends."""
+        """Gives a sequence back until its tenant's turn; a sequence with state in memory ends."""
         held = self._held.get(sequence)
         if held is None:
             return
