@@ -75,7 +75,7 @@ class ModelCaller(Protocol):
     def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
         """Runs a request with any number of responses, the last of them `final`.
 
-        Waiting for one blocks, and raises on failure. Dropping the iterator cancels it.
+        Waiting for a response blocks, and raises on failure. Dropping the iterator cancels the request.
         """
         ...
 

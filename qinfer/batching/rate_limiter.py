@@ -133,7 +133,7 @@ class LimitedInstance:
         self.granted = granted
         self.executions = 0
         self.order = 0
-        """0 = it does not wait."""
+        """The place of the instance among those that wait; 0 = the instance does not wait."""
         self.callers: tuple[ResourceHolder, ...] = ()
         self.grant: ResourceGrant | None = None
 

@@ -51,7 +51,7 @@ class QueuePolicy:
 
     Attributes:
         max_queue_size: The most waiting requests; 0 = the lane's capacity.
-        timeout_s: The longest wait; 0 = until the deadline.
+        timeout_s: The longest wait; 0 = a request may wait until its deadline.
         delay: A late request goes behind its level (DELAY) instead of being refused (REJECT).
         allow_override: A request's own `timeout` may shorten `timeout_s`.
     """

@@ -74,8 +74,8 @@ def decide_share(
 ) -> SharedDecision:
     """Decides the total and the own share; an autoscaler without peers decides as `decide` does.
 
-    Steps that others have to take do not count as taken. If the records of peers are lost, the total stays as it was
-    with these peers.
+    Steps that other autoscalers have to take do not count as taken. If the records of peers are lost, the total stays
+    as it was with these peers.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)

@@ -177,9 +177,9 @@ class PendingCall(msgspec.Struct, eq=False):
         deadline_s: The deadline behind a first one, which is the queue timeout or the wait for a worker.
         untaken: Called at that first deadline; if it returns `None`, a worker has taken the request, which waits on.
         late: The error at the first deadline.
-        shared: The execution that it waits for instead of an entry.
-        holder: Returns `memory` once the answer is sent, instead of when it is taken.
-        turn: Set when its answer is next to be sent.
+        shared: The execution for which the request waits instead of an entry.
+        holder: The object that returns `memory` once the answer is sent, instead of when the answer is taken.
+        turn: Set when the answer of this request is the next to be sent.
     """
 
     request_id: str

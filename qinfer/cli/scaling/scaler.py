@@ -289,7 +289,7 @@ class Autoscaler:
         self._watch.close()
 
     def step(self) -> None:
-        """Acts on a new reading."""
+        """Decides by a new reading of the queue, and starts or drains workers."""
         reading = self._watch.new_reading()
         if reading is None:
             return

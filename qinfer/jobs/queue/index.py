@@ -1,7 +1,7 @@
 """The index of all bulk jobs on Redis: jobs by creation, open jobs by deadline, and the place of each job's keys.
 
-The index is in other slots than the jobs, so it may list ended jobs and jobs without a record. Readers remove these,
-the latter once they are older than a creation can take.
+The index is in other slots than the jobs, so it may list ended jobs and jobs without a record. Readers remove such jobs
+from it; they remove a job without a record once it is older than a creation can take.
 """
 
 import asyncio
