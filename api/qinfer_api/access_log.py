@@ -22,7 +22,7 @@ logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
 """The outcomes without failure: delivered, or stored."""
-_MOST_TEXT = 256  # of a client
+_MOST_TEXT = 256  # characters of a text from a client
 
 
 class AccessLog:

@@ -27,7 +27,7 @@ _UNSAFE = re.compile(rf"{_CONTROL.pattern}|^ | $")
 _QUERY = re.compile(
     r"\?(?:[^/]*&)?(?:versionid|generation|x-(?:amz|goog)-[a-z-]+|awsaccesskeyid|sig|signature|token)=", re.I
 )
-_DECODINGS = 3  # of percent signs
+_DECODINGS = 3  # percent signs may be encoded this often
 _LONGEST = 2048
 _SHOWN = 120
 

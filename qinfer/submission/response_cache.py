@@ -35,7 +35,7 @@ from qinfer.wire.frame import decode_responses, encode_responses
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNWRITTEN_BYTES = 32 * 2**20  # of responses on their way to Redis
+_MAX_UNWRITTEN_BYTES = 32 * 2**20  # the size of responses on their way to Redis
 
 _Place = tuple[bytes, Lane, float]
 """Key, lane and queue timeout, which the requests of a flight share."""

@@ -154,7 +154,7 @@ class HttpConnection(asyncio.Protocol):
         self._chunks = 0
         self._body_left = 0  # negative without Content-Length
         self._unwritten_bytes = 0
-        self._lent: list[Memory] = []  # of unread replies
+        self._lent: list[Memory] = []  # the memory of unread replies
         self._later_bytes = 0  # bytes written behind those: no sign of progress
         self._quiet_since_s = 0.0  # 0 = set at the next check
 

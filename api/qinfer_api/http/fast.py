@@ -61,7 +61,7 @@ class QinferHttpProtocol(HttpConnection):
     def __init__(self, fast: FastPath) -> None:
         super().__init__(fast)
         self._fast = fast
-        self._memory: Reservation | None = None  # of a body being received
+        self._memory: Reservation | None = None  # the memory of a body that is being received
 
     def data_received(self, data: bytes) -> None:
         """Reads a whole plain request directly."""

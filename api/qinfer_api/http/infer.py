@@ -48,7 +48,7 @@ _STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024
 _MAX_EXPANSION = 1032  # deflate's highest ratio
-_MAX_MEMBERS = 1000  # of a gzip file
+_MAX_MEMBERS = 1000  # the members of a gzip file
 
 
 def request_encoding(header: str | None) -> Encoding | None:

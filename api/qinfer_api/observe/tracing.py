@@ -58,7 +58,7 @@ _FENCE = ErrorLogger(logging.getLogger(__name__), "traces lost, requests go on w
 _MOST_TEXT = 256  # thousands of traces are held
 _MOST_FOLLOWED = 256  # each costs a read a second
 _MOST_WEIGHT = 1000  # of one trace, by `weight_of`
-_ROUNDING_S = 1e-6  # of floats since 1970
+_ROUNDING_S = 1e-6  # the rounding of floats that count from 1970
 
 
 class Tracing:

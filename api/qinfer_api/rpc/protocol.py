@@ -123,7 +123,7 @@ class GrpcCall(GrpcStream):
         self._messages: deque[_Message] = deque()
         self._reservation: Reservation | None = None
         self._answer_memory: Memory | None = None
-        self._opened_memory: Reservation | None = None  # of the message decompressed last
+        self._opened_memory: Reservation | None = None  # the memory of the message decompressed last
         self._reserved_s = 0.0
         self._unread: bytearray | None = None  # bytes received before memory was granted
         self._has_begun = False

@@ -93,7 +93,7 @@ class Tensor:
                 )
             return Tensor(name, np.from_dlpack(_Capsule(tensor)))
         if tensor.__dlpack_device__()[0] != _CPU:
-            copy = getattr(tensor, "cpu", None) or getattr(tensor, "get", None)  # of torch, of cupy
+            copy = getattr(tensor, "cpu", None) or getattr(tensor, "get", None)  # `cpu` is torch's, `get` is cupy's
             if copy is None:
                 raise TritonModelException(f"tensor '{name}' is not in host memory; copy it there first")
             tensor = copy()

@@ -16,7 +16,7 @@ from qinfer.jobs.rows.parquet_pages import PADDING_BYTES, ReadAt, chunk_begin
 _MOST_BYTES = 48 * 2**20  # unless one chunk is larger
 _SMALL_GAP_BYTES = 256 * 1024  # faster than another read
 _MOST_GAP_BYTES = 4 * 2**20
-_FETCHES = 16  # of one file at once
+_FETCHES = 16  # fetches of one file at once
 
 
 class ByteRange(NamedTuple):

@@ -103,7 +103,7 @@ MAX_NAME = 64
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
-_MAX_QUEUE_BYTES = 255  # of AMQP
+_MAX_QUEUE_BYTES = 255  # the limit of AMQP
 
 
 def _short(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The intake of a worker: leases become items that may be batched, or are answered, released or buried.
+"""The intake of a worker: leases become items that may be batched; others are answered, released, or dead letters.
 
     leases ─▶ decode ─▶ tried too often? ─▶ payload apart? ─▶ ready        rejected items go to the publisher
 

@@ -118,7 +118,7 @@ def write_partial(
     data = encode_manifest(msgspec.structs.replace(manifest, ended_at=ended_at))
     url = url_of(plan.spec.output.url, PARTIAL_NAME)
     store = store_for(url)
-    store.delete(url)  # of an earlier end
+    store.delete(url)  # the file is from an earlier end
     store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
     store.put_if_absent(data, url)
 

@@ -131,7 +131,7 @@ class FrameReader:
         self._confirmed = confirmed
         self._returned = returned
         self._rest = b""
-        self._method = b""  # of the message whose content follows
+        self._method = b""  # the method of the message whose content follows
         self._header = b""
         self._left_bytes = 0
         self._parts: list[bytes] = []
