@@ -254,7 +254,7 @@ class ValueRefused(QinferError):
 
 
 class ModelError(QinferError):
-    """The failure is the model's, not the request's."""
+    """The model caused the failure, not the request."""
 
     code = ErrorCode.INFERENCE_FAILED
 

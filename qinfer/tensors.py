@@ -77,7 +77,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         name: The input's or output's name in the model configuration.
         datatype: A key of `DATATYPES`.
-        shape: All dimensions, the batch dimension included; none negative.
+        shape: All dimensions, including the batch dimension; no dimension is negative.
         data: The elements, little-endian, row-major, no padding; BYTES elements with their length prefix. A memoryview
             has the format `B` and one dimension.
     """
@@ -189,7 +189,7 @@ def from_numpy(name: str, array: npt.NDArray[Any], datatype: str | None = None) 
         flat = (e if isinstance(e, bytes) else str(e).encode() for e in array.ravel().tolist())
         return Tensor(name, "BYTES", array.shape, pack_bytes(flat))
     wire = _NUMPY_DATATYPES.get(array.dtype)
-    if wire is None and array.dtype.name == "bfloat16" and datatype is None:  # of ml_dtypes
+    if wire is None and array.dtype.name == "bfloat16" and datatype is None:  # the type is from ml_dtypes
         return Tensor(name, "BF16", array.shape, _raw(array.view("<u2")))
     if wire is None and array.dtype.kind in "iuf":
         array = array.astype(array.dtype.newbyteorder("<"))

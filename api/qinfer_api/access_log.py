@@ -88,7 +88,7 @@ class LoggedSink:
                 self.finish_line(OK if response.failure is None else response.failure.code, response)
 
     def finish_line(self, code: str, response: Response | None = None) -> None:
-        """Writes the line, once."""
+        """Writes the line of the access log, unless it is written already."""
         log, self._log = self._log, None
         if log is not None:
             log.write_request(self, code, response)

@@ -1,4 +1,4 @@
-"""The audit log: administrative changes and refused keys. It can't be turned off."""
+"""The audit log: administrative changes and refused keys. No setting turns the audit log off."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from qinfer_api.auth import CallerContext
 logger = logging.getLogger(AUDIT)
 
 MOST_A_SECOND = 10
-"""Lines a second per reason; the rest is counted."""
+"""Lines a second per reason; further lines are only counted."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The order of answers of models with `preserve_ordering`: that of the requests' submission at this gateway.
 
-An answer that precedes an earlier one of the same model version is counted and encoded in its turn. A large one is
-fetched only then, so that it does not hold memory that an earlier one needs.
+An answer that comes before an earlier answer of the same model version is counted and encoded in its turn. A large one
+is fetched only then, so that it does not hold memory that an earlier one needs.
 """
 
 from collections import deque
@@ -100,7 +100,7 @@ class OrderedSink(Inner):
         self._order.advance()
 
     def take_turn(self) -> None:
-        """Delivers stored responses; later ones bypass this."""
+        """Delivers the stored responses; later responses bypass this object."""
         pending, came = self.pending, self._came
         if pending is None or not came:
             return

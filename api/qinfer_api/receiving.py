@@ -128,7 +128,8 @@ def _needed(size: int, held: int) -> int:
 class _WaitingReservations:
     """The waiting bodies and answers; no operation visits all of them.
 
-    A huge one waits until it is alone, and later ones wait behind it, so that it does not wait for ever.
+    A huge reservation waits until it is alone, and later reservations wait behind it, so that it does not wait for
+    ever.
     """
 
     def __init__(self, huge_bytes: int, held: Counter[Hashable]) -> None:
@@ -138,12 +139,12 @@ class _WaitingReservations:
         self.bodies: Counter[Hashable] = Counter()
         self._places: dict[Reservation, tuple[int, int, Reservation]] = {}
         self._own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
-        """Each owner's places, by size and arrival."""
+        """The waiting reservations of each owner, by size and arrival."""
         self._firsts: list[tuple[int, int, int, Reservation]] = []
-        """Each owner's first, by bytes needed, bytes held, and arrival."""
+        """The first reservation of each owner, by bytes needed, bytes held, and arrival."""
         self._first: dict[Hashable, tuple[int, int, int, Reservation]] = {}
         self._behind: OrderedDict[Reservation, None] = OrderedDict()
-        """The first huge one, and later ones."""
+        """The first huge reservation, and the reservations after it."""
 
     def __len__(self) -> int:
         return len(self._places) + len(self._behind)
@@ -295,7 +296,7 @@ class ReceivingBudget:
         return one
 
     def counted(self, size: int) -> int:
-        """Returns an answer's bytes; the largest leaves a third to others."""
+        """Returns an answer's bytes; the largest answer leaves a third of the memory to others."""
         return min(size, 2 * self._max_large_bytes // 3)
 
     @asynccontextmanager

@@ -132,7 +132,7 @@ class OnlineShadows:
             self._call_soon(shadow.compared, found)
 
     def _of(self, key: Key) -> Differences:
-        """Returns the target's differences, new ones if the rules have changed."""
+        """Returns the differences of a target; they begin anew if the rules have changed."""
         routed, known = self._endpoints.by_name.get(key[0]), self._differences.pop(key, None)
         rules = {} if routed is None else routed.endpoint.compare
         if known is None or known.rules != rules:

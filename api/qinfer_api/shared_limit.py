@@ -17,7 +17,7 @@ class SharedLimit:
         self._by_tenant: Counter[str] = Counter()
 
     def has_room(self, most: int, tenant: str) -> bool:
-        """Returns whether a tenant may take a place; an empty one may take all."""
+        """Returns whether a tenant may take a place; callers without a tenant may take all places."""
         free = most - self.taken
         return free > (self._by_tenant[tenant] if tenant else 0)
 

@@ -1,7 +1,7 @@
 """Shared memory of both kinds: clients on this host pass tensors in it instead of in bodies (reference §1.15).
 
-- It is off by default, because a client may name any shared memory object that this process can open, and so read and
-  overwrite those of others.
+- The extension is off by default, because a client may name any shared memory object that this process can open, and so
+  read and overwrite the objects of other programs.
 - Regions of system memory are read and written through descriptors, never mapped: a client that shortens a mapped
   object would kill this process (SIGBUS). `cuda_memory.py` has the regions on GPUs. Reads are copies, so that nothing
   changes under a request.
@@ -46,10 +46,10 @@ class Region(msgspec.Struct, frozen=True):
     """A registered region of system shared memory.
 
     Attributes:
-        name: Its name in requests.
+        name: The name of the region in requests.
         key: The name of the shared memory object, as `shm_open` takes it.
         offset: Start of the region in the object, in bytes.
-        byte_size: Its size.
+        byte_size: The size of the region, in bytes.
     """
 
     name: str
@@ -64,7 +64,7 @@ class CudaRegion(msgspec.Struct, frozen=True):
     Attributes:
         name: The name in requests.
         device_id: CUDA's number of the GPU on the gateway's host.
-        byte_size: Its size.
+        byte_size: The size of the region, in bytes.
     """
 
     name: str
@@ -216,11 +216,11 @@ class SharedMemory:
                     self._close(opened.region.name)
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the registered regions, or the one of that name."""
+        """Returns the registered regions, or the region of that name."""
         return self._status(name, Region, "system")
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
-        """Returns the registered regions of GPU memory, or the one of that name."""
+        """Returns the registered regions of GPU memory, or the region of that name."""
         return self._status(name, CudaRegion, "cuda")
 
     def _status(self, name: str, kind: type[R], told: str) -> list[R]:

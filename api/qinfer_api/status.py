@@ -112,7 +112,7 @@ def told(failure: Failure, client_id: str) -> Failure:
 
 
 def http_status(code: str, *, v1: bool = False) -> int:
-    """Returns a code's HTTP status; 500 for unknown ones."""
+    """Returns the HTTP status of a code; 500 for unknown codes."""
     try:
         known = ErrorCode(code)
     except ValueError:
@@ -123,7 +123,7 @@ def http_status(code: str, *, v1: bool = False) -> int:
 
 
 def grpc_status(code: str) -> str:
-    """Returns a code's gRPC code; INTERNAL for unknown ones."""
+    """Returns the gRPC code of a code; INTERNAL for unknown codes."""
     try:
         return STATUSES[ErrorCode(code)].grpc
     except ValueError:

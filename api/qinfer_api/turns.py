@@ -16,7 +16,7 @@ SLICE_BYTES = 2048
 """Bytes parsed between two looks at the clock."""
 
 TURN_S = 0.004
-"""Duration of a turn, for all large reads of a port."""
+"""The time that all large reads of a port may take together before the event loop serves others."""
 
 START_S = 0.0002
 """The part of a turn that one start of an application costs."""

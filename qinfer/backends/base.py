@@ -25,7 +25,7 @@ OTHER_ROWS = (
     "if outputs have other rows than inputs, as in a detector, write 'max_batch_size: 0' with 'input' and "
     "'output' into config.pbtxt"
 )
-"""The remedy for a model whose variable first dimensions are not all the batch's."""
+"""The remedy for a model with a variable first dimension that is not the batch dimension."""
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -118,7 +118,7 @@ class Context(Protocol):
 
         Args:
             item: The item.
-            states: Its state outputs, in the order of `Batch.states`, for the next iteration.
+            states: The item's state outputs, in the order of `Batch.states`, for the next iteration.
 
         Raises:
             OutputMismatch: The item has its final answer already.
@@ -153,7 +153,7 @@ class Context(Protocol):
         backend with `short_on_loop` must not call.
 
         Args:
-            request: Model, version (0 = the highest ready one), inputs, wanted outputs, parameters, priority.
+            request: Model, version (0 = the highest ready version), inputs, wanted outputs, parameters, priority.
 
         Returns:
             The model's final response; it has no `failure`.
@@ -173,11 +173,11 @@ class Context(Protocol):
     def stream(self, request: InferRequest) -> Iterator[Response]:
         """Runs another model as `call` does, and returns its responses as they come.
 
-        The last response is `final`, and may be empty. Others may have a `failure`: a decoupled model may report an
-        error and go on. The called model waits while a window of responses is not taken from the iterator. Forgetting
-        or closing (`close`) the iterator before its end cancels the request. The iterator may have a method `cancel`,
-        for any thread, which the called model sees by `cancelled`: its further responses still come, or `Cancelled` is
-        raised if it can't be informed.
+        The last response is `final`, and may be empty. Earlier responses may have a `failure`: a decoupled model may
+        report an error and go on. The called model waits while a window of responses is not taken from the iterator.
+        Forgetting or closing (`close`) the iterator before its end cancels the request. The iterator may have a method
+        `cancel`, for any thread, which the called model sees by `cancelled`: its further responses still come, or
+        `Cancelled` is raised if it can't be informed.
 
         Returns:
             An iterator for one thread at a time. It waits for the next response, and raises as `call` does when the
@@ -196,7 +196,7 @@ class OneResponse:
 
     @property
     def is_decoupled(self) -> bool:
-        """False."""
+        """False, because each item has exactly one response."""
         return False
 
     @property
@@ -287,13 +287,13 @@ class ManagesModels(Protocol):
         """Loads or reloads a model; returns when it is ready.
 
         Args:
-            model: Its name.
-            config: A configuration in JSON; empty = its own.
-            files: `<version>/<file>` → content, in place of its files.
+            model: The name of the model.
+            config: A configuration in JSON; empty = the model's own configuration.
+            files: `<version>/<file>` → content, in place of the files of its repository.
 
         Raises:
             ControlDisabled: The repository is not in explicit mode.
-            QinferError: It can't be loaded.
+            QinferError: The model can't be loaded.
         """
         ...
 
@@ -357,8 +357,8 @@ def respond_rows(
     """Answers every item with its rows of the outputs.
 
     Args:
-        batch: The batch that ran.
-        ctx: Its context.
+        batch: The batch that was executed.
+        ctx: The context of that batch.
         outputs: Name → array, `[batch.size, …]` for a model with a batch dimension, including states.
         datatypes: Name → wire datatype of each output and state.
         skip: Positions of items that are answered already.

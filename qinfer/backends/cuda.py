@@ -25,7 +25,7 @@ TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
 _SONAMES = ("libcudart.so.13", "libcudart.so.12")
 _NON_BLOCKING = 1  # cudaStreamNonBlocking
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: others may allocate meanwhile
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may allocate meanwhile
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapability…
 _LOST = range(700, 730)  # cudaErrorIllegalAddress, cudaErrorAssert, cudaErrorLaunchFailure, …
 _PROPERTIES_BYTES = 16 * 1024  # cudaDeviceProp is about 1 KiB, beginning with the name
@@ -142,7 +142,7 @@ class Cuda:
 
 
 def end_if_lost(device: int) -> None:
-    """Ends this process by SIGTERM if CUDA is broken in it; the supervisor starts a new one."""
+    """Ends this process by SIGTERM if CUDA is broken in it; the supervisor starts a new process."""
     try:
         cuda = Cuda()
         cuda.set_device(device)

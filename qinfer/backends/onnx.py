@@ -287,7 +287,7 @@ def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> or
     if first != OPENVINO:
         return ort.InferenceSession(str(path), options, providers=wanted)
     with _one_by_one:
-        if OPENVINO in ort.get_available_providers():  # of the package onnxruntime-openvino
+        if OPENVINO in ort.get_available_providers():  # the package onnxruntime-openvino has it
             chosen = [(OPENVINO, {"device_type": "CPU"} | own), *wanted[1:]]
             return ort.InferenceSession(str(path), options, providers=chosen, enable_fallback=0)
         if not (devices := _openvino_devices()):

@@ -90,7 +90,7 @@ def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
 def compare(
     spec: ModelSpec, kind: str, tensor: TensorSpec, found: Mapping[str, tuple[str, Sequence[int] | None]]
 ) -> None:
-    """Checks a tensor against the model's: -1 is a variable dimension, `None` an unknown rank."""
+    """Checks a configured tensor against the model file: -1 is a variable dimension, `None` an unknown rank."""
     if tensor.name not in found:
         raise ModelLoadFailed(
             f"unexpected inference {kind} '{tensor.name}' for model '{spec.name}', "

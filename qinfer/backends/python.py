@@ -170,7 +170,7 @@ class PythonBackend:
         return "" if self._probe is None else self._probe.poll_answer()
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns resident memory, with children's."""
+        """Returns the resident memory of the host process and its descendants."""
         return self._instance.memory()
 
     def metrics(self) -> Sequence[ModelSeries]:
@@ -385,7 +385,7 @@ def _asked(request: InferRequest) -> HostRequest:
 
 
 class _Names:
-    """The group's, and the lowest unused number."""
+    """The names of instances: the name of the instance group, or else of the model, and the lowest unused number."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -125,7 +125,7 @@ def _lead(spec: ModelSpec, rows: int) -> Shape:
 
 
 def _merged(spec: ModelSpec, tensor: TensorSpec, file: Shape | None) -> Shape:
-    """Returns the dimensions without the batch's, with the file's in place of -1."""
+    """Returns the dimensions without the batch dimension, with the dimension of the file in place of each -1."""
     dims = tensor.seen_dims
     rest = (file or ())[1 if spec.max_batch_size else 0 :]
     if len(rest) != len(dims):

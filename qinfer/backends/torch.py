@@ -111,7 +111,7 @@ def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
 def _torchscript(path: Path, device: torch.device) -> OpenedModel:
     with _deprecations, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the format stays readable
-        module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]  # it is not annotated
+        module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]  # it has no types
     module.eval()
     arguments = module.forward.schema.arguments[1:]
     takes_dict = len(arguments) == 1 and arguments[0].type.kind() == "DictType"

@@ -6,7 +6,7 @@
                     └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
 
 `policy` decides, and the worker does the I/O. At most one batch is placed ahead of busy instances, fetched just before
-a running one ends, so that idle workers get the rest (docs/explanation/batching.md).
+a running one ends, so that idle workers get the other requests (docs/explanation/batching.md).
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Bisection(deque[list[WorkItem]]):
     """
 
     def cut(self, items: Sequence[WorkItem], *, alone: bool = False) -> None:
-        """Puts a batch's halves, or each item, before all others."""
+        """Puts the halves of a batch, or each of its items, before all other items."""
         size = 1 if alone else (len(items) + 1) // 2
         self.extendleft(reversed([list(items[i : i + size]) for i in range(0, len(items), size)]))
 
@@ -93,7 +93,7 @@ _ALL_WAIT = (
 
 
 class Executor(Protocol):
-    """A version's instances with one queue; with sequences each has its own."""
+    """The instances of a version with one queue; for a model with sequences, each instance has its own queue."""
 
     count: int
 
@@ -280,7 +280,7 @@ class Batcher:
         self._outlet.publish_responses(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause_batching(self) -> None:
-        """Gives back waiting items, and awaits the others."""
+        """Gives back waiting items, and awaits the other items."""
         self.paused = True
         self._recall()
         self._drop_lost()

@@ -75,7 +75,7 @@ class ModelCaller(Protocol):
     def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
         """Runs a request with any number of responses, the last of them `final`.
 
-        Waiting for one blocks, and raises on failure. Dropping the iterator cancels it.
+        Waiting for a response blocks, and raises on failure. Dropping the iterator cancels the request.
         """
         ...
 
@@ -84,8 +84,8 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     """A batch that runs or has run.
 
     Attributes:
-        apart: It is part of a batch that raised: don't merge its items with others.
-        earlier: Responses before the final ones, as (item, answer, parameters).
+        apart: Whether it is part of a batch that raised: its items must not be merged with others.
+        earlier: Responses before the final responses, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
         holder: The resources that the execution holds, if the rate limiter limits its model.
         gives_way: Its calls were refused to free the instance; it runs again.

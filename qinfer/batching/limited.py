@@ -26,7 +26,7 @@ class PermittedExecutor(Executor, Protocol):
     permitted: Callable[[], None]
 
     def want(self, count: int, callers: Sequence[ResourceHolder]) -> None:
-        """Waits for `count` permits, and returns surplus ones."""
+        """Waits for `count` permits, and returns surplus permits."""
         ...
 
     def is_held(self, callers: Sequence[ResourceHolder]) -> bool:

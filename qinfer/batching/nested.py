@@ -3,10 +3,10 @@
     level 0   no instance of the model waits for the request
     level n   n instances wait for it
 
-The deepest chain of calls so far needs `depth` instances. Requests of level 0 may use all instances of a worker
-but `depth - 1`, those of level 1 all but `depth - 2`, and so on (resource ordering: Havender, "Avoiding deadlock in
-multitasking systems", 1968), so some chain can always proceed. If a deeper one makes all wait, one execution gives way
-and runs again. Pure.
+The deepest chain of calls so far needs `depth` instances. Requests of level 0 may use all instances of a worker but
+`depth - 1`, those of level 1 all but `depth - 2`, and so on (resource ordering: Havender, "Avoiding deadlock in
+multitasking systems", 1968), so some chain can always proceed. If a deeper chain makes all executions wait, one of them
+gives way and runs again. Pure.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ class NestedRequests:
         self.waiting: list[WorkItem] = []
 
     def split_off(self, items: Sequence[WorkItem]) -> list[WorkItem]:
-        """Takes the nested requests; returns the others."""
+        """Takes the nested requests; returns the other requests."""
         others = [item for item in items if not level(item)]
         if len(others) < len(items):
             nested = [item for item in items if level(item)]

@@ -18,7 +18,7 @@ import msgspec
 from qinfer.models.spec import ModelSpec
 
 _DECAY = 0.98
-"""An observation's weight after each later one: about 50 count."""
+"""The factor by which each later observation lowers an observation's weight, so that about 50 observations count."""
 
 _WINDOW = 32
 """Observations; two windows give the floor."""
@@ -161,13 +161,13 @@ class Item(msgspec.Struct, eq=False):
     """The part of a request that the policy reads.
 
     Attributes:
-        rows: Its size along the batch dimension, or 1.
+        rows: The size of the request along the batch dimension, or 1.
         key: Only items with equal keys may share a batch (`assemble.key_function`).
-        alone: It may have killed a worker, and must not share a batch.
-        level: Its priority level, 1 = the highest; 0 without levels.
-        queue_deadline_s: The end of its queue timeout; unused with `Rules.prefetch`.
-        delays: The timeout moves it behind the others of its level (Triton's DELAY).
-        delayed: It was delayed before it came here.
+        alone: Whether the request may have killed a worker, and must not share a batch.
+        level: The priority level, from 1 = the highest; 0 for a model without levels.
+        queue_deadline_s: The end of the queue timeout; unused with `Rules.prefetch`.
+        delays: Whether the timeout moves the request behind the others of its level (Triton's DELAY).
+        delayed: Whether the request was delayed before this batcher got it.
     """
 
     rows: int
@@ -256,7 +256,7 @@ class Rules:
 
 
 class FreeSlots(msgspec.Struct, frozen=True):
-    """Idle instances, and a place ahead of busy ones."""
+    """The number of idle instances, and a place ahead of busy instances."""
 
     idle: int
     ahead: int = 0
@@ -313,7 +313,7 @@ def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
 def is_worth_filling(run: Sequence[Item], now_s: float, rules: Rules, latency: Latency) -> bool:
     """Returns whether a short batch should wait for one more fetch.
 
-    It should if a full batch executes more rows per second, and no request would expire.
+    The batch should fill up if a full batch executes more rows per second, and no request would expire.
     """
     rows = sum(item.rows for item in run)
     short_s, full_s = latency.estimate_s(rows), latency.estimate_s(rules.max_rows)

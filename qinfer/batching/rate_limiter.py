@@ -7,8 +7,9 @@ at once, and the waiting instance with the lowest *score* (executions x priority
 
 Three rules go beyond Triton's, where the first waiting instance blocks all others (issue #8358 of its server):
 
-- An instance that can't go yet reserves its units: it blocks only instances that need the same ones, and never starves.
-- A *callee*, whose model is called by an execution that holds resources, goes before all others.
+- An instance that can't go yet reserves its units: it blocks only instances that need the same units, and never
+  starves.
+- A *callee*, whose model is called by an execution that holds resources, goes before all other instances.
 - A callee uses its caller's units of a resource that both need.
 """
 
@@ -36,7 +37,7 @@ Needs = Mapping[Resource, int]
 
 
 Own = Needs | None
-"""Units to take; `None` = it waits for a caller's."""
+"""Units to take; `None` = the instance waits for units that a caller holds."""
 
 
 def needs_of(group: InstanceSpec) -> dict[Resource, int]:
@@ -48,7 +49,7 @@ def needs_of(group: InstanceSpec) -> dict[Resource, int]:
 def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource, int]:
     """Returns the units of each needed resource: as configured, or the largest need.
 
-    With any maximum configured, others are 0, as in Triton.
+    If any maximum is configured, a resource without one has 0 units, as in Triton.
     """
     most = _largest(needs)
     for resource in most if given else ():
@@ -132,13 +133,13 @@ class LimitedInstance:
         self.granted = granted
         self.executions = 0
         self.order = 0
-        """0 = it does not wait."""
+        """The place of the instance among those that wait; 0 = the instance does not wait."""
         self.callers: tuple[ResourceHolder, ...] = ()
         self.grant: ResourceGrant | None = None
 
     @property
     def score(self) -> int:
-        """The lowest goes first."""
+        """The score of the instance; the waiting instance with the lowest score goes first."""
         return self.executions * self.priority
 
 
@@ -228,7 +229,7 @@ class Ledger:
             self._give_up(grant, resource, count - grant.lent.get(resource, 0))
 
     def idle(self, name: str) -> int:
-        """Returns unused global units here; negative = too few."""
+        """Returns the unused global units of this worker; negative = it has too few."""
         return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
 
     def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[ResourceHolder]) -> str:

@@ -493,7 +493,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         if error is None:
             return
         if isinstance(error, Cancelled) and any(stream.is_over for stream in self.streams):
-            # One caller's cancellation must not cancel others.
+            # One caller's cancellation must not cancel other callers.
             error = self.error = InferenceFailed(_LEFT)
         for stream in self.streams:
             if told := self._ended_by(error, stream):

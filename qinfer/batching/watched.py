@@ -287,7 +287,7 @@ class _TimedContext:
         """Does nothing."""
 
     def overdue_error(self, error: BaseException) -> QinferError:
-        """Returns the limit's error in place of its interruption's."""
+        """Returns the error of the passed limit in place of the error that the interruption raised."""
         assert self.overdue is not None
         if isinstance(error, SequenceLost):
             return SequenceLost(f"{self.overdue.message}, and its process had the state in memory")

@@ -81,7 +81,7 @@ class RouteTally:
 
 @dataclass(slots=True)
 class RouteTotals:
-    """The counts of one route in all bridges, including ended ones; gauges cover the live `processes`."""
+    """The counts of one route in all bridges, including ended bridges; gauges cover the live `processes`."""
 
     counts: Mapping[str, int]
     processes: int = 0
@@ -195,7 +195,7 @@ class RouteUse(msgspec.Struct, frozen=True):
 
 
 class BridgeUses(msgspec.Struct, frozen=True):
-    """One bridge's messages in hand, by route."""
+    """The messages that one bridge holds, by route."""
 
     process: str
     routes: Mapping[str, RouteUse]
@@ -221,7 +221,7 @@ class BridgeReports:
         self._records = StoredRecords()
 
     async def put(self, report: BridgeReport, ttl_s: float) -> None:
-        """Stores a bridge's messages in hand, for `ttl_s`, and adds its counts, once for each number.
+        """Stores for `ttl_s` how many messages a bridge holds, and adds its counts once for each report number.
 
         A report that arrives after its successor has no effect.
         """

@@ -33,8 +33,8 @@ def bridge(
 ) -> None:
     """Move messages from a queue to a model, and the predictions to a queue: RabbitMQ, Redis, SQS and others.
 
-    Any number of bridges may run, also with the same file. SIGTERM drains: messages in progress are finished, the rest
-    stay in their queue.
+    Any number of bridges may run, also with the same file. SIGTERM drains: messages in progress are finished, all other
+    messages stay in their queue.
 
     While Redis is unreachable at the start, a bridge waits for it.
 

@@ -46,7 +46,7 @@ class GatewayClient(Client):
         return self._on_endpoint("GET", name)
 
     def endpoint_differences(self, name: str) -> dict[str, Any]:
-        """Returns the differences between a shadow's answers and the stable target's."""
+        """Returns the differences between the answers of shadows and those of the stable target."""
         return self._on_endpoint("GET", name, suffix="/differences")
 
     def put_endpoint(self, name: str, declaration: Mapping[str, Any]) -> dict[str, Any]:

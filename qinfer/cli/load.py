@@ -1,6 +1,6 @@
 """The load generator of `qinfer bench`: keep-alive connections that repeat one prepared request.
 
-A minimal HTTP/1.1 client: general ones cost more than the server that they measure.
+A minimal HTTP/1.1 client: a general client costs more than the server that it measures.
 
     Connection           the same request over and over
     StreamConnection     the same, answered by a stream

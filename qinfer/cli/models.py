@@ -63,7 +63,7 @@ def sync_models(
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Make a repository's content the desired state: load new and changed models, unload removed ones.
+    """Make a repository's content the desired state: load new and changed models, unload removed models.
 
     Exit codes: 0 done (with --wait: all models are ready), 1 a model can't be read, or with --wait can't be loaded, 69
     with --wait: a model is not ready in time.
@@ -170,7 +170,7 @@ def load_model(
 
 @app.command("unload", epilog=UNLOAD_EXAMPLE, short_help="Unload a model.")
 def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Unload a model: new requests are refused, waiting ones are answered. Requires control mode explicit."""
+    """Unload a model: new requests are refused, waiting requests are answered. Requires control mode explicit."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client, _with_remedy():

@@ -32,7 +32,7 @@ LOOK_S = 1.0
 
 
 class PinRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A pin of a model version; an empty `content_hash` allows any."""
+    """A pin of a model version; an empty `content_hash` allows any content."""
 
     reason: str
     holder: str
@@ -76,7 +76,7 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a model version; `rows` are those of requests, `work_s` is one worker's time for all."""
+    """The work of a model version; `rows` are those of requests, `work_s` is the time of one worker for all work."""
 
     model: str
     version: int
@@ -135,8 +135,8 @@ class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker.
 
-    `state` is `ready`, `loading`, `draining`, or `trouble` after a failed load. `clock_offset_s` = Redis' time minus
-    its own.
+    `state` is `ready`, `loading`, `draining`, or `trouble` after a failed load. `clock_offset_s` is Redis' time minus
+    the worker's time.
     """
 
     id: str
@@ -224,7 +224,7 @@ def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[S
 async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = math.inf) -> Overview:
     """Reads an overview from open connections."""
     now_s = delivery.clock.now_s()
-    # First: must not be ahead of the rest.
+    # The workers are read first, because they must not be newer than the other data.
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]
     desired = await store.desired()
     stored = await store.models(desired)

@@ -86,7 +86,7 @@ def workers(
     """Show the live workers and bulk workers.
 
     State is ready, loading, draining, or trouble if a model could not be loaded. Clock is Redis' time minus the
-    worker's. The rows below show executions that have lasted for more than a second, with their start.
+    worker's time. The rows below show executions that have lasted for more than a second, with their start.
     """
     from qinfer.cli.overview import redis_settings, run_overview
     from qinfer.cli.tables import workers_tables

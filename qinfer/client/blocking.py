@@ -131,7 +131,7 @@ class Client(ModelCalls):
             inputs: The inputs by name, with the batch dimension if the model has one: numpy arrays of the model's
                 datatypes; lists, for which the client reads the datatypes from the model's metadata; or
                 `qinfer.tensors.Tensor`, for instance for BF16.
-            version: The version; `None` = the highest ready one.
+            version: The version; `None` = the highest ready version.
             outputs: The outputs to return; `None` = all.
             parameters: Custom parameters for the backend, and Triton's own, such as `timeout` in microseconds. A step
             of a
@@ -139,7 +139,7 @@ class Client(ModelCalls):
             priority: The priority level, 1 the most urgent; 0 = the model's default.
             id: An id that the result echoes.
             timeout_s: How long the call may take; `None` = the client's `timeout_s`.
-            headers: Headers of this request, besides the client's.
+            headers: Headers of this request, besides those of the client.
 
         Raises:
             InvalidRequest: The inputs do not fit the model.
@@ -196,11 +196,11 @@ class Client(ModelCalls):
             model: The model's name; it gives one response per request.
             inputs: The inputs by name, without the batch dimension: `{"text_input": "…"}`. Numbers, texts, lists and
                 arrays; a name that is not an input is a parameter.
-            version: The version; `None` = the highest ready one.
+            version: The version; `None` = the highest ready version.
             parameters: Custom parameters for the backend.
             id: An id that the answer echoes.
             timeout_s: How long the call may take; `None` = the client's `timeout_s`.
-            headers: Headers of this request, besides the client's.
+            headers: Headers of this request, besides those of the client.
 
         Returns:
             The outputs by name, with `model_name` and `model_version`.
@@ -387,7 +387,7 @@ class Client(ModelCalls):
         Args:
             model: The model's name.
             correlation_id: The sequence's id; an open one is begun anew. `None` = a random number.
-            version: The version, on which the sequence stays; `None` = the highest ready one.
+            version: The version, on which the sequence stays; `None` = the highest ready version.
 
         Raises:
             InvalidRequest: The id is neither a positive integer below 2**64 nor a text.

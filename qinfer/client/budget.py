@@ -41,7 +41,7 @@ class RetryBudget:
     def take(self, now_s: float, longest_s: float) -> float | None:
         """Takes a token for a repetition; returns the seconds until it is available.
 
-        If that is longer than `longest_s`, it takes no token and returns `None`.
+        If the wait is longer than `longest_s`, the call takes no token and returns `None`.
         """
         if self._share is None:
             return 0.0

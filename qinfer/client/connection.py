@@ -29,7 +29,7 @@ class Pool(Generic[C]):
     """A pool of HTTP clients of one connection each, last in first out.
 
     httpx's own pool compares each pair of its connections for each request: with 64 of them that takes longer than the
-    request. The callers bound the number of connections, and calls do not wait for others'.
+    request. The callers bound the number of connections, and a call does not wait for the connections of other calls.
     """
 
     def __init__(self, make: Callable[[], C]) -> None:

@@ -47,7 +47,7 @@ _ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 class JobOptions(TypedDict, total=False):
-    """The options of a job besides model, inputs and output; the server has defaults for all.
+    """The options of a job besides model, inputs and output; the server has defaults for all of them.
 
     Attributes:
         id: An id of your own, so that a repeated submission finds the job; by default each call makes one job.
@@ -60,7 +60,7 @@ class JobOptions(TypedDict, total=False):
         columns: Input tensor → its column, a list of scalar columns that are its elements, or
             `{"columns": […], "shape": […], "null": …}`; by default the column has the tensor's name.
         tensors: The output tensors to ask for and to write; by default all.
-        output_columns: Output tensor → the name of its column; by default the tensor's.
+        output_columns: Output tensor → the name of its column; by default the tensor's name.
         top_k: Output tensor → the number of its greatest elements to write instead of all, with indices and labels.
         key: The column that identifies rows, copied to the output; by default file, row group and row number.
         passthrough: Columns to copy to the output; `["*"]` = all.

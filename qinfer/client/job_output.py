@@ -90,7 +90,7 @@ def read_output(
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Converts the errors of a store's driver to qinfer's.
+    """Converts the errors of a store's driver to errors of qinfer.
 
     Raises:
         ResultNotFound: A file is missing.

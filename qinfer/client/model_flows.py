@@ -56,7 +56,7 @@ def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inpu
 
 
 def forget_datatypes(policy: Policy, model: str, version: int | None) -> None:
-    """Forgets a model's datatypes, because it may have been loaded with others."""
+    """Forgets the datatypes of a model, because it may have been loaded with other datatypes."""
     policy.datatypes.pop((model, version or 0), None)
 
 
@@ -129,7 +129,7 @@ def unload(policy: Policy, model: str, *, unload_dependents: bool) -> Flow[None]
 
 
 def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
-    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one."""
+    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready version."""
     path = f"/{api}/models/{path_part('the model', model)}"
     return f"{path}/versions/{version}" if version else path
 

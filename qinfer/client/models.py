@@ -51,7 +51,7 @@ class ModelCalls(ABC):
 
         Args:
             model: The model's name; `None` = all models.
-            version: The version; `None` = each.
+            version: The version; `None` = every version.
 
         Raises:
             InvalidRequest: The model or version is not available.
@@ -82,7 +82,7 @@ class ModelCalls(ABC):
         self._run_flow(model_flows.load(self._policy.within(timeout_s), model, config, files))
 
     def unload(self, model: str, *, unload_dependents: bool = False) -> None:
-        """Unloads a model: new requests are refused, waiting ones are answered.
+        """Unloads a model: new requests are refused, waiting requests are answered.
 
         Args:
             model: The model's name.

@@ -1,7 +1,7 @@
 """The responses of a stream: server-sent events read piece by piece, and their results.
 
 Pure, so that both clients share it. Gateways send the events `response` and `error`, and `state` of a stored request;
-others are skipped (docs/reference/http-api.md, "Streams with exact tensors").
+other events are skipped (docs/reference/http-api.md, "Streams with exact tensors").
 """
 
 import binascii
@@ -109,7 +109,7 @@ def error_of(data: bytes) -> QinferError:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object; anything else is an empty one."""
+    """Parses a JSON object; any other text gives an empty object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -185,11 +185,11 @@ class Send(NamedTuple):
 
     Attributes:
         hold_s: How long the gateway is asked to hold the answer back, in addition to the call's timeout.
-        timeout_s: How long to wait for the reply; set for each attempt.
+        timeout_s: The longest wait for the reply; set for each attempt.
         base: The URL of the gateway; set for each attempt.
-        repeats: It may be sent again although it may have been executed.
-        hedges: It may be sent twice at a time: the server executes it at most once.
-        streams: A successful reply is left unread, for the caller of the flow to read and close.
+        repeats: Whether the request may be sent again although it may have been executed.
+        hedges: Whether the request may be sent twice at a time: the server executes it at most once.
+        streams: Whether a successful reply is left unread, for the caller of the flow to read and close.
     """
 
     method: str
@@ -298,7 +298,7 @@ class Policy(NamedTuple):
         return self.gateways.current.shown
 
     def within(self, timeout_s: float | None) -> "Policy":
-        """Returns the policy of a call with its own timeout; `None` keeps the client's."""
+        """Returns the policy of a call with its own timeout; `None` keeps the timeout of the client."""
         if timeout_s is None:
             return self
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:

@@ -49,7 +49,7 @@ def _check_concurrency(concurrency: int) -> None:
 
 
 class _Reorder(Generic[T]):
-    """Holds answers back until all earlier ones have been handed out."""
+    """Holds answers back until all earlier answers have been handed out."""
 
     def __init__(self, *, ordered: bool) -> None:
         self._ordered = ordered
@@ -58,7 +58,7 @@ class _Reorder(Generic[T]):
 
     @property
     def held(self) -> int:
-        """The number of answers that wait for an earlier one."""
+        """The number of answers that wait for an earlier answer."""
         return len(self._held)
 
     def add_answer(self, index: int, value: T) -> Iterator[tuple[int, T]]:

@@ -49,15 +49,15 @@ MAX_WEIGHT = 1000
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the file; its quotas are the tenant's, the same for all its keys.
+    """One entry of the file; its quotas are those of the tenant, the same in all keys of the tenant.
 
     Attributes:
         id: The key's name, for people.
-        rate_per_s: 0 = no limit.
+        rate_per_s: The most requests per second; 0 = no limit.
         burst: Requests at once before the rate counts; 0 = a second's worth, at least 1.
         max_in_flight: Unanswered requests; 0 = no limit. An asynchronous request is answered when it is accepted.
         weight: The tenant's share of a contended model, in proportion to the others' weights.
-        expires_at: From then it is refused; `None` = never.
+        expires_at: The time from which the key is refused; `None` = never.
     """
 
     id: Name
@@ -169,7 +169,8 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta | None = None) -> tuple[ApiKey, str]:
     """Makes a key with the rights of another, which expires after `overlap`.
 
-    Without a `lifetime`, it gets the old one's. Returns the entry, and the key, which is stored nowhere.
+    Without a `lifetime`, the new key gets the lifetime of the old one. Returns the entry, and the key, which is stored
+    nowhere.
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):

@@ -42,8 +42,8 @@ class ServerClock:
     def observe(self, broker_time_s: float, sent_s: float, received_s: float) -> None:
         """Takes one reading of Redis `TIME`, with the monotonic times of the command and its reply.
 
-        It is right within half the round trip. A sharper reading replaces the offset. A blunter one does so only if it
-        contradicts it; the offset's error grows by 0.1 ms a reading, for 20 ppm of drift at a reading each 5 s.
+        A reading is right within half the round trip. A sharper reading replaces the offset. A blunter one does so only
+        if it contradicts it; the offset's error grows by 0.1 ms a reading, for 20 ppm of drift at a reading each 5 s.
         """
         half_trip_s = (received_s - sent_s) / 2
         offset_s = broker_time_s - (sent_s + half_trip_s)

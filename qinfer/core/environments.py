@@ -13,7 +13,7 @@ PREFIX = "QINFER_"
 """The beginning of settings' variables, in any case."""
 
 ALLOW_INSPECTION = f"{PREFIX}ALLOW_INSPECTION"
-"""All processes get it, for debuggers."""
+"""The variable that lets debuggers inspect qinfer's processes; all processes get it."""
 
 _SYSTEM = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "NO_COLOR", "FORCE_COLOR", "COLUMNS",
@@ -39,7 +39,7 @@ _SERVICES = (
 
 
 class ProgramRole(NamedTuple):
-    """Sections and other settings of a program, without the `withheld` ones (`section.name`)."""
+    """Sections and other settings of a program, without those that are `withheld` (`section.name`)."""
 
     settings: frozenset[str]
     withheld: frozenset[str] = frozenset()

@@ -21,7 +21,8 @@ Scalar = bool | int | float | str
 class SequenceFlags(msgspec.Struct, frozen=True, array_like=True):
     """The sequence flags of a request (reference §3.4).
 
-    `step` is the caller's number of the request, 1, 2, …; 0 = none: a repeated request is another step.
+    `step` is the number, from 1, that the caller gave the request. A request with 0 has no number: its repetition is
+    another step.
     """
 
     id: int | str
@@ -35,14 +36,14 @@ class SequenceFlags(msgspec.Struct, frozen=True, array_like=True):
         return self.id
 
     def told(self, told_id: int | str) -> "SequenceFlags":
-        """Returns the flags with the model's id in place of the caller's."""
+        """Returns the flags with `told_id`, which the model sees, in place of the caller's id."""
         if told_id == self.id:
             return self
         return ToldSequence(told_id, self.start, self.end, self.step, given_id=self.callers_id)
 
 
 class ToldSequence(SequenceFlags, frozen=True, array_like=True):
-    """The flags with the model's id in place of `given_id`, the caller's; local to a process."""
+    """The flags with the id that the model sees; `given_id` is the caller's id. They never leave the process."""
 
     given_id: int | str = 0
 
@@ -56,10 +57,10 @@ class ResourceHolder(msgspec.Struct, frozen=True, array_like=True):
     """An execution that waits for a call of another model.
 
     Attributes:
-        token: Unique among all workers; empty = it holds nothing: an ensemble, or a decoupled model whose `execute` has
-            returned.
-        units: Its units of global resources.
-        depth: Its place in the chain of calls, from 1.
+        token: An id that is unique among all workers; empty = the execution holds nothing: an ensemble, or a decoupled
+            model whose `execute` has returned.
+        units: The units of global resources that the execution holds.
+        depth: The place of the execution in the chain of calls, from 1.
     """
 
     token: str
@@ -133,8 +134,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
     The fields `inputs_digest`, `step_key`, `endpoint`, `assigned`, `moves` and `made_for` are local to a process.
 
     Attributes:
-        version: The dispatcher replaces 0 by the highest ready one.
-        id: qinfer's own.
+        version: The model's version; the dispatcher replaces 0 by the highest ready version.
+        id: The id that qinfer gives the request.
         client_id: The `id` from the client, echoed in the reply; may be empty, need not be unique.
         outputs: The names wanted; empty = all.
         priority: 0 = the model's default.
@@ -198,7 +199,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_error(cls, error: BaseException) -> "Failure":
-        """Describes an error; foreign ones as `internal`, without their text."""
+        """Describes an error; an error of another library becomes `internal`, without its text."""
         if isinstance(error, QinferError):
             return cls(error.code.value, error.message, error.retryable)
         return cls(ErrorCode.INTERNAL.value, "internal error; the server's log has the request id", False)
@@ -208,10 +209,10 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """One response to a request.
 
     Attributes:
-        outputs: Empty with a failure, and in a decoupled model's empty final response.
-        attempt: The execution that made it; readers follow one only.
-        index: Within the attempt.
-        stored: The outputs are stored beside the reply stream (`Queue.take_result`).
+        outputs: The outputs; empty with a failure, and in a decoupled model's empty final response.
+        attempt: The execution that made the response; readers follow only one execution.
+        index: The number of the response within the attempt.
+        stored: Whether the outputs are stored beside the reply stream (`Queue.take_result`).
         parameters: Values besides the outputs (reference §1.6).
         credit_to: Gets `Credit`s, if its worker limits this stream by a window; empty on final responses.
         cache: The look-up in the response cache; local to a process.
@@ -276,7 +277,7 @@ def _base32(value: int, characters: int) -> str:
 class IdFactory:
     """Makes ULIDs: 48 bits of milliseconds, 60 random bits drawn anew every 2^20 ids, and a counter of 20 bits.
 
-    Ids of one factory ascend within a draw; those of different ones collide with a chance of 2^-60 a millisecond.
+    Ids of one factory ascend within a draw; ids of different factories collide with a chance of 2^-60 a millisecond.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncio import StreamReader
 
 LENGTH = struct.Struct("<I")
-"""Each message is msgpack, behind its length."""
+"""The length in front of each message, which is msgpack."""
 MAX_BYTES = 2**32 - 1
 
 SWITCH_INTERVAL_S = 0.0001

@@ -6,7 +6,7 @@ import random
 import time
 
 REMIND_S = 60.0
-"""Between log lines of an outage that affects many."""
+"""Seconds between the log lines of an outage that affects many requests."""
 
 PATIENCE_S = 5.0
 """An ending, idle process waits this long for a service that is away."""
@@ -18,7 +18,7 @@ def pause_s(failures: int, first_s: float, longest_s: float) -> float:
     """Returns 0, then `first_s`, doubled with each failure in a row."""
     if failures <= 0:
         return 0.0
-    doublings = min(failures - 1, 64)  # more exceeds any bound
+    doublings = min(failures - 1, 64)  # more doublings exceed any bound
     return min(first_s * 2.0**doublings, longest_s)
 
 

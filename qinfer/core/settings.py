@@ -264,7 +264,7 @@ class StoreSettings(Section):
     def grant_of(self, tenant: str, *, is_shared: bool = False) -> UrlGrant:
         """Returns a tenant's URL prefixes; `is_shared` = other tenants have keys.
 
-        A worker does not know that: the gateway's grant is narrowed to the worker's.
+        A worker does not know that: it narrows the gateway's grant to its own prefixes.
         """
         every = UrlGrant(self.allow, self.allow)
         if (own := self.tenants.get(tenant)) is not None:

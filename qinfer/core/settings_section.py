@@ -4,6 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A section: its fields are set once, and unknown ones are refused."""
+    """A section: its fields are set once, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

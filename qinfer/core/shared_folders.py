@@ -1,4 +1,4 @@
-"""Folders that the processes of a machine share: each process holds those in use, and unused ones are removed.
+"""Folders that the processes of a machine share: each holds the folders that it uses, and unused folders are removed.
 
 A folder is complete once it has its mark, a file that is made last. A shared lock holds it, which ends with the
 process.

@@ -87,7 +87,7 @@ def is_below(url: str, prefix: str) -> bool:
 def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
     """Returns a tenant's own folder in each allowed store.
 
-    A store within another has none: they would be in the folder of a tenant with the store's name.
+    A tenant has no folder in a store within another store: it would be in the folder of a tenant with the store's name.
     """
     if tenant in ("", ".", ".."):  # no folder has such a name
         return ()

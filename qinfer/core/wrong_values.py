@@ -1,4 +1,4 @@
-"""Plain words for wrong values of settings and documents, in place of pydantic's."""
+"""Plain words for wrong values of settings and documents, in place of pydantic's texts."""
 
 from collections.abc import Callable
 from typing import Any

@@ -32,7 +32,7 @@ _MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # for guessing the intended name
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
     """Checks that a file's columns fit the model, and that output columns have different names.
 
-    Names that differ only in case are rejected only here, since shards of earlier releases may have some.
+    Names that differ only in case are rejected only here, since shards of earlier releases may have such names.
     """
     found = list(islice(_untyped(spec, model, schema), _MOST_PROBLEMS))
     schema = typed(schema)

@@ -1,7 +1,7 @@
 """A pool of examiners (`qinfer.jobs.examiner`) that parse files for gateways and bulk workers.
 
-A process serves one request at a time. The pool starts more when several requests come at once, and replaces dead ones;
-while one lives, requests wait for it rather than a start.
+A process serves one request at a time. The pool starts more examiners when several requests come at once, and replaces
+dead examiners; while one lives, requests wait for it rather than for a start.
 """
 
 import asyncio
@@ -96,8 +96,8 @@ class ExaminerDied(QinferError):
 class ExaminerPool:
     """Runs work in examiners, for a process with an event loop.
 
-    They inherit `environment`, with the stores' credentials, but not qinfer's secret settings. An examiner gets
-    `shares` of `bulk.max_examine_bytes`.
+    The processes inherit `environment`, with the stores' credentials, but not qinfer's secret settings. An examiner
+    gets `shares` of `bulk.max_examine_bytes`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ExaminerPool:
         self._inherited = without_settings(environment)
         self._command = command or COMMAND
         self._processes = processes
-        # including starting and ending ones
+        # including examiners that start or end
         self._count = 0
         self._is_starting = False
         self._idle: list[_ExaminerChild] = []
@@ -362,7 +362,7 @@ class _ExaminerChild:
         await self._is_gone.wait()
 
     def kill(self) -> None:
-        if not self._is_gone.is_set():  # its number may be another process's by now
+        if not self._is_gone.is_set():  # another process may have its number by now
             os.kill(self._process.pid, signal.SIGKILL)
 
     async def shut_down(self) -> None:

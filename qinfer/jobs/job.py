@@ -102,7 +102,7 @@ class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     Attributes:
         columns: One column, or several scalar columns that form a row's elements in this order; fields of structs by
             path, such as `image.bytes`.
-        shape: The shape of one row without the batch dimension, -1 where rows differ; empty = the tensor's.
+        shape: The shape of one row without the batch dimension, -1 where rows differ; empty = the shape of the tensor.
         null: Treatment of nulls, in lists as well: `error` fails the row, `nan` makes them not-a-number (in inputs of
             floats), any other value of the input's datatype replaces them. Or column → treatment; columns that are not
             named have `error`.
@@ -559,7 +559,7 @@ def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
 
 
 def _column_path(path: str, body: bytes) -> str:
-    """Adds the tensor's name to paths in `columns`: msgspec leaves it out."""
+    """Adds the tensor's name to paths in `columns`, because msgspec leaves that name out."""
     try:
         given = msgspec.json.decode(body)["columns"]
     except msgspec.DecodeError:  # invalid JSON behind `columns`

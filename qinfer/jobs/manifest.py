@@ -43,9 +43,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         ok: Rows with outputs.
         errors: Rows with an `error_code`.
         schema: The parts' columns, one `name: type` a line.
-        parts: In the order of the inputs' rows.
+        parts: The parts, in the order of the inputs' rows.
         skipped: Unreadable input files; their rows are in no part.
-        created_at: In seconds since 1970.
+        created_at: The time at which the manifest was made, in seconds since 1970.
         ended_at: The end of a job with an incomplete output, in seconds since 1970.
     """
 

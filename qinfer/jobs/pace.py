@@ -9,7 +9,7 @@ from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 _ENOUGH_NS = 3 * 10**9
 """The time after which the speed of jobs counts."""
 _ENOUGH = 3
-"""A batch size counts after this many executions, since first ones are slow."""
+"""A batch size counts after this many executions, since the first executions are slow."""
 
 
 def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> ShardPace:

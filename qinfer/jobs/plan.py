@@ -45,8 +45,8 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         row_group: The row group (Parquet) or record batch (Arrow); -1 = no row group.
-        first_row: Counts within the file.
-        first_in_group: Counts within the row group; in text, after `begin`.
+        first_row: The number of the first row within the file.
+        first_in_group: The number of the first row within the row group; in text, after `begin`.
         begin: The offset of a cut point of text.
         size_bytes: 0 = unknown, of an earlier qinfer.
     """
@@ -83,7 +83,7 @@ class BadFile(msgspec.Struct, frozen=True):
     """An input file that can't be read.
 
     Attributes:
-        url: Its location.
+        url: The location of the file.
         reason: The fault, as the end of a sentence that begins with the URL.
     """
 
@@ -107,9 +107,10 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model_hash: The hash of the model's files at planning, and of an ensemble's steps.
         schema: The inputs' columns, as workers read them (`schemas.decode_schema`).
-        created_at: In seconds since 1970; distinguishes jobs of the same id. 0 = unknown, of an earlier qinfer.
+        created_at: The job's creation, in seconds since 1970, which distinguishes jobs of the same id; 0 = unknown,
+            because an earlier qinfer made the plan.
         not_copied: Descriptions of the first fields with values of several kinds.
-        executes: Of an ensemble: itself, then the models of its steps.
+        executes: The versions that an ensemble executes: itself, then the models of its steps.
     """
 
     job_id: str
@@ -301,8 +302,8 @@ class SkippedFiles(msgspec.Struct, frozen=True):
     """The unreadable input files that a job skipped.
 
     Attributes:
-        total: How many files were skipped.
-        first: The first of them; the manifest has all.
+        total: The number of files that were skipped.
+        first: The first of these files; the manifest has all.
     """
 
     total: int = 0

@@ -15,7 +15,7 @@ import msgspec
 from qinfer.jobs.plan import Range, Shard, read_stored
 
 FAN_OUT = 8
-"""A range in which a worker died is cut into this many; successful ranges grow likewise."""
+"""The number of ranges into which a range is cut in which a worker died; successful ranges grow by it."""
 
 WORKERS = 2
 """A row alone in its range fails after this many different workers died."""
@@ -25,7 +25,7 @@ MOST_DEATHS = 5
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16
-"""Beyond these deadly rows, or deaths outside of ranges, a shard is given up."""
+"""The most deadly rows of a shard, and the most deaths outside of ranges; a shard with more is given up."""
 
 CHECKPOINTS = "_resume"
 """The folder of pieces of unfinished shards."""
@@ -56,7 +56,7 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowSpan(NamedTuple):
-    """The rows to run next; deadly ones fail without execution."""
+    """The rows to run next; deadly rows fail without execution."""
 
     first: int
     stop: int

@@ -1,6 +1,6 @@
 """Cuts input files into shards. Pure and deterministic.
 
-The order of the inputs is kept. Small row groups share a shard, and huge ones are cut; each row is in exactly one
+The order of the inputs is kept. Small row groups share a shard, and huge row groups are cut; each row is in exactly one
 shard.
 """
 
@@ -44,8 +44,8 @@ class ShardSizes(NamedTuple):
     Attributes:
         rows: Small row groups are joined up to this size.
         whole: Row groups up to this size are not cut, since reading from within one means reading the rows before.
-        first: Rows of the first shards; 0 = like the others.
-        least: Rows of the last shards; 0 = like the others.
+        first: Rows of the first shards; 0 = like the other shards.
+        least: Rows of the last shards; 0 = like the other shards.
     """
 
     rows: int

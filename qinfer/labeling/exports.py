@@ -20,9 +20,9 @@ class Task(NamedTuple):
     """A task and its prediction, for formats.
 
     Attributes:
-        number: Its place among all, from 1.
-        key: The value of its key column, or else the number.
-        data: Its fields as JSON.
+        number: The place of the task among all tasks, from 1.
+        key: The value of the task's key column, or else the number.
+        data: The fields of the task, as JSON.
         prediction: The model's prediction.
     """
 
@@ -36,7 +36,7 @@ class Format(NamedTuple):
     """A format of pre-annotations.
 
     Attributes:
-        name: Its name.
+        name: The name of the format.
         items: Makes a task's items: JSON values, or for the layout `labels` pairs of key and value.
         problems: Yields why a mapping's results do not fit it.
         layout: How items become a file.
@@ -92,7 +92,7 @@ def _encode(value: object) -> bytes:
 def _argilla_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
     """Yields a record for Argilla 2's `rg.Record.from_dict` and `dataset.records.from_json`.
 
-    Fields are the texts of the model's inputs, or else all texts; the rest is metadata.
+    Fields are the texts of the model's inputs, or else all texts; all other values are metadata.
     """
     seen = {each.field for each in mapping.inputs.values()}
     texts = {name: value for name, value in task.data.items() if isinstance(value, str)}

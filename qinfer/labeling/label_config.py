@@ -41,7 +41,7 @@ class LabelConfig:
 
 @lru_cache(maxsize=_REMEMBERED)
 def parse_label_config(xml: str) -> LabelConfig:
-    """Parses a label config; caches the last ones, as Label Studio sends it with every call."""
+    """Parses a label config; caches recent configs, because Label Studio sends one with every call."""
     if len(xml) > MAX_CHARACTERS:
         raise InvalidRequest(f"the label config has {len(xml)} characters; at most {MAX_CHARACTERS} are read")
     if not xml.strip():

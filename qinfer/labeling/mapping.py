@@ -235,17 +235,17 @@ class Mapping(BaseModel):
     """A mapping of labeling tasks to one model, read by `load_mapping`.
 
     Attributes:
-        name: Its name, unique among the mappings of a gateway.
+        name: The name of the mapping, unique in a gateway.
         model: The model that is asked.
         version: The model's version; 0 = the highest that is ready.
         project: The Label Studio projects that use it; empty = any project of the model.
         tenant: The tenants that may use it; empty = all.
         mode: `predict`: predictions are answered at once; `push`: tasks are queued and predictions sent later, for
             models that take longer than Label Studio waits.
-        priority: The priority of its requests; 0 = the model's default.
+        priority: The priority of the mapping's requests; 0 = the model's default.
         inputs: The model's input → the field of a task that it is made of.
         results: One rule for each control of the label config that gets predictions.
-        score: A task's confidence: the `mean`, `min` or `max` of its results'.
+        score: The confidence of a task: the `mean`, `min` or `max` of the confidences of its results.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -276,7 +276,7 @@ class Mapping(BaseModel):
             label_config: The result of `parse_label_config`.
 
         Raises:
-            InvalidRequest: They do not fit; the message names every problem, one a line.
+            InvalidRequest: The mapping does not fit; the message names every problem, one a line.
         """
         if found := [*self._problems(spec, label_config)]:
             raise InvalidRequest(f"mapping '{self.name}' does not fit: " + "\n".join(found))
@@ -378,7 +378,7 @@ class Mappings:
         return iter(self._mappings)
 
     def for_model(self, model: str, project: int | None = None) -> Mapping:
-        """Returns the project's own mapping for a model, else the one for any project."""
+        """Returns the project's own mapping for a model, else the mapping for any project."""
         found = self._found.get((model, project)) or self._found.get((model, None))
         if found is None:
             known = ", ".join(sorted({mapping.model for mapping in self._mappings})) or "none"
@@ -407,7 +407,7 @@ def load_mapping(path: str | Path) -> Mapping:
     """Reads one mapping file.
 
     Raises:
-        SettingsError: It can't be read or is invalid; the message names file and field.
+        SettingsError: The file can't be read or is invalid; the message names file and field.
     """
     path = Path(path)
     fields = _read_fields(path)

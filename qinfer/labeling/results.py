@@ -36,7 +36,7 @@ class Choice(msgspec.Struct, frozen=True):
 class Box(msgspec.Struct, frozen=True):
     """A rectangle on an image, in 0 … 1 of its width and height.
 
-    `size` is the image's in pixels. `category` is the label's id in COCO files; 0 = no id.
+    `size` is the size of the image in pixels. `category` is the label's id in COCO files; 0 = no id.
     """
 
     from_name: str
@@ -174,7 +174,7 @@ def _names(rule: ChoicesRule, outputs: Outputs) -> list[str]:
 
 
 Class = tuple[str, int]
-"""The model's name of a label, and its place in the rule, or -1."""
+"""The name that the model gives a label, and the label's place in the rule; -1 = the rule has no such label."""
 
 _SMALLEST = 1e-6
 """A share of the image's width and height."""
@@ -248,7 +248,7 @@ def _category(rule: RectanglesRule, number: int) -> int:
 
 
 def _edges(boxes: Numbers, rule: RectanglesRule, size: tuple[float, float] | None) -> Numbers:
-    """Returns left, upper, right and lower edges in 0 … 1, cut at the image's; 0 for a box with a NaN."""
+    """Returns left, upper, right and lower edges within the image, in 0 … 1; all are 0 for a box with a NaN."""
     if rule.units == "pixel":
         whole = rule.resized_to or size or (1.0, 1.0)  # without both there are no boxes
     else:

@@ -134,7 +134,7 @@ class RectanglesRule(_LabelRule):
 
 
 class TextRule(_Rule):
-    """Text that the model writes: each element of the output `text`, without empty ones; `score` is one number."""
+    """Text that the model writes: each element of the output `text` that is not empty; `score` is one number."""
 
     type: Literal["textarea"]
     text: Annotated[str, Field(min_length=1)]

@@ -199,7 +199,7 @@ class Catalog:
         return tuple(sorted({*(stored.versions if stored else ()), *(status.versions if status else ())}))
 
     def known(self) -> tuple[str, ...]:
-        """Returns all models, unloaded ones included."""
+        """Returns all models, including those that are not loaded."""
         return self._view.known
 
     def status(self, model: str) -> ModelStatus:

@@ -45,7 +45,7 @@ class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         name: The model's name.
         version: One of its versions; empty for a model that was never loaded, or can't be.
         state: The version's state; empty for a model that was never loaded.
-        reason: Why it is not READY.
+        reason: The reason why the version is not READY.
     """
 
     name: str

@@ -133,5 +133,5 @@ def _kind(text: str) -> ModelKind:
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:
-    """Returns the unknown models among the used ones."""
+    """Returns the unknown models among those that a model uses."""
     return list(dict.fromkeys(use.model for model in models for use in model.uses if use.model not in known))

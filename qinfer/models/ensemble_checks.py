@@ -42,7 +42,7 @@ def is_like(dims: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the decoupled steps, equal for all, that tensors come from."""
+    """Returns the decoupled steps from which a step's tensors come; these must be the same for all of them."""
     first = next(iter(origins), ())
     if any(origin != first for origin in origins):
         raise ModelLoadFailed(

@@ -1,13 +1,13 @@
-"""The plan of an ensemble, with nested ones, and the way of a request through it.
+"""The plan of an ensemble and its nested ensembles, and the way of a request through it.
 
     ModelSpec.steps ── plan_ensemble ──▶ EnsemblePlan ── flow ──▶ Flow
     Flow: start ─▶ step_inputs ─▶ (the caller runs the step) ─▶ put ─▶ step_inputs …
 
 A `Flow` is pure: its caller runs the steps. Steps that no wanted output depends on are left out, as in Triton.
 
-Decoupled steps divide an ensemble into *stages*: the steps before the first one, those behind it, and so on. No step
-reads tensors of two decoupled steps, or of a decoupled step and of the stage before it. Each response of the step that
-ends a stage starts a flow through the next.
+Decoupled steps divide an ensemble into *stages*: the steps before the first decoupled step, the steps behind it, and so
+on. No step reads tensors of two decoupled steps, or of a decoupled step and of the stage before it. Each response of
+the step that ends a stage starts a flow through the next.
 """
 
 from collections import Counter

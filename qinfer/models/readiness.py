@@ -86,8 +86,8 @@ class ModelStatus:
     """A model's state over all live workers.
 
     Attributes:
-        versions: Version → its best state on any worker.
-        error: Why the model can't be loaded at all.
+        versions: Version → the best of its states on all workers.
+        error: The reason why no version of the model can be loaded.
     """
 
     model: str

@@ -27,7 +27,7 @@ class LaneRoute(NamedTuple):
 
 
 class Routes:
-    """The routes of one model version; if `are_plain`, all requests take the default one."""
+    """The routes of one model version; if `are_plain`, all requests take the default route."""
 
     def __init__(self, spec: ModelSpec, version: int) -> None:
         lanes = lanes_of(spec, version)

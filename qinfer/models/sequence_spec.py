@@ -43,8 +43,8 @@ class StateSpec:
     """An implicit state: an input that gets an output of the previous step.
 
     Attributes:
-        initial_dims: Of the first step: those of `initial_state`, else `dims` with 1 for each -1.
-        file: In the model's directory `initial_state`, the bytes of one row; empty = zeros.
+        initial_dims: The dimensions in the first step: those of `initial_state`, else `dims` with 1 for each -1.
+        file: The file with the bytes of one row, in the model's directory `initial_state`; empty = zeros.
         same_buffer: `use_same_buffer_for_input_output`.
         growable: `use_growable_memory`.
     """
@@ -103,7 +103,7 @@ class SequenceSpec:
 
     Attributes:
         slots: Sequences of one instance.
-        max_rows: Of a batch; 1 without a batch dimension.
+        max_rows: The most rows of a batch; 1 without a batch dimension.
         iterative: Each request is a sequence, which executes until the model says that it is done.
         of_steps: The sequences of an ensemble's steps keep the state.
     """

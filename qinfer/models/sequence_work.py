@@ -1,4 +1,4 @@
-"""Demand of sequences: the open ones of each stateful model, and the workers that they need.
+"""Demand of sequences: the open sequences of each stateful model, and the workers that they need.
 
     workers = ⌈open sequences ÷ slots of one worker⌉         sequences that wait for an owner are open, too
 
@@ -24,11 +24,11 @@ class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
     """The sequences of a stateful model.
 
     Attributes:
-        open: Begun and not ended, waiting ones included.
-        waiting: For a worker with a free slot.
-        handed_over: Continued on another worker.
-        lost: Without their state.
-        slots: Of one worker.
+        open: Sequences that have begun and not ended, including waiting sequences.
+        waiting: Sequences that wait for a worker with a free slot.
+        handed_over: Sequences that continued on another worker.
+        lost: Sequences that ended because their state was lost.
+        slots: The slots of one worker.
     """
 
     model: str

@@ -21,7 +21,7 @@ Value = SettingValue
 
 
 def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
-    """Returns a group's values, without cleared ones."""
+    """Returns the values of a group, without cleared values."""
     values: dict[str, Value] = {}
     prefix = f"{group}/"
     for name, document in stored.items():

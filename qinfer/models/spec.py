@@ -15,12 +15,12 @@ class TensorSpec:
     """An input or output of a model.
 
     Attributes:
-        name: Its name.
-        datatype: Its wire datatype, such as `FP32`.
-        dims: Without the batch dimension; -1 is variable.
-        optional: A request may leave out this input.
-        ragged: Its variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the model file
-            has one dimension for it.
+        name: The name of the tensor.
+        datatype: The wire datatype, such as `FP32`.
+        dims: The dimensions without the batch dimension; -1 is variable.
+        optional: Whether a request may leave out this input.
+        ragged: Whether the variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the
+            model file has one dimension for it.
         reshape: The dimensions that the model sees instead, if they differ.
         labels: The names of an output's classes (`label_filename`).
     """
@@ -50,8 +50,8 @@ class QueuePolicy:
     """The queue policy of one priority level (reference §3.3, queue policy).
 
     Attributes:
-        max_queue_size: 0 = the lane's capacity.
-        timeout_s: The longest wait; 0 = until the deadline.
+        max_queue_size: The most waiting requests; 0 = the lane's capacity.
+        timeout_s: The longest wait; 0 = a request may wait until its deadline.
         delay: A late request goes behind its level (DELAY) instead of being refused (REJECT).
         allow_override: A request's own `timeout` may shorten `timeout_s`.
     """
@@ -174,7 +174,7 @@ class EnsembleStep(NamedTuple):
     """A step in an ensemble's configuration.
 
     Attributes:
-        version: 0 = the highest that is READY when the ensemble is loaded.
+        version: The version of the model; 0 = the highest that is READY when the ensemble is loaded.
         inputs: Input of the model → tensor of the ensemble.
         outputs: Output of the model → tensor of the ensemble.
     """
@@ -194,10 +194,10 @@ class ModelSpec:
         backend: The backend's name, such as `onnxruntime`.
         platform: Triton's platform, such as `onnxruntime_onnx`; may be empty.
         max_batch_size: 0 = no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
-        inputs: Its inputs, without those that the server fills (`sequences`).
-        outputs: Its outputs.
-        batching: How requests are merged; `None` = they never are.
-        sequences: How requests of sequences are batched; `None` = it has no sequences.
+        inputs: The inputs, without those that the server fills (`sequences`).
+        outputs: The outputs.
+        batching: The rules by which requests are merged; `None` = they are never merged.
+        sequences: The rules by which requests of sequences are batched; `None` = the model has no sequences.
         instances: The devices of its instances, each of which runs one execution at a time.
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
@@ -214,16 +214,16 @@ class ModelSpec:
         preserves_order: A gateway answers in arrival order (`preserve_ordering`); never if decoupled.
         stream_resume: A stream whose worker dies is executed again, without the responses already sent: the model is
             deterministic.
-        is_cached: Its responses may be cached (`response_cache`).
-        cached_for_all: A cached response serves other tenants, too.
-        config_json: In the dialect of `GET …/config`, for backend `python`.
+        is_cached: Whether responses may be cached (`response_cache`).
+        cached_for_all: Whether a cached response serves other tenants, too.
+        config_json: The configuration in the dialect of `GET …/config`, for backend `python`.
         steps: The steps of an ensemble, which has no backend.
         max_inflight: The most responses of a request's decoupled step that later steps may hold.
         batch_inputs: Inputs made of the shapes of a batch's requests.
         batch_outputs: Outputs that are cut by the shapes of an input.
         splits: A request of more than `max_batch_size` rows is executed in parts.
-        slo_latency_s: The latency objective; 0 = the server's.
-        slo_target: The share of requests that should succeed within it; 0 = the server's.
+        slo_latency_s: The latency objective; 0 = the objective of the server.
+        slo_target: The share of requests that should succeed within it; 0 = the share of the server's objective.
         metric_tags: More labels among Triton's metrics, without the leading underscore.
         strict_outputs: Refuse outputs whose datatype or shape is not as declared.
         execute_timeout_s: The longest execution; 0 = no limit, here and below.

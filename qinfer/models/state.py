@@ -98,8 +98,8 @@ class VersionState(msgspec.Struct, frozen=True):
     """The state of one model version in one worker.
 
     Attributes:
-        generation: The one that is loaded, or failed to load.
-        reason: Why it is not READY at the newest generation.
+        generation: The generation that is loaded, or failed to load.
+        reason: The reason why the version is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
         executed_hash: The hash of a READY version's files, the files beside the versions, and the configuration's
             inputs, outputs, parameters, backend and optimisation. Empty = unknown: files changed during the load, or an
@@ -120,7 +120,7 @@ class VersionState(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """A worker's measurements of a version; a `best_rps` of 0 is unknown."""
+    """The speed of a version, as a worker measured it; a `best_rps` of 0 means that it is unknown."""
 
     rps: float
     load_s: float = 0.0

@@ -144,7 +144,7 @@ class ControlStore:
             await self.client.zrem(keys.workers(), worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
-        """Returns live workers; removes dead ones from the index."""
+        """Returns live workers; removes dead workers from the index."""
         with translated():
             ids = [_decode_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
@@ -361,7 +361,7 @@ def _is_raised_by_redis_py(error: Exception) -> bool:
 
 
 class StoredRecords:
-    """Reads stored records; logs and skips unreadable ones."""
+    """Reads stored records; logs and skips unreadable records."""
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}

@@ -82,7 +82,7 @@ def _unexpected(name: str, spec: ModelSpec) -> InvalidRequest:
 
 
 def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSpec) -> bool:
-    """Tells whether outputs are exactly the requested ones."""
+    """Tells whether outputs are exactly the requested outputs."""
     wanted = request.outputs or [output.name for output in spec.outputs]
     rows = request.inputs[0].shape[:1] if spec.max_batch_size and request.inputs else ()
     declared = {output.name: output for output in spec.outputs}

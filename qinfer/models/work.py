@@ -200,7 +200,7 @@ def _earlier_lanes(
 def _online(config: str) -> tuple[str, ...]:
     try:
         return tuple(lane.name for lane in lanes_of(to_spec(from_json(config)), 1))
-    except QinferError:  # another qinfer's, incomplete or wrong
+    except QinferError:  # the configuration is of another qinfer, incomplete, or wrong
         return ()
 
 

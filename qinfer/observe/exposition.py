@@ -19,7 +19,7 @@ _TRITONS = "nv_"
 
 
 class SampleLine(NamedTuple):
-    """One line; only OpenMetrics shows the exemplar."""
+    """One line of metrics; only OpenMetrics shows the exemplar."""
 
     suffix: str
     labels: tuple[tuple[str, str], ...]

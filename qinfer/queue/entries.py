@@ -38,8 +38,9 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
 
     Attributes:
-        version: 0 = steps of a sequence, for any version.
-        name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; a share's is like `p1~3`.
+        version: The model's version; 0 = the stream has steps of a sequence, for any version.
+        name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; the stream of a share is
+            named like `p1~3`.
     """
 
     model: str
@@ -128,7 +129,7 @@ def share_of(lane: Lane, number: int) -> Lane:
 
 
 def undivided(name: str) -> str:
-    """Returns the lane's name in a stream's."""
+    """Returns the lane's name in the name of a stream."""
     return name.partition(_SHARE)[0]
 
 
@@ -217,8 +218,9 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
             be kept equally long.
         notes: Opaque bytes for the outbox's reader.
         watcher: A reply address, notified of the end.
-        reports_start: Workers report executing entries; others that they hold count as waiting.
-        endpoint: Set if `Moves` may move it.
+        reports_start: Whether workers report when entries begin to execute; until then the entries that they hold count
+            as waiting.
+        endpoint: The endpoint; set if `Moves` may move the request.
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """
 
@@ -247,7 +249,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AcceptOutcome(msgspec.Struct, frozen=True):
-    """The outcome of an `accept`; another `body_hash` than the request's is a conflict."""
+    """The outcome of an `accept`; a `body_hash` other than that of the request is a conflict."""
 
     id: str
     is_new: bool
@@ -304,9 +306,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended, as a delivery of a named outbox; `id` is the delivery's.
+    """A request that ended, as a delivery of a named outbox; `id` is the id of the delivery.
 
-    After the request's expiry `record` is `None`; without a result `blob` is.
+    After the request's expiry `record` is `None`; without a result `blob` is `None`.
     """
 
     id: str

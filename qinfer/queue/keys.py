@@ -1,7 +1,7 @@
 """Redis keys: the only place that spells them.
 
 The keys of a partition share the hash tag `{<model>#<partition>}`, hence a cluster slot. Configuration and statistics
-of a model live with its partition 0. docs/builders/redis-keys.md describes all.
+of a model live with its partition 0. docs/builders/redis-keys.md describes all keys.
 """
 
 from functools import lru_cache
@@ -114,12 +114,12 @@ def due(model: str, partition: int = 0) -> str:
 
 
 def deliveries(model: str, partition: int, kind: str) -> str:
-    """Stream of deliveries; `|later` is the sorted set of taken ones."""
+    """Stream of deliveries; `|later` is the sorted set of deliveries that were taken."""
     return f"{_partition(model, partition)}deliveries:{kind}"
 
 
 def confirm(model: str, partition: int = 0) -> str:
-    """String before a wait for replicas or the disk."""
+    """String that is written before a wait for replicas or the disk."""
     return f"{_partition(model, partition)}confirm"
 
 

@@ -154,8 +154,8 @@ class Queue:
         """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
 
         `done` is called once with the entry or an error; after any error but `QueueFull` the entry may be in the queue.
-        It is refused when `limit` wait in the lane and its `.delayed` lane; 0 = no limit. `endpoint` is set if `moves`
-        may move it.
+        The entry is refused when `limit` entries wait in the lane and its `.delayed` lane; 0 = no limit. `endpoint` is
+        set if `moves` may move it.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 

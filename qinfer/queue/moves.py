@@ -31,7 +31,7 @@ class Moves:
         self._router = router
 
     async def move(self, lanes: Sequence[Lane], version: int, endpoint: str) -> int:
-        """Moves an endpoint's waiting entries, shares included, to another version's lanes; returns how many."""
+        """Moves an endpoint's waiting entries, of all shares, to lanes of another version; returns how many."""
         count = 0
         for lane in lanes:
             other = Lane(lane.model, version, lane.name, lane.partition)

@@ -3,8 +3,8 @@
     <url>/<expiry>/<hash of the model>-<random>          expiry: seconds on Redis' clock, a multiple of a minute
 
 An object is written before its reference, under a random name, and never changed. References in Redis expire before
-their objects; an object is deleted with its reference. `sweep` deletes the rest: only names of this form in expired
-folders.
+their objects; an object is deleted with its reference. `sweep` deletes objects that are left over: only names of this
+form in expired folders.
 
 The store runs in threads with timeouts, so that it delays neither callers nor the end of the process. After a failure
 all calls fail immediately, until a background probe succeeds.
@@ -127,7 +127,7 @@ class ObjectStore:
         return copied if await self._used(work, self._transfer_s(reference)) else None
 
     def delete(self, names: Iterable[str]) -> None:
-        """Schedules deletions; the sweep makes up for failed ones."""
+        """Schedules deletions; the sweep makes up for failed deletions."""
         self._to_delete.extend(name for name in names if _NAME.fullmatch(name))
         if self._to_delete and self._deleting is None:
             self._deleting = asyncio.create_task(self._delete(), name="delete objects")
@@ -138,7 +138,7 @@ class ObjectStore:
             await asyncio.wait([self._deleting])
 
     async def sweep(self) -> int:
-        """Deletes some expired objects; returns how many."""
+        """Deletes some expired objects; returns how many it deleted."""
         before_s = self._now_s() - SWEEP_MARGIN_S
         found = await self._used(partial(self._names, ""), self._small_s)
         folders = sorted(name for name in found if _FOLDER.fullmatch(name) and int(name) < before_s)
@@ -287,7 +287,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 class _Threads:
-    """Unlike an executor's, which are joined, they do not delay the end of the process."""
+    """Threads that do not delay the end of the process, unlike those of an executor, which Python joins."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()

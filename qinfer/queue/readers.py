@@ -6,7 +6,7 @@ waits for it; an entry that arrives in between is released after a moment.
 
 A ticket reader takes nothing: every ticket left ends the next read at once.
 
-A reply reader's stream outlives it by a minute; a reader that finds it gone creates a new one.
+The stream of a reply reader outlives it by a minute; a reader whose stream is gone creates a new stream.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ MAX_BLOCK_S = 0.5
 
 
 RELEASED_EVERY_S = 0.1
-"""How often a busy reader of a single lane looks for released entries."""
+"""Seconds between two checks for released entries, by a busy reader of a single lane."""
 
 AWAKE_S = 5.0
 """The time without entries after which a reader sleeps."""
 
 _LIMBO_S = 0.05
-"""How long the result of a sleeping read waits for a fetch."""
+"""Seconds for which the result of a sleeping read waits for a fetch."""
 
 
 class _Sleep(NamedTuple):
@@ -73,7 +73,7 @@ class LaneReader:
         self._got_at_s = self._stirred_at_s = monotonic_s()
         self._rings = 0
         self._looked = -1
-        """Rings before the last look, if that found nothing."""
+        """The number of rings before the last read of the lanes, if that read found nothing."""
         self._router = router
         self._slot = slot
         self._ensure = ensure
@@ -182,7 +182,7 @@ class LaneReader:
         self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
-        """Returns whether the last look found nothing, and every ring since would have been heard."""
+        """Returns whether the last read found nothing, and the reader has missed no ring since."""
         return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
@@ -281,7 +281,7 @@ class LaneReader:
         def answered(reply: Any) -> None:
             if is_late:
                 self._give_back(to_leases(reply))
-            elif not isinstance(reply, Exception):  # the next read meets it again
+            elif not isinstance(reply, Exception):  # the next read meets the error again
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
@@ -295,7 +295,7 @@ class LaneReader:
         except QinferError:
             if not first:
                 raise
-            return first  # the next read meets it again
+            return first  # the next read meets the error again
         except asyncio.CancelledError:
             is_late = True
             self._give_back(first)

@@ -11,7 +11,7 @@ The guarantees, each with a test in `tests/contract/`:
    appended to its own outbox again.
 4. A result can be read until it expires or `forget` removes it. A tombstone then remains, and id and key stay known.
 5. `due` finds every request whose deadline passed, even without workers.
-6. A tenant whose results take all the free memory has new requests refused, and executing ones end as failures.
+6. A tenant whose results take all the free memory has new requests refused, and its executing requests end as failures.
 7. An end for a webhook or a named outbox is a delivery: see `deliveries`.
 
 A large payload or result is *staged* first: stored over a connection of its own, or in the object store, under a random
@@ -137,7 +137,7 @@ class Requests:
         return accepted
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[AcceptOutcome | QinferError]:
-        """Accepts many at less cost; returns the outcome or error of each."""
+        """Accepts many requests at less cost; returns the outcome or error of each."""
         sizes = [
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
             for each in acceptances  # a staged payload goes alone
@@ -191,7 +191,7 @@ class Requests:
             return_exceptions=True,
         )
         if len(parts) < len(settlements) and any(isinstance(answers, CommandRefused) for answers in ended):
-            return await self._settle_apart(settlements)  # an unwritable result must not stop the others
+            return await self._settle_apart(settlements)  # an unwritable result must not stop the other results
         waiters: dict[str, list[EntryAddress]] = {}
         firsts = [False] * len(settlements)
         for part, answers in zip(parts, ended, strict=True):

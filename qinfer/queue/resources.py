@@ -9,7 +9,7 @@ The guarantees, each with a test in `tests/contract/queue/test_resources.py`:
 2. A script takes all units of an execution or none; a waiting worker holds none of them.
 3. Every exchange renews a worker's lease. When it ends, the units are free, and the worker leaves the line.
 4. Workers in line get units in order, callees first. A worker that needs no contended resource does not wait.
-5. `wait` tells workers in line of freed units, and holders of contended ones that others wait.
+5. `wait` tells workers in line of freed units, and holders of contended units that others wait.
 
 A worker that was stopped past its lease finishes its executions with units that others hold by then. A failover may
 lose the leases of its last second.

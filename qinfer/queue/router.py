@@ -158,7 +158,7 @@ class Router:
         self._in_doubt.set()
 
     def _target(self, error: CommandRefused) -> tuple[Link, bool] | None:
-        """Reads MOVED and ASK: link, and whether ASKING goes first."""
+        """Reads the errors MOVED and ASK; returns the link to ask, and whether ASKING goes first."""
         if error.kind not in {"MOVED", "ASK"}:
             return None
         _, slot, place = error.message.split(" ")
@@ -200,7 +200,7 @@ class Router:
 
     async def _learn(self) -> None:
         up = [link for link in self._links.values() if link.is_up] or [self._link(self._seed)]
-        asked = random.choice(up)  # noqa: S311 - the next question goes to another: one node's view may be stale
+        asked = random.choice(up)  # noqa: S311 - the next question goes to another node: one may have a stale view
         table = list(self._table)
         covered = 0
         for first, last, (host, port, *_), *_ in await asked.call(b"CLUSTER", b"SLOTS"):
@@ -211,7 +211,7 @@ class Router:
         if covered != SLOTS:
             raise BrokerUnavailable(f"the queue's cluster covers {covered} of {SLOTS} slots; try again")
         self._table = table
-        wanted = {*table, self._link(self._seed)}  # the seed may lead to new nodes when all known ones are gone
+        wanted = {*table, self._link(self._seed)}  # the seed may lead to new nodes when all known nodes are gone
         for name, link in list(self._links.items()):
             if link not in wanted:
                 del self._links[name]

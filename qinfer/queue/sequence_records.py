@@ -16,7 +16,7 @@ MAX_STATE_BYTES = 64 * 2**20
 
 
 NOBODYS = 0
-"""The token of a life without an owner; others begin with 1."""
+"""The token of a life without an owner; the tokens of owners begin with 1."""
 
 
 # The length of `n` and a number of 64 bits.
@@ -75,7 +75,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
         start: The life's model, in its first step only.
         number: The caller's `qinfer_step`, from 1; 0 = not numbered.
         digest: Identifies a repeated START.
-        weight: The tenant's, in the first step; 0 = unknown.
+        weight: The weight of the tenant, in the first step; 0 = unknown.
     """
 
     frame: Bytes
@@ -114,7 +114,7 @@ class SubmittedStep(msgspec.Struct, frozen=True):
 
 
 class Renaming(NamedTuple):
-    """Whether the tenant is not the model's first, and the allotted number (0 = none)."""
+    """Whether the tenant is another than the model's first, and the number that the model sees (0 = no number)."""
 
     is_other: bool = False
     number: int = 0
@@ -198,7 +198,7 @@ _QUALIFIED = "qinfer:"
 def told_id(sequence: SequenceId, told: Renaming) -> int | str:
     """Returns the correlation id that a model sees, unique among all tenants.
 
-    A text that looks qualified is always qualified, so that no tenant can use another's.
+    An id that looks qualified gets one more qualifier, so that no tenant can use an id of another tenant.
     """
     given = sequence.correlation_id
     if told.number:

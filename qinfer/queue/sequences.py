@@ -4,8 +4,8 @@
                                   ▲
                                   └── hand_over (a draining worker's sequences), reap (a dead worker's)
 
-A *sequence* is a tenant's correlation id at a model. Its *life* begins with START and ends with END, by idle time, or
-by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
+A *sequence* is a tenant's correlation id at a model. The *life* of a sequence begins with START and ends with END, by
+idle time, or by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
 `tests/contract/`:
 
 1. Steps execute in the order of `submit`, in one stream until `finish`. Only *tickets* move from lane to lane, so that
@@ -13,8 +13,8 @@ by an error; a START while it runs begins the next life behind it. The guarantee
 2. An open sequence has at most one owner. Each new owner has a higher *token*; `commit` with an old one does nothing.
 3. `commit` stores state, response and number of a step together, as durably as the settings ask. A committed step is
    never executed again: the next owner of its entry publishes the stored response.
-4. When a worker's lease ends, its sequences go on elsewhere from the last committed state; `explicit` ones, whose state
-   was in its memory, end with a retryable error.
+4. When a worker's lease ends, its sequences go on elsewhere from the last committed state; `explicit` sequences, whose
+   state was in its memory, end with a retryable error.
 5. An error that ends a life answers all its steps (`unanswered`), and later steps for five minutes.
 6. A numbered step is accepted once: `submit` returns the stored response of the last committed step, lets a repeated
    one wait for its first, and refuses a gap.
@@ -83,7 +83,7 @@ AT_ONCE = 32
 """Steps or sequences per script: a few milliseconds, during which Redis serves no other client."""
 
 _WAITING = ("seq.handed", "seq")
-"""Lanes of sequences without an owner; handed-over ones go first."""
+"""Lanes of sequences without an owner; handed-over sequences go first."""
 
 _KEPT_S = 7 * 86400.0
 """Object stores keep states and responses longer than any step waits."""
@@ -303,8 +303,8 @@ class Sequences:
         """Ends a life with the failure of a step; returns whether it ends.
 
         A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
-        instead, because it knows which steps execute. `token` is the owner's; `None` = any caller, `NOBODYS` = only
-        without an owner.
+        instead, because it knows which steps execute. `token` is the token of the owner; `None` lets any caller end the
+        life, `NOBODYS` only if the life has no owner.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
@@ -313,7 +313,7 @@ class Sequences:
         return await self._fail(place, "", "", token)
 
     async def hand_over(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
-        """Hands over a draining worker's sequences without an executing step; `explicit` ones are lost."""
+        """Hands over a draining worker's sequences without an executing step; `explicit` sequences are lost."""
         names = [sequence.name for sequence in sequences]
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         given = 0
@@ -324,7 +324,7 @@ class Sequences:
         return given
 
     async def reap(self, count: int = AT_ONCE) -> int:
-        """Hands over up to `count` sequences of dead workers; returns how many."""
+        """Hands over up to `count` sequences of dead workers; returns how many it handed over."""
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
@@ -332,7 +332,7 @@ class Sequences:
         return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[UnansweredStep]:
-        """Returns steps of ended lives to be answered and finished; unfinished ones come again after 10 s."""
+        """Returns steps of ended lives to be answered and finished; unfinished steps come again after 10 s."""
         name = keys.sequence_endings(self._model, self._partition).encode()
         return [self._left(each) for each in await self._run_script(_UNANSWERED, [name], count, max_bytes)]
 

@@ -2,7 +2,7 @@
 
 `lua/common/places.lua` gives a tenant its stream when a script submits an entry; a process remembers it, to submit
 without the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry
-in another tenant's stream is fetched like any.
+in another tenant's stream is fetched like any other entry.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Places:
         now_s = self._monotonic_s()
         if now_s < until_s:
             return stream
-        # One entry asks; the next ones go to the last stream.
+        # One entry asks; the next entries go to the last stream.
         self._places[lane, tenant] = stream, now_s + _ASKING_S
         return None
 

@@ -1,7 +1,7 @@
 """Responses of asynchronous requests to decoupled models: stored as they come, and readable from any index.
 
     append   the worker that holds the entry adds the next responses; seen at once by `read` and by watchers
-    settle   the final response ends the request, as any (`qinfer.queue.requests`)
+    settle   the final response ends the request, as it ends every request (`qinfer.queue.requests`)
 
 The guarantees, each with a test in `tests/contract/requests/`:
 
@@ -32,7 +32,7 @@ _RESPONSES = load_script("requests/responses")
 
 
 class StoredResponses:
-    """The stored responses; `tell` sends hints of new ones to reply addresses."""
+    """The stored responses; `tell` notifies reply addresses of new responses."""
 
     def __init__(self, router: Router, values: Values, tell: Callable[[str, Sequence[EntryAddress]], None]) -> None:
         self._router = router
@@ -42,11 +42,12 @@ class StoredResponses:
     async def append(
         self, lease: Lease, request_id: str, index: int, blobs: Sequence[Bytes], *, resumes: bool, max_bytes: int
     ) -> bool:
-        """Stores responses, skipping stored ones; returns whether the caller may go on.
+        """Stores responses, except those that are stored already; returns whether the caller may go on.
 
-        It may not once the request has ended, or another worker has its lease. `index` is the first one's, and
-        `max_bytes` the limit for all. Raises `StreamBroken` if an earlier execution's can't be continued, or some are
-        lost, and `PayloadTooLarge` over a limit, without storing any.
+        The caller may not go on once the request has ended, or another worker has its lease. `index` is the index of
+        the first response, and `max_bytes` the limit for all responses of the request. Raises `StreamBroken` if the
+        responses of an earlier execution can't be continued, or some responses are lost, and `PayloadTooLarge` over a
+        limit; neither stores any response.
         """
         entry = lease.entry
         address = EntryAddress(entry.lane.model, entry.lane.partition, request_id)

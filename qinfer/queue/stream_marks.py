@@ -1,4 +1,4 @@
-"""Marks of entries: executing ones, those with sent responses, and cancelled ones.
+"""Marks of entries that execute, have sent responses, or are cancelled.
 
 <lane>~executing        of lanes with a limit
 …:sent:<lane>:<entry>   a response of the entry's stream has left: whichever worker reclaims it does not execute it

@@ -61,7 +61,7 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class StagedValue(NamedTuple):
-    """A value for scripts: small bytes as an argument, large ones staged, to be renamed."""
+    """A value for scripts: small values are an argument, large values are staged, to be renamed."""
 
     place: bytes
     data: Bytes
@@ -96,7 +96,7 @@ class Values:
     ) -> None:
         """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it.
 
-        On an error it may be stored.
+        After an error the value may be stored or not.
         """
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:
@@ -168,7 +168,7 @@ class Values:
         return await self._store().read(reference)
 
     async def sweep(self) -> int:
-        """Deletes some expired objects; returns how many."""
+        """Deletes some expired objects; returns how many it deleted."""
         return await self.objects.sweep() if self.objects is not None else 0
 
     async def close(self) -> None:

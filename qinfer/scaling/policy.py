@@ -9,7 +9,7 @@ after `down_after_s` of lower demand, to the highest need within that time; to t
 Steps down wait `cooldown_s`, or a worker's load time, after the last step up.
 
 A backlog alone would flap: it is empty while workers keep up. So workers that the recent throughput keeps busy are
-kept, and each step down that is soon reverted delays the next one.
+kept, and each step down that is soon reverted delays the next step down.
 """
 
 import math
@@ -75,11 +75,11 @@ class QueueObservation:
     """The queue and its workers at one instant.
 
     Attributes:
-        work_s: All work, for one worker.
+        work_s: Seconds that one worker would need for all work.
         entries: Waiting or executing requests and rows of bulk jobs.
         executed: Something was executed since the last observation.
         used: Workers that the recent throughput keeps busy.
-        load_s: From a worker's start until it serves; 0 = unknown.
+        load_s: The time from a worker's start until it serves; 0 = unknown.
         floor: Live workers that the most demanding model needs to be READY.
         sequence_workers: Workers whose slots hold all open sequences of the most demanding model.
     """
@@ -98,7 +98,7 @@ class QueueObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """`wanted` is what the present work alone needs."""
+    """A decision of the policy; `wanted` is the number of workers that the present work alone needs."""
 
     target: int
     wanted: int
@@ -112,7 +112,7 @@ class ScalingState:
     Attributes:
         since_s: The start of gapless observation.
         shrunk_at_s: The last step down that left a worker.
-        short_since_s: Since when more workers are wanted.
+        short_since_s: The time since which more workers are wanted.
         needs: (time, workers) within the last `down_after_s`, each lower than the one before.
         patience: Multiple of `down_after_s` that lower demand must last.
     """

@@ -94,7 +94,7 @@ def encode(moment: Moment) -> bytes:
 
 
 def decode(lines: Iterable[bytes]) -> list[Moment]:
-    """Decodes lines, without damaged ones and those that go back in time."""
+    """Decodes lines, except damaged lines and lines that go back in time."""
     moments: list[Moment] = []
     broken: list[int] = []
     for number, line in enumerate(lines, start=1):
@@ -183,10 +183,10 @@ class Traffic:
     Attributes:
         arrivals: Rows that arrived.
         served: Rows that left the queue.
-        workers: Serving, starting or draining.
-        targets: The decided workers.
-        load_s: From a worker's start until it served.
-        drain_s: From a worker's dismissal until its end.
+        workers: Workers that serve, start or drain.
+        targets: The decided numbers of workers.
+        load_s: The time from a worker's start until it served.
+        drain_s: The time from a worker's dismissal until its end.
     """
 
     arrivals: tuple[int, ...]

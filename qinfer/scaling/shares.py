@@ -29,8 +29,8 @@ def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> Scal
 def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
     """Divides workers among autoscalers, starting from their present shares (`target`).
 
-    A further worker goes to the autoscaler that is then least full relative to its maximum; a surplus one comes from
-    one with unready workers, else from the fullest. Ties go by id.
+    A further worker goes to the autoscaler that is then least full relative to its maximum; a surplus worker comes from
+    an autoscaler with unready workers, else from the fullest. The id decides ties.
     """
     by_id = {one.id: one for one in peers}
     shares = {id_: min(max(one.target, one.min_workers), one.max_workers) for id_, one in by_id.items()}
@@ -72,9 +72,10 @@ def decide_share(
     *,
     has_lost_peers: bool = False,
 ) -> SharedDecision:
-    """Decides the total and the own share; alone as `decide` does.
+    """Decides the total and the own share; an autoscaler without peers decides as `decide` does.
 
-    Steps that others have to take do not count as taken. If peers are lost, the total stays as it was with them.
+    Steps that other autoscalers have to take do not count as taken. If the records of peers are lost, the total stays
+    as it was with these peers.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)

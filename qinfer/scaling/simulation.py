@@ -21,8 +21,8 @@ class WorkerProfile:
     """Simulated workers.
 
     Attributes:
-        load_s: From a worker's start until it serves.
-        drain_s: From SIGTERM to a worker's end.
+        load_s: The time from a worker's start until it serves.
+        drain_s: The time from SIGTERM to a worker's end.
         speed_error: Measured speed divided by `rows_per_s`.
         floor: Live workers that the most demanding model needs to be READY.
     """
@@ -44,8 +44,8 @@ class SimulationOutcome:
     """The outcome of a trace.
 
     Attributes:
-        ideal_s: The work, for one worker.
-        worker_s: Serving, starting or draining.
+        ideal_s: Seconds that one worker would need for the work.
+        worker_s: Seconds in which workers served, started or drained, added up.
         most: The highest decided number of workers.
         left: Rows that waited at the end.
         waits: (seconds of waiting, rows).

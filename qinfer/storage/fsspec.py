@@ -265,7 +265,7 @@ class S3Store(FsspecStore):
     def listed(self, urls: Sequence[str]) -> dict[str, Stat | None]:
         """Implements `Store.listed` by pages that have several of the objects."""
         found: dict[str, Stat | None] = {}
-        in_folders = sorted(url for url in urls if url.count("/") > 2)  # others are buckets
+        in_folders = sorted(url for url in urls if url.count("/") > 2)  # the other URLs are buckets
         for folder, own in groupby(in_folders, lambda url: url.rpartition("/")[0]):
             left = deque(url.rpartition("/")[2] for url in own)
             # A client that may read may not always list.
@@ -362,7 +362,7 @@ class S3Store(FsspecStore):
             while (expected := mine.read(self.chunk_bytes)) == there.read(self.chunk_bytes):
                 if not expected:
                     return CommitOutcome.CREATED
-        return CommitOutcome.EXISTS  # another writer's
+        return CommitOutcome.EXISTS  # another writer made it
 
 
 class GcsStore(FsspecStore):

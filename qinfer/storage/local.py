@@ -52,7 +52,7 @@ class LocalStore(Store):
             self._prepare(final.parent)
             if final.exists():
                 return _exists(final)
-            with suppress(PermissionError):  # another user's readable file
+            with suppress(PermissionError):  # the file belongs to another user, and is readable
                 os.fchmod(source.fileno(), self._mode)  # spool files are private
             os.fsync(source.fileno())
             try:

@@ -37,7 +37,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gcs": {"requests_timeout": READ_TIMEOUT_S},
     "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
 }
-"""They bound waiting times, for kinds with an extra of qinfer."""
+"""Options that bound waiting times, for the kinds of store that have an extra of qinfer."""
 
 _VARIABLES = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 

@@ -55,7 +55,7 @@ def _find_way() -> _S3Connection | None:
         return None
     session = Session()
     if session.get_credentials() is None:
-        return None  # s3fs then asks without any
+        return None  # s3fs then asks without credentials
     given = addressing_style()
     meta = session.create_client("s3", config=Config(s3={"addressing_style": given}) if given else None).meta
     style = (meta.config.s3 or {}).get("addressing_style")  # botocore's default

@@ -47,7 +47,7 @@ class Child(NamedTuple):
 
 
 class Store(ABC):
-    """An object store or a directory; one for all URLs of a kind.
+    """An object store or a directory; one object serves all URLs of a kind.
 
     Every method raises a `StoreError`: `StoreUnavailable` (try again), `StoreDenied`, `StoreNotFound` (also of a
     bucket), `StoreChanged`.
@@ -139,7 +139,7 @@ class Store(ABC):
     def scan(self, prefix: str) -> Iterator[Stat]:
         """Yields all objects below a folder in the store's order, from S3 and directories page by page.
 
-        A missing folder has none; a missing bucket raises `StoreNotFound`.
+        A missing folder has no objects; a missing bucket raises `StoreNotFound`.
         """
 
     # --- removing ---

@@ -211,7 +211,8 @@ def most_waiting(limit: int, capacity: Capacity, timeout_s: float) -> int:
 def queue_timeout_s(policy: QueuePolicy, asked_s: float) -> float:
     """Returns how long a request may wait; 0 = until its deadline.
 
-    Its own `timeout` may only shorten the policy's: Triton's rule `0 < asked < default` (reference §3.3).
+    The request's own `timeout` may only shorten the timeout of the policy: Triton's rule `0 < asked < default`
+    (reference §3.3).
     """
     if policy.allow_override and 0 < asked_s < policy.timeout_s:
         return asked_s

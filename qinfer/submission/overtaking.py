@@ -1,8 +1,8 @@
-"""Overtaking: the part of a model's speed that higher lanes take from lower ones. Pure arithmetic.
+"""Overtaking: the part of a model's speed that higher lanes take from lower lanes. Pure arithmetic.
 
-Each look at a lane observes how many requests ended, and whether it was empty. Each alone misleads: one quick request
-between two looks has the rate of a flood, and a lane of slow requests that wait for one another is never empty. The
-lane takes at least the smaller of the two, and few observations prove nothing.
+Each look at a lane observes how many requests ended, and whether it was empty. Each observation alone misleads: one
+quick request between two looks has the rate of a flood, and a lane of slow requests that wait for one another is never
+empty. The lane takes at least the smaller of the two, and few observations prove nothing.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The pending requests of this process: a table by id with deadlines, and background cleanup.
 
-Gateways use it for clients, workers for models that call others. Deadlines fall into buckets of 10 ms with one timer,
-and fire at most one bucket late, never early. The good path is O(1), awaits nothing, makes no task and logs nothing;
-`run` does the rest.
+Gateways use it for clients, workers for models that call other models. Deadlines fall into buckets of 10 ms with one
+timer, and fire at most one bucket late, never early. The good path is O(1), awaits nothing, makes no task and logs
+nothing; `run` does the other work.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ class LaneLoad(msgspec.Struct, eq=False):
 
     @property
     def ahead(self) -> float:
-        """The entries ahead of a new one, as shares take turns."""
+        """The entries ahead of a new entry, as shares take turns."""
         waiting = self.own + self.others
         return waiting + min(self.beside, (waiting + 1) * (1 - self.part) / self.part) if self.beside else waiting
 
@@ -175,16 +175,16 @@ class PendingCall(msgspec.Struct, eq=False):
     """A submitted request without a complete answer.
 
     Attributes:
-        version: Later the one that executed it.
-        entry: Its place in the queue, once confirmed.
-        abandoned: Its entry is to be removed once it is known.
+        version: The requested version, and later the version that executed the request.
+        entry: The place of the request in the queue, once Redis has confirmed it.
+        abandoned: Whether the entry is to be removed once it is known.
         attempt: The followed execution; 0 before the first response.
         deadline_s: The last deadline, if a first one precedes it: a queue timeout, or the wait for a worker.
         untaken: Called at the first deadline, for the error; `None` from it = the request waits on.
         late: The error at the first deadline.
-        shared: The execution that it waits for instead of an entry.
-        holder: Returns `memory` once the answer is sent, instead of when it is taken.
-        turn: Set when its answer is next to be sent.
+        shared: The execution for which the request waits instead of an entry.
+        holder: The object that returns `memory` once the answer is sent, instead of when the answer is taken.
+        turn: Set when the answer of this request is the next to be sent.
     """
 
     request_id: str
@@ -277,7 +277,7 @@ class PendingRequests:
         return pending.request_id in self._pending
 
     def has_any_of(self, model: str, version: int) -> bool:
-        """Tells whether a model version has pending requests; scans all."""
+        """Tells whether a model version has pending requests; scans all pending requests."""
         return any(each.model == model and each.version == version for each in self._pending.values())
 
     def add(self, pending: PendingCall, deadline_s: float) -> None:

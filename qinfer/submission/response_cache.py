@@ -35,7 +35,7 @@ from qinfer.wire.frame import decode_responses, encode_responses
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNWRITTEN_BYTES = 32 * 2**20  # of responses on their way to Redis
+_MAX_UNWRITTEN_BYTES = 32 * 2**20  # the size of responses on their way to Redis
 
 _Place = tuple[bytes, Lane, float]
 """Key, lane and queue timeout, which the requests of a flight share."""
@@ -236,7 +236,7 @@ class ResponseCache:
         flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
         submission.prepare(flight.request, served)
-        # With its caller's timeout, not the flight's.
+        # Admission uses the timeout of the caller, not that of the flight.
         route = served.routes.for_priority(request.priority)
         submission.admit(served, route, timeout_s, request.timeout_s, tenant=request.tenant)
         pending.shared = flight

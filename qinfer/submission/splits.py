@@ -110,7 +110,7 @@ class Whole:
 def submit_parts(
     submission: Submits, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
 ) -> None:
-    """Submits the parts of a checked request; a refusal cancels the others."""
+    """Submits the parts of a checked request; a refusal cancels the other parts."""
     table, parts = submission.pending, parts_of(request, served.spec.max_batch_size)
     whole = pending.shared = Whole(table, pending, len(parts))
     table.add(pending, pending.started_s + timeout_s)
@@ -139,7 +139,7 @@ def check_whole(request: InferRequest, spec: ModelSpec) -> None:
 
 
 def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
-    """Cuts a request into parts that share its bytes; one version executes all."""
+    """Cuts a request into parts that share its bytes; one version executes all parts."""
     rows = request.inputs[0].shape[0]
     starts = range(0, rows, max_rows)
     assert len(starts) <= MAX_PARTS, "the request was checked"

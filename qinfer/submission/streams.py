@@ -33,16 +33,17 @@ class ResponseFate(Enum):
 class StreamReader(msgspec.Struct, eq=False):
     """The account of one stream at its reader, without I/O.
 
-    It follows one execution. Before the first delivery a later execution replaces it. Afterwards a later one breaks the
-    stream, unless the model repeats its responses exactly (`resumes`): then known ones are dropped.
+    The reader follows one execution. Before the first delivery a later execution replaces it. Afterwards a later
+    execution breaks the stream, unless the model repeats its responses exactly (`resumes`): then the reader drops
+    responses that it has delivered.
 
     Attributes:
         pause_s: The longest wait for a response.
-        ends_s: On the monotonic clock.
+        ends_s: The deadline, on the monotonic clock.
         owes: Called when its worker is to get credit.
         heard_s: When a response last came or was taken.
         attempt: The followed execution; 0 before the first response.
-        seen: Its responses so far.
+        seen: The responses of the followed execution so far.
         delivered: Responses of all executions.
         credit_to: A worker that counts the window.
         arrived_bytes: Outputs of the followed execution.
@@ -114,7 +115,7 @@ class StreamReader(msgspec.Struct, eq=False):
 
     @property
     def until_s(self) -> float:
-        """When it ends without further responses; while untaken ones are held, only its worker ends it."""
+        """The end of the stream without further responses; with untaken responses only the worker ends the stream."""
         return min((self.now_s() if self.held_bytes else self.heard_s) + self.pause_s, self.ends_s)
 
     def broken(self) -> StreamBroken:
@@ -129,7 +130,7 @@ class StreamReader(msgspec.Struct, eq=False):
 
 
 class Credits:
-    """Tells workers how much of their streams was taken; one per process.
+    """Tells workers how much of their streams the readers in this process have taken.
 
     A quarter of the window is credited at once, less a little later. A slow caller is reported every few seconds, so
     that its worker does not take it for gone.
@@ -168,7 +169,7 @@ class Credits:
                 backoff.reset()
 
     async def send_credits(self) -> None:
-        """Sends all credit; after a `DeliveryError` the rest is still owed."""
+        """Sends all credit; after a `DeliveryError` the unsent credit is still owed."""
         owing, self._owing = self._owing, {}
         self._owed.clear()
         self._urgent.clear()

@@ -1,8 +1,9 @@
 """Submission to the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
 
-`Submission` serves callers that wait: a gateway's clients, and a worker's models that call others. `prepare` serves
-stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid out
-again (`Layouts`). Large tensors travel beside the entry; the rest is bounded, because lanes are limited by entries.
+`Submission` serves callers that wait: a gateway's clients, and a worker's models that call other models. `prepare`
+serves stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid
+out again (`Layouts`). Large tensors travel beside the entry; the size of an entry is bounded, because lanes are limited
+by entries.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
 loaded is withdrawn after `ServedVersion.wait_s`.
@@ -374,7 +375,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 ) -> StampedRequest:
     """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
 
-    It modifies the request: keep the result for a repetition. The request's `timeout_s` is its queue timeout, the
+    The call modifies the request: keep the result for a repetition. The request's `timeout_s` is its queue timeout, the
     argument the time to its deadline. Tensors above `inline_max_bytes` travel beside the stream. `max_waiting` limits
     waiting entries, beside the policy's and the lane's limits; 0 = unlimited.
     """

@@ -70,7 +70,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             stable's quantile; those with `disagreements`.
         quantile: The quantile of `execution` and `latency`, such as 0.5 or 0.99.
         tolerated: The odds ratio up to which the canary may be worse than stable; 1 = not worse.
-        allowed: A share to compare with instead of stable's; `disagreements` need one.
+        allowed: A share to compare with instead of the share of stable; `disagreements` need one.
     """
 
     of: Literal["errors", "execution", "latency", "disagreements"]
@@ -122,7 +122,7 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         stable: A version number, like `canary`.
-        revision: The endpoint's, which each transition raises.
+        revision: The revision of the endpoint, which each transition raises.
         requests: The canary's requests of this step.
         stable_at_s: The time of stable's last requests.
         limits: Check → stratum → seconds above which a request is slow in this step.

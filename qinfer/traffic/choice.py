@@ -87,7 +87,7 @@ def meets(asked: ChoiceInput, condition: Condition) -> bool:
 
 
 Weights = tuple[tuple[Target, float], ...]
-"""Their sum is 1."""
+"""Each target with its weight; the sum of the weights is 1."""
 
 
 def by_chance(weights: Weights, chance: float) -> Target:

@@ -125,8 +125,8 @@ class CanaryController:
     async def _move(self, endpoint: Endpoint, trial: Trial) -> int:
         """Returns how many requests for a bad version were moved to the stable one so far.
 
-        If the stable version is not READY, or is another model's, they stay: a late answer is better than none, and
-        lanes of two models may be on two nodes.
+        The requests stay if the stable version is not READY, or belongs to another model: a late answer is better than
+        no answer, and lanes of two models may be on two nodes.
         """
         bad, stable, catalog = trial.state.canary, endpoint.stable, self._view.catalog
         key = endpoint.name, trial.state.revision

@@ -30,7 +30,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         agree: `argmax`, `equal` or `within`; empty = `equal` for texts and whole numbers, `argmax` for one vector of
             floats a row, and `within` for other floats.
-        tolerance: The distance up to which elements are `within`.
+        tolerance: The distance up to which `within` counts elements as equal.
         relative: The same as a share of the stable target's element; the two are added.
         nan: Whether a NaN of both targets at the same place is `equal`, or `differs`.
     """

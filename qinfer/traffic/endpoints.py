@@ -43,7 +43,7 @@ class Role(StrEnum):
     - stable: it answers requests that no other target gets, and stands for the endpoint in metadata, readiness and
       statistics.
     - canary: it answers a share of the requests, as versions on trial and the arms of an A/B test do.
-    - shadow: it executes a share of the requests once more, and never answers any.
+    - shadow: it executes a share of the requests once more, and never answers a request.
     """
 
     STABLE = "stable"
@@ -70,9 +70,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         model: The model, never an endpoint.
-        version: Its version; `latest`, of a canary only, is the newest that is READY.
-        role: Its part: one target is the stable one.
-        weight: The share of the requests, from 0 to 1. The stable target gets the rest, and needs no weight.
+        version: The version of the model; `latest`, of a canary only, is the newest version that is READY.
+        role: The part of the target; exactly one target is stable.
+        weight: The share of the requests, from 0 to 1. The stable target gets all other requests, and needs no weight.
         when: A canary also gets every request that meets one of these conditions, regardless of its weight.
         trial: The version that is on trial, where the endpoint plans its canaries, else 0. The server sets it.
     """
@@ -110,11 +110,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             request is drawn by itself. A sequence always keeps its target.
         hides_model: Requests for a model of the same name go to the endpoint instead.
         canary: The steps and checks by which the canary is promoted or rolled back; `None` = people decide.
-        webhook: The URL that receives each event of its canaries; empty = none.
-        compare: Output → when a row of a shadow's agrees with the stable target's; other outputs by their datatype.
-        revision: The number of its last change, over all endpoints; in a declaration, the revision that it replaces: 0
-            = any.
-        file: The digest of the file that declares it; empty = none.
+        webhook: The URL that receives each event of the endpoint's canaries; empty = no URL.
+        compare: Output → the rule by which a row of a shadow agrees with the stable target's row; the datatype decides
+            for other outputs.
+        revision: The number of the endpoint's last change, over all endpoints; in a declaration, the revision that it
+            replaces: 0 = any.
+        file: The digest of the file that declares the endpoint; empty = no file.
 
     Example:
         {"name": "digit-reader", "targets": [{"model": "digits", "version": 3, "role": "stable"},
@@ -228,7 +229,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 
 def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """Yields objects with their types: unlike stored ones, they may have no unknown fields."""
+    """Yields objects with their types: unlike stored objects, they may have no unknown fields."""
     yield "the declaration", document, Endpoint
     for target in document["targets"]:
         yield "a target", target, Target
@@ -320,8 +321,8 @@ def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
 def misfit(stable: ModelSpec, other: ModelSpec) -> str:
     """Returns why requests for one model can't go to another.
 
-    Both need the same inputs and outputs, a batch dimension or none, and one response or a stream. A sequence stays
-    within one model.
+    Both models need the same inputs and outputs, a batch dimension or none, and one response or a stream. A sequence
+    stays within one model.
     """
     if stable.name == other.name:
         return ""

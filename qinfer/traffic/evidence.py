@@ -41,7 +41,7 @@ _LARGEST_LOG = 700.0
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
-    """Requests, and the bad ones among them."""
+    """Requests, and the bad requests among them."""
 
     requests: int = 0
     bad: int = 0
@@ -121,7 +121,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return Evidence(self.seen, {}, kept if kept > 1e-9 else 0.0, tuple(logs.tolist()))
 
     def against_stable(self, blocks: Mapping[str, EvidenceBlock], tolerated: float = 1.0) -> "Evidence":
-        """Adds requests by stratum; those of one target wait for the other's.
+        """Adds requests by stratum; requests of one target wait for those of the other.
 
         A stratum is, for example, a batch size. The division into blocks must not depend on which requests are bad.
         `tolerated` is an odds ratio.

@@ -24,10 +24,10 @@ from qinfer.traffic.trials import Trial
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""The time between looks without a wake-up; with little CPU time, some come late."""
+"""Seconds between two readings of the store without a wake-up; with little CPU time, some readings are late."""
 
 DEAF_AFTER_S = 2.0
-"""The time without a look after which only stable targets are used."""
+"""Seconds without a reading of the store, after which only stable targets are used."""
 
 _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text
@@ -129,7 +129,7 @@ class Endpoints:
         )
 
     def resolved(self, target: Target) -> int:
-        """Returns a target's present version; 0 = no READY one."""
+        """Returns a target's present version; 0 = no version is READY."""
         return target.number or max(self.catalog.ready_versions(target.model), default=0)
 
     def ready_to_try(self, endpoint: Endpoint) -> tuple[int, ...]:
@@ -239,7 +239,7 @@ class EndpointWatch:
         self._looked_s = -math.inf
 
     async def refresh_endpoints(self) -> None:
-        """Reads the declarations, and restores lost ones."""
+        """Reads the declarations, and restores lost declarations."""
         async with self._looking:
             began_s = time.monotonic()  # the look may miss later changes
             declared = await self.store.read()

@@ -14,8 +14,8 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Shadows of a target, in one gateway.
 
     Attributes:
-        compared: Both targets have answered.
-        disagreed: Of those, an output has a row that disagrees.
+        compared: Shadows whose answer was compared with that of the stable target.
+        disagreed: Compared shadows of which an output has a row that disagrees.
         failed: The shadow target answered with an error, or with outputs that can't be compared.
         dropped: Not compared: too many shadows are in flight, the stable target has not answered, or the shadow was not
             executed in time.
@@ -28,7 +28,7 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """The difference between an output of a shadow and the stable target's.
+    """The difference between an output of a shadow and the same output of the stable target.
 
     Attributes:
         output: The output.

@@ -43,7 +43,7 @@ class EndpointStore:
         self._last: Mapping[str, Endpoint] = {}
 
     async def read(self) -> DeclaredEndpoints:
-        """Returns all endpoints, damaged ones as last read."""
+        """Returns all endpoints; a damaged endpoint is returned as it was last read."""
         with translated():
             found = await self._control.client.hgetall(keys.endpoints())
         values = {name.decode(errors="replace"): value for name, value in found.items()}

@@ -63,12 +63,12 @@ class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         check: The check's name.
         canary_requests: The canary's requests.
-        canary_bad: The bad ones among them.
+        canary_bad: The bad requests among them.
         stable_requests: Stable's requests.
-        stable_bad: The bad ones among them.
+        stable_bad: The bad requests among them.
         evidence: The evidence that the canary is worse: 1 at the beginning.
         decides: The evidence that rolls back.
-        allowed: The share that the canary's is compared with; `null` = stable's.
+        allowed: The share that the canary's share is compared with; `null` = the share of stable.
     """
 
     check: str
@@ -91,7 +91,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         step: The number of the step, from 1, after it.
         reason: The reason.
         checks: The numbers of all checks then.
-        model: The canary's model, if it is not the stable target's; else empty.
+        model: The canary's model, if it is not the model of the stable target; else empty.
     """
 
     at_s: float
@@ -286,7 +286,7 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
 
 
 def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
-    """Returns the names of counts: a tenant's requests, and bad ones."""
+    """Returns the names of two counts: a tenant's requests, and the bad requests among them."""
     of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
     return f"{of}|requests{whose}", f"{of}|bad{whose}"
 

@@ -396,8 +396,8 @@ def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[t
 
 
 _PLAIN = b"\x01\x00\x00\x00"  # a request's first bytes
-_LONG_ID = b"\xdc\x00\x11\xd9"  # its header's: an array of 17, a text of 32 to 255 bytes
-_ID_AT = 13  # behind these, the header's size and the text's
+_LONG_ID = b"\xdc\x00\x11\xd9"  # the first bytes of its header: an array of 17, a text of 32 to 255 bytes
+_ID_AT = 13  # the id is behind these bytes, the size of the header and the size of the text
 _MAX_KNOWN = 1024
 _TIMEOUT_BYTES = 5
 _USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6
@@ -405,7 +405,7 @@ _SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper
 
 
 class Repeats:
-    """Detects repeated keys: remembering unique ones does not pay."""
+    """Detects repeated keys: remembering unique keys does not pay."""
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
@@ -490,9 +490,9 @@ class _KnownRequest(msgspec.Struct, gc=False):
 
 
 class RequestReader:
-    """Decodes frames, and remembers the common part of similar ones.
+    """Decodes frames, and remembers the common part of similar frames.
 
-    It never remembers a client's id or parameters, or requests that a model made.
+    The reader never remembers a client's id or parameters, or requests that a model made.
     """
 
     def __init__(self) -> None:

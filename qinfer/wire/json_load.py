@@ -1,4 +1,4 @@
-"""JSON as Triton parses it: NaN and infinities are numbers; too large ones are an error."""
+"""JSON as Triton parses it: NaN and infinities are numbers; too large numbers are an error."""
 
 import json
 import re

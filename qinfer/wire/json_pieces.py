@@ -71,8 +71,8 @@ class _ArrayPiece(NamedTuple):
 
     Attributes:
         shift: Distance from its place in the text.
-        is_first: Others begin with a neutral element.
-        is_last: Others end with a neutral element.
+        is_first: Whether it is the first piece; the other pieces begin with a neutral element.
+        is_last: Whether it is the last piece; the other pieces end with a neutral element.
         giants: Placeholder → giant string.
     """
 
@@ -87,7 +87,7 @@ class LongArray:
     """An array cut out of a text, or a giant string, as one element of `size` bytes.
 
     Attributes:
-        most: The possible number of elements, with nested ones.
+        most: The possible number of elements, including nested elements.
         least: The same, if nested arrays are empty.
     """
 

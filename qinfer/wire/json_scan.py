@@ -119,7 +119,7 @@ def too_deep(limit: int) -> InvalidRequest:
 
 
 class TextSpan(NamedTuple):
-    """An array; `top` counts the commas between its own elements, `commas` all."""
+    """An array; `top` counts the commas between its own elements, `commas` all commas."""
 
     begin: int
     end: int

@@ -64,7 +64,7 @@ def encode_request(
 ) -> tuple[bytes, int]:
     """Encodes an infer request; returns its body, and the `JSON_LENGTH_HEADER`.
 
-    No `outputs` mean all. With `binary`, tensors travel as raw bytes, both ways.
+    Without `outputs`, the server returns all outputs. With `binary`, tensors travel as raw bytes, both ways.
     """
     merged: dict[str, Any] = {name: _scalar(name, value) for name, value in (parameters or {}).items()}
     if binary:

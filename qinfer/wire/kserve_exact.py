@@ -154,7 +154,7 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
 
 
 class Form(NamedTuple):
-    """Outputs as binary data, or without NaN in JSON."""
+    """The form of outputs: whether they are binary data, and whether their JSON must have no NaN."""
 
     binary: bool = False
     strict: bool = False

@@ -1,7 +1,7 @@
 """The infer requests and responses of the KServe v2 protocol over gRPC (reference §2.2, §2.3).
 
 Inputs come as `raw_input_contents`, in the inputs' order, or as typed `contents`, never both; inputs in shared memory
-are in neither. All outputs are raw, because Triton's client reads no others.
+are in neither. All outputs are raw, because Triton's client reads no other outputs.
 
 Tensor bytes, and large typed contents (`typed_contents.py`), are cut out of a message before protobuf parses it
 (`message_fields.py`); in replies, they follow what protobuf prints, and are copied once.
@@ -339,9 +339,9 @@ class _KnownMessage(NamedTuple):
 
 
 class Repetitions:
-    """Decodes messages that differ from earlier ones only in their data, without protobuf.
+    """Decodes messages that differ from earlier messages only in their data, without protobuf.
 
-    They have one raw input, at their end, no id and no parameters.
+    Such messages have one raw input, at their end, no id and no parameters.
     """
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ def decode_infer(
     bounds: JsonBounds = _BOUNDS,
     regions: Regions = NO_REGIONS,
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes an infer request; `raw_request` decodes raw binary ones, of JSON length 0.
+    """Decodes an infer request; `raw_request` decodes raw binary requests, of JSON length 0.
 
     `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """
@@ -339,7 +339,7 @@ def _unusual_elements(tensor: Tensor) -> Sequence[Any]:
         )
     if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
-    values: list[Any] = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
+    values: list[Any] = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any code
     return values
 
 

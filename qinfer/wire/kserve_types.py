@@ -15,7 +15,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class InputParameters(msgspec.Struct, gc=False):
-    """The known parameters of an input; others are ignored, as in Triton.
+    """The known parameters of an input; unknown parameters are ignored, as in Triton.
 
     Attributes:
         binary_data_size: The size of the input's data after the JSON, in bytes.
@@ -64,7 +64,7 @@ NAMES: dict[type[Input], str] = {cls: name for name, cls in INPUTS.items()}
 
 
 class OutputParameters(msgspec.Struct, gc=False):
-    """The known parameters of a requested output; others are ignored, as in Triton.
+    """The known parameters of a requested output; unknown parameters are ignored, as in Triton.
 
     Attributes:
         binary_data: Whether the data follows the JSON as raw bytes.

@@ -59,7 +59,7 @@ def classify(tensor: Tensor, count: int, labels: Sequence[str] = (), *, batched:
 
 
 def greatest(values: Array, count: int) -> Indices:
-    """Ranks rows, greatest first, equal ones by index, NaN last."""
+    """Ranks rows, the greatest first, equal rows by index, NaN last."""
     rows, elements = values.shape
     best = np.empty((rows, count), np.int64)
     # fits the cache

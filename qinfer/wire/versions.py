@@ -3,7 +3,8 @@
     record      a byte with its wire version, then msgpack: an array whose fields are only ever appended
     document    JSON for people to read too, an object with its version in `wire`
 
-Readers skip unknown fields and default missing ones, so a version rises only if an older reader would misread the data.
+Readers skip unknown fields and give missing fields their defaults, so a version rises only if an older reader would
+misread the data.
 """
 
 from typing import Generic, TypeVar

@@ -52,7 +52,7 @@ def open_health(settings: Settings) -> HealthFiles | None:
     """Opens the health files, if the settings name a directory.
 
     Raises:
-        SettingsError: They can't be written.
+        SettingsError: The files can't be written.
     """
     directory = settings.worker.health_dir
     return HealthFiles(Path(directory), strict=settings.repository.strict_readiness) if directory else None

@@ -120,7 +120,7 @@ class Renewer:
                     gone = self._renew(lane, page)
                     report.lost += [(lane, entry_id) for entry_id in gone]
                     report.renewed += len(page) - len(gone)
-            except (RedisError, RedisClusterException, OSError) as error:  # others may work
+            except (RedisError, RedisClusterException, OSError) as error:  # the other lanes' nodes may work
                 report.failed[lane] = f"{type(error).__name__}: {error}"
         for owner, names in self._reported.owners.items():
             try:

@@ -37,7 +37,7 @@ class EndpointFiles:
         """Writes declarations until all are written."""
         while self._left:
             await asyncio.sleep(AGAIN_S)
-            with suppress(BrokerUnavailable):  # others log it
+            with suppress(BrokerUnavailable):  # other tasks log the outage
                 await self.write()
 
     async def write(self) -> None:

@@ -23,10 +23,10 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
     """The present state of a target.
 
     Attributes:
-        target: Its model and version, such as `digits:4`.
+        target: The model and version of the target, such as `digits:4`.
         role: stable | canary | shadow
-        weight: Its share of the requests by weight.
-        version: Its present version; 0 = `latest`, and no version is READY.
+        weight: The share of the requests that the target gets by weight.
+        version: The present version of the target; 0 = `latest`, and no version is READY.
         ready: Whether it accepts requests; those for a canary that is not ready go to the stable target.
         requests: Requests that this gateway has sent to the version; 0 for a canary that is now stable.
         shadows: Requests that a shadow has executed, counted alike.
@@ -47,7 +47,7 @@ class ShadowDifferences(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         target: The model and version, such as `digits:4`.
         shadows: The number of shadowed requests.
-        outputs: Each output.
+        outputs: The differences of each output.
         samples: The most different rows, of a bounded size.
     """
 
@@ -63,7 +63,7 @@ class EndpointDifferences(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         endpoint: The endpoint.
         gateway: The gateway.
-        targets: Its shadows, including removed ones.
+        targets: The endpoint's shadows, including removed shadows.
     """
 
     endpoint: str
@@ -76,9 +76,9 @@ class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: The version on trial.
-        model: Its model, if it differs from the stable target's; else empty.
+        model: The model of that version, if it differs from the stable target's model; else empty.
         stable: The stable version; after a promotion equal to `version`.
-        step: The number of its step, from 1.
+        step: The number of the present step, from 1.
         steps: The number of steps.
         requests: The canary's requests in this step.
         state: running | paused | promoted | rolling back (until every gateway has confirmed) | rolled back |
@@ -107,10 +107,10 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         endpoint: The declaration, with its revision.
-        targets: Its targets, in the order of the declaration.
-        problems: Why it or a target can't be used as declared.
-        canary: The last trial of its canary; `null` without one.
-        events: Events of its canaries, newest first; only if one endpoint is requested.
+        targets: The targets of the endpoint, in the order of the declaration.
+        problems: The reasons why the endpoint or a target can't be used as declared.
+        canary: The last trial of the endpoint's canary; `null` = there was no trial.
+        events: Events of the endpoint's canaries, newest first; only if one endpoint is requested.
     """
 
     endpoint: Endpoint
@@ -185,7 +185,7 @@ class EndpointService:
         return f"{target.model}:{self._view.resolved(target)}"
 
     async def put(self, endpoint: Endpoint) -> EndpointState:
-        """Writes a valid declaration over its revision or the present one."""
+        """Writes a valid declaration over the revision that it names, or over the present revision."""
         self._check_endpoint(endpoint)
         if endpoint.webhook:
             await self._check_url(endpoint.webhook)

@@ -1,1 +1,1 @@
-"""The HTTP fast path below ASGI. Begin with `connection`, which parses requests; `fast` answers small ones."""
+"""The HTTP fast path below ASGI. Begin with `connection`, which parses requests; `fast` answers small requests."""

@@ -38,7 +38,7 @@ class FastConnection(Protocol):
     """The address of the client."""
 
     def on_reply(self) -> None:
-        """Takes note that a call has a reply."""
+        """Notes that a call has a reply."""
         ...
 
     def is_behind(self, call: "FastCall") -> bool:
@@ -83,7 +83,7 @@ class FastCall:
             self._pending.comes_first()
 
     def deliver(self, response: Response) -> None:
-        """Encodes the response, a large one in a thread."""
+        """Encodes the response, in a thread if the response is large."""
         if not response.final or self.reply is not None:
             if self.reply is None:
                 self.set_reply(error_reply(501, DECOUPLED))

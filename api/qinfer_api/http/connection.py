@@ -79,7 +79,7 @@ class Exchange(Protocol):
 
     @property
     def head(self) -> RequestHead | None:
-        """The head on the fast path; `None` for others."""
+        """The head of a request on the fast path; `None` for other requests."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class Exchange(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The id that the reply names; empty means a new one."""
+        """The id that the reply names; empty = the connection makes a new id."""
         ...
 
     @property
@@ -177,8 +177,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._chunks = 0
         self._body_left = 0  # negative without Content-Length
         self._unwritten_bytes = 0
-        self._lent: list[Memory] = []  # of unread replies
-        self._later_bytes = 0  # written behind those: no sign of progress
+        self._lent: list[Memory] = []  # the memory of unread replies
+        self._later_bytes = 0  # bytes written behind those: no sign of progress
         self._quiet_since_s = 0.0  # 0 = set at the next check
 
     def _new_parser(self) -> HttpRequestParser:

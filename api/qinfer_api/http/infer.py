@@ -174,10 +174,10 @@ TARGET_HEADER = b"qinfer-target"
 """The header of an endpoint's replies: the target, such as `digits:4`."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-"""Unquoted in a header value."""
+"""The characters that stay unquoted in a header value."""
 
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are written apart."""
+"""The size above which a body is written apart from the head."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
@@ -255,7 +255,7 @@ def _target_line(target: str) -> bytes:
 
 
 class Writer:
-    """Renders replies; caches common headers."""
+    """Renders replies, and caches the header lines that all replies share."""
 
     def __init__(self, own: Headers = ()) -> None:
         self._own = own
@@ -305,7 +305,7 @@ _IN_SHARED_MEMORY = b"shared_memory_region"
 
 
 class UrlTarget(NamedTuple):
-    """Model and version of an infer URL; version 0 is the highest ready one."""
+    """Model and version of an infer URL; version 0 is the highest ready version."""
 
     model: str
     version: int

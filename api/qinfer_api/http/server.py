@@ -154,7 +154,7 @@ class HttpServer:
             connection.shutdown()
 
     async def shut_down(self) -> None:
-        """Drains the requests in flight, then aborts the rest."""
+        """Drains the requests in flight, then aborts those that are left."""
         self.turn_away()
         port = self.port
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The HTTP port while a gateway waits for Redis: live, but refusing the rest."""
+"""The HTTP port while a gateway waits for Redis: it answers that it is live, and refuses all other requests."""
 
 import asyncio
 import contextlib

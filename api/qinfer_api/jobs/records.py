@@ -77,7 +77,7 @@ class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobCounts(msgspec.Struct, frozen=True):
-    """Counts of all, done and failed ones; at the end each is done or failed.
+    """Counts of all rows or shards, and of those done and failed; at the end each is done or failed.
 
     Attributes:
         total: Null until the job is planned.
@@ -126,10 +126,10 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
             completed, failed, cancelled and expired are final
         skipped_files: Unreadable input files that were left out; null before planning.
-        progress: The share of its rows that are done, failed or scored, 0 … 1.
+        progress: The share of the job's rows that are done, failed or scored, 0 … 1.
         eta_s: Estimated seconds to the end.
-        error: Why it failed.
-        waiting: Why it can't continue now.
+        error: The reason why the job failed.
+        waiting: The reason why the job can't continue now.
         manifest_url: The list of the parts, once the job is completed.
         spec: The requested job, with its version resolved and its URLs normalized.
 
@@ -212,11 +212,11 @@ class EstimateBody(msgspec.Struct, frozen=True):
 
     Attributes:
         version: The version that would score it.
-        files: Its input files.
-        rows: Their rows, up to the job's `limit`.
-        shards: Its shards.
+        files: The input files of the job.
+        rows: The rows of these files, up to the job's `limit`.
+        shards: The shards of the job.
         workers: The workers that have the model version now.
-        rows_per_s: The speed of one of them; null = unknown.
+        rows_per_s: The speed of one worker; null = unknown.
         estimated_s: The job's duration with these workers and no other work; null = unknown.
 
     Example:
@@ -436,7 +436,7 @@ def changed(spec: JobSpec, changes: Changes) -> JobSpec:
 def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: bool) -> None:
     """Checks that a repeated creation asks for the existing job.
 
-    `any_limits` ignores what `resume` changes; `overwrite` may differ.
+    With `any_limits`, the fields that `resume` can change may differ; `overwrite` may always differ.
     """
     there, here = (_flat(spec) for spec in (spec_of(known), asked))
     here["version"] = asked.version or known.version

@@ -225,7 +225,7 @@ async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpRes
     found, following = await jobs.list(context, state, after, _limit(query.get("limit")), wanted)
     bodies = []
     for record in found:
-        with suppress(CorruptEntry):  # a damaged record must not hide others
+        with suppress(CorruptEntry):  # a damaged record must not hide other records
             bodies.append(_body(jobs, record))
     return send_json(JobsBody(bodies, following or None))
 

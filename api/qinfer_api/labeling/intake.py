@@ -328,7 +328,7 @@ class TaskIntake:
     async def move_all(
         self, board: Board, entries: Sequence[LabelTask], state: LabelState, *, wait_s: float = 0.0, field: str = ""
     ) -> None:
-        """Stores the state of tasks, and drops the data of finished ones.
+        """Stores the state of tasks, and drops the data of finished tasks.
 
         Waiting tasks rest for `wait_s`; `field` counts tasks that were unfinished.
         """

@@ -91,7 +91,7 @@ class Pusher:
             group.create_task(self._again("push", self.push, self._pause_s, asyncio.Event()), name="push predictions")
 
     async def feed(self) -> int:
-        """Turns tasks into requests, project by project; returns how many."""
+        """Turns tasks into requests, project by project; returns the number of requests."""
         count = 0
         fed: set[Board] = set()
         while left := [b for model in await self._mapped() for b in await self._tasks.boards(model) if b not in fed]:
@@ -103,7 +103,7 @@ class Pusher:
         return count
 
     async def push(self) -> int:
-        """Pushes ended requests' predictions; returns how many."""
+        """Pushes the predictions of ended requests; returns how many it pushed."""
         count = 0
         for mapped in await self._mapped():
             self._outboxes |= dict.fromkeys(self._intake.outboxes(mapped))
@@ -144,7 +144,7 @@ class Pusher:
         return list(self._models)
 
     async def _push(self, model: str, endings: Sequence[Ending]) -> None:
-        """Pushes the endings of each project; a project's failure does not delay the others."""
+        """Pushes the endings of each project; a project's failure does not delay the other projects."""
         by_board: dict[Board, list[tuple[Ending, Notes]]] = {}
         unread: list[str] = []
         for ending in endings:

@@ -109,8 +109,8 @@ class LabelStudio:
         """Stores predictions; returns how many were accepted.
 
         Raises:
-            Unreachable: It is unknown whether they are stored.
-            StudioRefused: At least one is invalid, and none is stored.
+            Unreachable: The call failed; it is unknown whether Label Studio has stored the predictions.
+            StudioRefused: At least one prediction is invalid, and Label Studio has stored none of them.
         """
         read = await self._json("POST", f"/api/projects/{project}/import/predictions", body=list(predictions))
         created = read.get("created") if isinstance(read, dict) else None

@@ -86,7 +86,7 @@ class EventCall(LabelCall, frozen=True, kw_only=True):
 
     Attributes:
         action: TASKS_CREATED queues the tasks; other actions do nothing.
-        tasks: Its tasks; null if they were not sent.
+        tasks: The tasks of the event; null if they were not sent.
 
     Example:
         {"action": "TASKS_CREATED", "project": {"id": 12},

@@ -50,7 +50,7 @@ from qinfer_api.server_settings import SharedLogSettings, SharedTraceSettings
 # Few dead letters at once, because Redis serves no other client meanwhile.
 _PAGE = 20
 _PAGES = 25
-"""A model's pages per scrape; the rest counts as version 0."""
+"""A model's pages per scrape; dead letters beyond them count as version 0."""
 
 
 class _Read(NamedTuple):
@@ -116,7 +116,7 @@ async def take_snapshot(
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> MetricsSnapshot:
-    """Reads all in few round trips; without the store, only the catalog."""
+    """Reads the whole snapshot in few round trips; without the store, reads only the catalog."""
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
@@ -369,7 +369,7 @@ class Reporting:
             for key in list(self._unsent):
                 try:
                     await self._store.add_stats(*key, self._unsent[key])
-                except BrokerUnavailable:  # others log it
+                except BrokerUnavailable:  # other tasks log the outage
                     return
                 del self._unsent[key]
 

@@ -72,8 +72,8 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
         last_inference: Start of the last execution, in milliseconds since the epoch, on Redis' clock; 0 = never.
         inference_count: Rows executed.
         execution_count: Batches executed.
-        response_stats: Of decoupled models, by index of the response, up to the first thousand.
-        batch_stats: By batch size, ascending.
+        response_stats: The statistics of a decoupled model's responses, by index, up to the first thousand.
+        batch_stats: The statistics of batches, by ascending size.
         memory_usage: Memory of the loaded instances, if their backends report it.
     """
 
@@ -95,7 +95,7 @@ class ModelStats(msgspec.Struct, frozen=True):
 
 
 class Statistics:
-    """An endpoint has its stable target's statistics; `added` is awaited before a read."""
+    """Reads the statistics of models, after awaiting `added`; an endpoint has the statistics of its stable target."""
 
     def __init__(
         self, catalog: Catalog, store: ControlStore, added: Callable[[str], Awaitable[None]] | None = None

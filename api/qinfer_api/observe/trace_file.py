@@ -58,7 +58,7 @@ class TraceChanges(msgspec.Struct, frozen=True):
 
     Attributes:
         trace_file: Refused, because the operator chooses the file.
-        trace_mode: `triton`; others are refused.
+        trace_mode: `triton`; the server refuses any other mode.
 
     Example:
         {"trace_level": ["TIMESTAMPS"], "trace_rate": "100"}
@@ -78,7 +78,7 @@ def group_of(model: str) -> str:
 
 
 def start_of(trace: TraceSettings) -> dict[str, Value]:
-    """Returns the values at the start."""
+    """Returns the values of the settings when the server starts."""
     return START | {"trace_level": [trace.level], "trace_rate": str(trace.rate), "trace_count": str(trace.count)}
 
 
@@ -97,7 +97,7 @@ def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str
 
 
 def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
-    """Returns an update's values; refuses unsupported ones."""
+    """Returns the values of an update; refuses unsupported changes."""
     if changes.trace_file is not UNSET:
         raise UnsupportedFeature("trace file location can not be updated through network protocol")
     if changes.trace_mode not in (None, _MODE):
@@ -160,7 +160,7 @@ class CallTrace(NamedTuple):
 
 
 class SamplingRule(NamedTuple):
-    """A sampling rule, of one model or of all others.
+    """A sampling rule for one model, or for all models without a rule of their own.
 
     Of `rate` requests one is traced; 0 = no request. At most `most` requests are traced; -1 = unlimited. A file has
     `frequency` traces; 0 = all of them. A new `change` starts the rule anew.
@@ -175,7 +175,7 @@ class SamplingRule(NamedTuple):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is traced."""
+        """Whether the rule traces anything."""
         return self.has_stamps or self.has_tensors
 
 
@@ -188,7 +188,7 @@ class _Trace(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """Memory, in traces without tensors."""
+        """The memory of the trace, in multiples of a trace without tensors."""
         return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
@@ -289,7 +289,7 @@ class TraceFile:
         return None if sampling is None else sampling.left
 
     def apply(self, stored: Mapping[str, str]) -> None:
-        """Applies stored settings; changed ones start anew."""
+        """Applies stored settings; a sampling whose rule has changed starts anew."""
         rules = {model: _rule(values) for model, values in groups_of(stored, self._start).items()}
         for model in [*self._samplings]:
             if rules.get(model) != self._samplings[model].rule:
@@ -320,7 +320,7 @@ class TraceFile:
         return next(self._ids)
 
     def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file, or drops it if too many wait."""
+        """Writes traces to a file, or drops them if too many traces wait to be written."""
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
                 logger.error("traces lost", extra={"reason": "they come faster than they can be written"})
@@ -333,7 +333,7 @@ class TraceFile:
         task.add_done_callback(self._writing.discard)
 
     async def close(self) -> None:
-        """Ends all traces, and waits for writes."""
+        """Writes all finished traces, and waits until they are written."""
         for sampling in self._samplings.values():
             sampling.flush_traces()
         self._samplings = {}

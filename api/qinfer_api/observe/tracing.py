@@ -65,7 +65,7 @@ _ROUNDING_S = 1e-6  # of floats since 1970
 
 
 class Tracing:
-    """Tracer and trace file, each `None` if off."""
+    """The tracer and the trace file; each is `None` if it is off."""
 
     def __init__(self, trace: TraceSettings, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
@@ -88,7 +88,7 @@ class Tracing:
         return partial(TracedDispatcher, self) if self.is_on else Dispatcher
 
     async def close(self) -> None:
-        """Writes and sends remaining traces, within seconds."""
+        """Writes and sends the remaining traces, which takes seconds at most."""
         if self.following:
             for task in self.following:
                 task.cancel()
@@ -200,7 +200,7 @@ class TracedDispatcher(Dispatcher):
 
     @contextmanager
     def trace_stored(self, request: InferRequest) -> Iterator[Callable[[Ending], None]]:
-        """Traces a request that is stored in the block, at its end."""
+        """Traces the request that the block stores, when that request ends."""
         if len(self._following) >= _MOST_FOLLOWED or (sampling := self._sample(request.model)) is None:
             yield lambda _: None
             return
@@ -283,7 +283,7 @@ class TracedSink:
         return "" if self._span is None else self._span.trace.split("-")[1]
 
     def submitted(self, pending: PendingCall) -> None:
-        """Stores the pending request, unless it has ended."""
+        """Notes the pending request, unless the request has ended."""
         if self._request is not None:
             self._pending = pending
 
@@ -302,7 +302,7 @@ class TracedSink:
             self.end_traces(response.failure, response, end_s)
 
     def end_traces(self, failure: Failure | None, response: Response | None = None, end_s: float = 0.0) -> None:
-        """Ends the traces once; logs lost ones."""
+        """Ends the traces once; logs traces that are lost."""
         request, self._request = self._request, None
         if request is None:
             return

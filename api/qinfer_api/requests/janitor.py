@@ -115,7 +115,7 @@ class Janitor:
             raise error
 
     async def expire(self) -> int:
-        """Expires late requests of reachable models; returns how many."""
+        """Expires late requests of reachable models; returns how many it expired."""
         count = 0
         self._away.clear()
         for models in self._groups():
@@ -130,7 +130,7 @@ class Janitor:
         return count
 
     async def finish_orphans(self) -> int:
-        """Finishes late synchronous entries without a worker; returns how many."""
+        """Finishes late synchronous entries without a worker; returns how many it finished."""
         count = 0
         for (model, version), is_ready in self._catalog.readiness().items():
             if model in self._away or (is_ready and self._catalog.capacity(model, version).workers):

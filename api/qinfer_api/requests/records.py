@@ -29,7 +29,7 @@ _CHOSEN_PARTITION = 0
 
 
 class RequestProblem(msgspec.Struct, frozen=True):
-    """Why a request has no outputs.
+    """The reason why a request has no outputs.
 
     Attributes:
         code: The kind of failure, such as `deadline_exceeded`.
@@ -63,11 +63,11 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         state: queued | running | succeeded | failed | expired | cancelled; the last four are final
-        deadline_at: When it expires, unless it has ended.
-        expires_at: When its result is removed.
-        age_s: Seconds since it was accepted, up to its end.
-        attempts: How often a worker has taken it.
-        responses: Stored responses before the final one; omitted for models with a single response.
+        deadline_at: The time at which the request expires, unless it has ended.
+        expires_at: The time at which the result is removed.
+        age_s: Seconds since the request was accepted, up to its end.
+        attempts: The number of times that a worker has taken the request.
+        responses: Stored responses before the final response; omitted for models with a single response.
 
     Example:
         {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits", "model": "digits", "version": 1, "state": "queued",

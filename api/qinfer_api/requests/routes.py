@@ -7,7 +7,7 @@ Events are server-sent (WHATWG HTML, "Server-sent events"):
     : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
 
 An event's id is `<attempts>-<state>`, then `.<responses>` if there were any. Browsers reconnect by themselves with the
-last id: one that saw the end gets 204, which stops it; others get only newer events.
+last id: a browser that saw the end gets 204, which stops it; any other browser gets only newer events.
 """
 
 import hashlib
@@ -147,7 +147,7 @@ def request_routes(services: Services) -> APIRouter:
     async def submit_request(request: Request) -> HttpResponse:
         """Accepts a request for the highest ready version of a model, or for the version in the path.
 
-        It is accepted even if no worker of the model is alive.
+        The request is accepted even if no worker of the model is alive.
         """
         return await submit(services, target_of(request), request, _preferences(request))
 
@@ -170,9 +170,9 @@ def request_routes(services: Services) -> APIRouter:
     @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **_CANCEL)
     @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
     async def cancel(request: Request) -> HttpResponse:
-        """Cancels a request, or removes the result of an ended one: reading it then gives 410.
+        """Cancels a request, or removes the result of an ended request: reading it then gives 410.
 
-        Its record and idempotency key stay. A request with a client's id is below its model.
+        The record and the idempotency key stay. A request with a client's id is below its model.
         """
         context, address = await _located(services, request)
         return _send_state(services, await services.requests.cancel(context, address), 200)

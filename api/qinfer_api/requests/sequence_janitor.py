@@ -1,4 +1,4 @@
-"""The janitor's work on sequences: reassigns those of dead workers, ends ownerless ones, answers the rest.
+"""The janitor's work on sequences: it hands over those of dead workers, ends expired ones, and answers their steps.
 
 a worker's lease has ended ──▶ its sequences wait for another owner; `explicit` ones end
 a sequence has no owner    ──▶ it ends at the deadline of its steps, or when nothing of it has waited for a while

@@ -178,7 +178,7 @@ class AsyncRequests:
         options: SubmitOptions,
         names: Sequence[str],
     ) -> OutputPlan:
-        """Keeps a request's target, so that a repeated request goes to its first one."""
+        """Keeps the target of a request, so that a repeated request goes to the same target."""
         served = self.of_model(request.model, request.version)
         settings, chosen = self.settings, Kept(request.model, served.version)
         record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s

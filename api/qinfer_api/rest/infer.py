@@ -516,7 +516,7 @@ def _parse_tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) 
 
 
 def _shape(expected: TensorSpec, count: int, *, batched: bool) -> list[int]:
-    """Fixed dimensions divide `count`; the innermost variable one takes the rest."""
+    """Returns a shape of `count` elements; the innermost variable dimension takes what the fixed ones leave."""
     shape = [-1, *expected.dims] if batched else list(expected.dims)
     for size in shape:
         if size != -1:

@@ -460,7 +460,7 @@ class ServerSentEvent(NamedTuple):
 
 
 def event_stream(events: AsyncIterator[ServerSentEvent | None], seen: str) -> HttpResponse:
-    """Returns server-sent events after the one that the client has `seen`.
+    """Returns the server-sent events after the event that the client has `seen`.
 
     `None` becomes a comment, which keeps the connection open. The stream ends if events become unavailable or the
     caller's key is revoked.
@@ -532,7 +532,7 @@ class Preferences(NamedTuple):
 
 
 def read_preferences(headers: Sequence[str]) -> Preferences:
-    """Parses `Prefer`; the first of equal preferences counts, unknown ones are ignored (RFC 7240 §2)."""
+    """Parses `Prefer`; the first of equal preferences counts, unknown preferences are ignored (RFC 7240 §2)."""
     found: dict[str, str] = {}
     for item in _ITEM.findall(",".join(headers)[:_MAX_CHARACTERS]):
         preference = _PREFERENCE.fullmatch(item.rstrip())

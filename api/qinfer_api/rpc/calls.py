@@ -81,7 +81,7 @@ class CallGuard:
         """Makes a unary method."""
 
         async def answer(call: GrpcCall, message: Bytes) -> None:
-            self._dispatcher.recheck(call.context)  # may have been revoked meanwhile
+            self._dispatcher.recheck(call.context)  # the key may have been revoked meanwhile
             call.finish((await serve(message, call),))
 
         return self.method(lambda call, message: call.run(answer(call, message), has_deadline=True), group, scope)

@@ -45,16 +45,16 @@ class ConnectionLimits(NamedTuple):
     """Limits of a connection.
 
     Attributes:
-        header_bytes: Of a header list (section 6.5.2), and of an encoded one.
-        window_bytes: Of one request that may arrive before it is admitted.
-        connection_window_bytes: Of all requests together.
+        header_bytes: The size of a header list (section 6.5.2), and of its encoded form.
+        window_bytes: The bytes of one request that may arrive before it is admitted.
+        connection_window_bytes: The bytes of all requests together that may arrive.
         idle_frames: Frames that advance no request, in one burst.
-        preface_s: Until the first SETTINGS frame.
-        body_s: Without a byte of an unfinished message.
-        idle_s: Without a request until the connection ends; 0 = unlimited.
-        age_s: Until the connection takes no more requests; 0 = unlimited.
+        preface_s: The time until the first SETTINGS frame.
+        body_s: The time without a byte of an unfinished message.
+        idle_s: The time without a request until the connection ends; 0 = unlimited.
+        age_s: The time until the connection takes no more requests; 0 = unlimited.
         ping_s: Silence before a PING.
-        pong_s: Until the PING must be answered.
+        pong_s: The time until the PING must be answered.
     """
 
     streams: int = 1000

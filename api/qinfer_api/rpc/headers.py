@@ -48,7 +48,7 @@ class Abort(Exception):
 
 
 class ReplyCompression(NamedTuple):
-    """Compression of the reply's messages; `level` is zlib's."""
+    """Compression of the reply's messages; `level` is a compression level of zlib."""
 
     encoding: Encoding
     level: int

@@ -122,7 +122,7 @@ class FrameWriter:
         self.is_paused = self.is_closed = False
         self.block_prefix = b""
         self.progress = 0
-        self._waiting: dict[int, GrpcStream] = {}  # those that wait for the connection's window
+        self._waiting: dict[int, GrpcStream] = {}  # streams that wait for the connection's window
 
     def write(self, kind: int, flags: int, number: int, payload: Bytes = b"") -> None:
         """Writes a frame."""
@@ -160,7 +160,7 @@ class FrameWriter:
         return True
 
     def write_window(self, number: int, size: int) -> None:
-        """Grants the client `size` bytes, of one stream or (0) all."""
+        """Grants the client `size` bytes, of one stream, or of all streams (0)."""
         self.write(frames.WINDOW_UPDATE, 0, number, frames.WORD.pack(size))
 
     def resize(self, streams: Iterable[GrpcStream], size: int) -> None:

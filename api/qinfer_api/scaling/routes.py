@@ -19,7 +19,7 @@ class LaneBacklog(msgspec.Struct, frozen=True):
 
     Attributes:
         entries: Requests waiting or in flight; in a bulk lane, shards.
-        oldest_age_s: Time of the oldest in the queue; 0 = the lane is empty.
+        oldest_age_s: The time that the oldest entry has been in the queue; 0 = the lane is empty.
     """
 
     lane: str
@@ -32,7 +32,7 @@ class VersionBacklog(msgspec.Struct, frozen=True):
     """The work of one version.
 
     Attributes:
-        requests: Requests waiting or in flight, including asynchronous ones.
+        requests: Requests waiting or in flight, including asynchronous requests.
         rows: Rows of these requests, by the mean so far, plus `bulk_rows`.
         bulk_rows: Remaining rows of open bulk jobs.
         rows_per_s: Speed of one worker; 0 = unknown.
@@ -56,7 +56,7 @@ class SequenceBacklog(msgspec.Struct, frozen=True):
     """The sequences of a stateful model, over all its versions.
 
     Attributes:
-        open: Sequences that have begun and not ended, including waiting ones.
+        open: Sequences that have begun and not ended, including waiting sequences.
         waiting: Sequences that wait for a worker with a free slot.
         workers: Workers needed for all open sequences.
     """
@@ -72,7 +72,7 @@ class Backlog(msgspec.Struct, frozen=True):
     Attributes:
         work_s: Seconds that one worker would need for it; 0 only without work.
         workers: Live workers that have a version of it ready.
-        sequences: All 0 for a model without sequences.
+        sequences: The work of sequences; all numbers are 0 for a model without sequences.
     """
 
     model: str

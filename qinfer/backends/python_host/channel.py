@@ -1,4 +1,4 @@
-"""Messages with tensors between two processes: a Unix socket for small ones, shared memory for large ones.
+"""Messages with tensors between two processes: a Unix socket for small messages, shared memory for large messages.
 
     ┌──────────────┬───────────────────────────────────────┬─────────────────┐
     │ two lengths  │ msgpack: segment, sizes, freed, body  │ small buffers   │      on the socket
@@ -211,7 +211,7 @@ class Channel:
         return segment, segment.create()
 
     def _reuse(self, numbers: Sequence[int]) -> None:
-        """Keeps the largest, except huge ones."""
+        """Keeps the largest segments, except huge segments."""
         with self._owning:
             self._free.extend(self._used.pop(number) for number in numbers)
             self._free.sort(key=lambda segment: segment.capacity)

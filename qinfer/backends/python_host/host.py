@@ -592,7 +592,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 def _requests(
     message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], senders: Sequence[InferenceResponseSender] = ()
 ) -> list[InferenceRequest]:
-    """Returns requests with views of the inputs; as in Triton, one without output names gets all."""
+    """Returns requests with views of the inputs; as in Triton, a request without output names gets all outputs."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
     requests = []

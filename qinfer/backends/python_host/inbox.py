@@ -18,7 +18,7 @@ Received = tuple[Message, list[Buffer]]
 
 
 class ChannelInbox:
-    """One of the waiting threads reads for all."""
+    """One of the waiting threads reads for all threads."""
 
     def __init__(self, channel: Channel, unwanted: Callable[[CallerLeft], None]) -> None:
         self._channel = channel

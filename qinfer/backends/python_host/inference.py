@@ -69,15 +69,15 @@ class InferenceRequest:
 
     Args:
         request_id: The client's id.
-        correlation_id: The id of its sequence; 0 or empty = none.
+        correlation_id: The id of the request's sequence; 0 or empty = no sequence.
         inputs: Input tensors.
         requested_output_names: The wanted outputs.
         model_name: The model to call.
-        model_version: Its version; -1 = the highest ready one.
+        model_version: The version to call; -1 = the highest ready version.
         flags: The sum of `TRITONSERVER_REQUEST_FLAG_SEQUENCE_START` and `…_END`.
-        timeout: The time limit, in microseconds; 0 = the batch's.
-        preferred_memory: Without effect.
-        trace: The trace of the request that the call is for; by default, the batch's first.
+        timeout: The time limit, in microseconds; 0 = the time limit of the batch.
+        preferred_memory: Ignored, because outputs are in host memory.
+        trace: The trace of the request that the call is for; by default, the trace of the first request of the batch.
         parameters: Custom parameters.
     """
 

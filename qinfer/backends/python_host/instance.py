@@ -17,7 +17,7 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger("qinfer.backends.python")
 
 FREE_CRASHES = 8
-"""Deaths without a pause: finding one bad request takes several."""
+"""The deaths after which the next start waits: finding one bad request takes several deaths."""
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0

@@ -16,9 +16,9 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
     """Loads or reloads a model; returns when it is ready.
 
     Args:
-        model_name: Its name.
-        config: A configuration in JSON in place of its `config.pbtxt`.
-        files: `file:<version>/<file>` → content, in place of its files; only with `config`.
+        model_name: The name of the model.
+        config: A configuration in JSON, in place of the model's `config.pbtxt`.
+        files: `file:<version>/<file>` → content, in place of the model's files; only with `config`.
     """
     named, contents = [], []
     for key, content in (files or {}).items():
@@ -38,7 +38,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # n
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Returns whether a model can be called; an empty version is any."""
+    """Returns whether a model can be called; an empty version means any version."""
     version = 0
     if model_version:
         try:

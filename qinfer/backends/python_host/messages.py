@@ -62,10 +62,10 @@ class HostRequest(msgspec.Struct, array_like=True, frozen=True):
     """One request of a batch.
 
     Attributes:
-        outputs: The wanted ones; empty = all.
+        outputs: The names of the wanted outputs; empty = all outputs.
         timeout_us: The answer's time limit, in microseconds.
         trace: W3C `traceparent`.
-        correlation_id: Of its sequence; 0 = none.
+        correlation_id: The correlation ID of the request's sequence; 0 = no sequence.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
         goes_on: Batch and item of the first execution, whose stream continues; `None` = a new stream.
     """
@@ -85,7 +85,7 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     """To the host: execute a batch.
 
     Attributes:
-        window_bytes: Of a request's responses on their way; 0 = unlimited.
+        window_bytes: The most bytes of a request's responses on their way; 0 = unlimited.
         shapes: Position of a ragged input → each request's shape.
     """
 
@@ -155,8 +155,8 @@ class HostCall(msgspec.Struct, array_like=True, tag=True):
     """To the worker: run another model.
 
     Attributes:
-        version: 0 = the highest ready one.
-        timeout_us: In microseconds; 0 = the batch's.
+        version: The version to run; 0 = the highest ready version.
+        timeout_us: The time limit, in microseconds; 0 = the time limit of the batch.
         streams: `More` asks for each response but the first.
         made_for: The position of the request whose trace the call has; -1 = none.
     """
@@ -202,8 +202,8 @@ class Manage(msgspec.Struct, array_like=True, tag=True):
     """To the worker: load or unload a model, or return whether it is ready.
 
     Attributes:
-        version: 0 = any.
-        config: JSON; empty = its own.
+        version: The version that must be ready; 0 = any version.
+        config: The configuration in JSON; empty = the model's own configuration.
         files: `<version>/<file>`; the buffers are their contents.
         unload_dependents: Also unload models that only this ensemble uses.
     """

@@ -27,7 +27,7 @@ _WORD = 8
 
 
 class Slot(NamedTuple):
-    """Positions of a series and its values."""
+    """The positions of a series and its values in the table."""
 
     place: int
     values_at: int

@@ -73,7 +73,7 @@ _spawner = _Spawner()
 
 
 class HostProcess:
-    """A host process, in its model's own environment; `None` = the worker's.
+    """A host process, in the `environment` of its model, or in the environment of the worker (`None`).
 
     Args:
         ended: Called when the process is gone, from a thread of its own.
@@ -81,7 +81,7 @@ class HostProcess:
     Attributes:
         asks: The socket for questions about readiness.
         metrics: The memory of the model's own metrics.
-        held: Returns its requests' ids, for the log of its death.
+        held: Returns the ids of the requests in the process, for the log line about its death.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ def _program(environment: Path | None) -> list[str]:
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:
-    """Reads a log record; other text is INFO."""
+    """Reads a log record; any other text becomes a line of level INFO."""
     try:
         level, message, trace, ids = msgspec.json.decode(record, type=tuple[str, str, str, str])
     except msgspec.MsgspecError:  # the model printed the mark

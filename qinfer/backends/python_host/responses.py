@@ -37,7 +37,7 @@ class InferenceResponse:
     """A response.
 
     Args:
-        output_tensors: Its outputs.
+        output_tensors: The outputs of the response.
         error: The error in place of outputs.
         parameters: Bools, ints and strings.
     """
@@ -99,12 +99,12 @@ class InferenceResponseSender:
 
         Args:
             response: The response, or an error; `None` with the final flag = no more responses.
-            flags: 0, or `TRITONSERVER_RESPONSE_COMPLETE_FINAL` with the last one.
+            flags: 0, or `TRITONSERVER_RESPONSE_COMPLETE_FINAL` with the last response.
 
         Raises:
             TritonModelException: The sender is closed, more would follow for a cancelled request, or a model that
                 is not decoupled answers twice.
-            TypeError: It is no response.
+            TypeError: `response` is no `InferenceResponse`.
         """
         if flags not in (0, FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")
@@ -193,7 +193,7 @@ class ResponseStream:
         self._on_way: deque[tuple[int, int]] = deque()
         """Per response: the bytes sent up to its end, and its share of the window."""
         self._sending = threading.Lock()
-        """Held while a response waits: others follow it."""
+        """The lock that a response holds while it waits, so that later responses follow it."""
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Sends a response, once the window has room."""

@@ -83,7 +83,7 @@ class _OpenBatch:
 
 
 class HostStreams:
-    """One process's open streams, which alone receive from it."""
+    """The open streams of one process; only they receive from it."""
 
     def __init__(self, process: HostProcess, instance: HostInstance, managing: Managing, model: str) -> None:
         self.process = process

@@ -28,8 +28,9 @@ class Tensor:
     """A tensor of a request or response.
 
     Args:
-        name: Its name.
-        numpy_array: Its elements. Strings are `bytes` or `str` in an array of dtype `object`, or `np.bytes_`.
+        name: The name of the tensor.
+        numpy_array: The elements of the tensor. Strings are `bytes` or `str` in an array of dtype `object`, or
+            `np.bytes_`.
     """
 
     __slots__ = ("_array", "_datatype", "_name")
@@ -83,7 +84,7 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """Makes a tensor from another library's; copies one from a GPU."""
+        """Makes a tensor from a tensor of another library; a tensor on a GPU is copied to host memory first."""
         name = _named(name)
         if not hasattr(tensor, "__dlpack__"):
             if type(tensor).__name__ != "PyCapsule":
@@ -92,7 +93,7 @@ class Tensor:
                 )
             return Tensor(name, np.from_dlpack(_Capsule(tensor)))
         if tensor.__dlpack_device__()[0] != _CPU:
-            copy = getattr(tensor, "cpu", None) or getattr(tensor, "get", None)  # of torch, of cupy
+            copy = getattr(tensor, "cpu", None) or getattr(tensor, "get", None)  # `cpu` is torch's, `get` is cupy's
             if copy is None:
                 raise TritonModelException(f"tensor '{name}' is not in host memory; copy it there first")
             tensor = copy()

@@ -4,8 +4,8 @@
                       └──── executed again ◀──────────────┘
 
 Each request is a sequence of its own, and joins one batch after another until the model answers it. Nothing is stored
-between iterations, so another worker may start it over. A decoupled model sends responses while it iterates, in one
-stream.
+between iterations, so another worker may execute the request from the beginning. A decoupled model sends responses
+while it iterates, in one stream.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.sequence_records import SequenceId
 
 _DECAY = 0.98
-"""A request's weight after each later one: about 50 count."""
+"""The factor by which each later request lowers a request's weight, so that about 50 requests count."""
 
 
 class _HeldRequest:
@@ -321,7 +321,7 @@ class IterativeBatcher:
         self._current.fail(items, error)
 
     async def pause_batching(self) -> None:
-        """Gives back unbegun items, and waits for the others."""
+        """Gives back items that have not begun, and waits for the other items."""
         self.paused = True
         if waiting := self._current.take_waiting():
             self._outlet.give_back(waiting)

@@ -2,7 +2,7 @@
 
     SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.end_batch ─▶ decide …
 
-Subclasses keep the states and answer: `SequenceBatcher` for stateful models, `Iterations` for iterative ones.
+Subclasses keep the states and answer: `SequenceBatcher` for stateful models, `Iterations` for iterative models.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class StepRunner(ABC, Generic[P]):
         return self.model.executor.count * rows / full_s if full_s else 0.0
 
     def pump(self) -> None:
-        """Starts and breaks due steps; call it once for many."""
+        """Starts and breaks due steps; one call serves many steps."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -3,9 +3,9 @@
     add_step  →  decide  →  batches to execute  →  end_batch  →  decide  → …
 
 Pure; Redis decides the owner. A sequence waits in the backlog for a slot of an instance, and keeps it until it ends.
-Its steps execute one at a time, in the order of admission. It ends by END, by the START of the next sequence of its
-correlation ID, by `drop`, or when a step expires, is cancelled or dies; later steps are then refused. Sequences past
-their idle time are only reported, because another step may be on its way.
+The steps of a sequence execute one at a time, in the order of admission. It ends by END, by the START of the next
+sequence of its correlation ID, by `drop`, or when a step expires, is cancelled or dies; later steps are then refused.
+Sequences past their idle time are only reported, because another step may be on its way.
 """
 
 from collections import Counter, deque
@@ -29,11 +29,11 @@ MOST_REMEMBERED = 10_000
 """The most broken sequences whose reason is remembered."""
 
 _SLACK = 64
-"""Obsolete entries in the heap of deadlines."""
+"""The number of obsolete entries that the heap of deadlines may always have."""
 
 
 class EndReason(StrEnum):
-    """Why, apart from END, a sequence ends."""
+    """The reasons, apart from END, for which a sequence ends."""
 
     RESTARTED = "restarted"
     EXPIRED = "expired"
@@ -53,7 +53,7 @@ class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the scheduler.
 
     Attributes:
-        batches: At most one for each idle instance.
+        batches: The batches to execute, at most one for each idle instance.
         ended: Sequences that ended without END.
         idle: Sequences past their idle time, reported again after as long.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
@@ -69,10 +69,10 @@ class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
 
 
 class _Queue(Generic[T]):
-    """One correlation ID's steps: of the present sequence, then of the next ones.
+    """The steps of one correlation ID: first those of the present sequence, then those of later sequences.
 
     Attributes:
-        slot: Its (slot, instance); `None` = it is in the backlog.
+        slot: The slot and the instance of the sequence; `None` = the sequence is in the backlog.
         begun: A START begins the next sequence.
         accepts: A step without START may follow.
         steps: The last admitted step.
@@ -146,7 +146,7 @@ class SequenceScheduler(Generic[T]):
     def shrink(self, instances: int) -> None:
         """Marks the instances with the fewest sequences as surplus, for the strategy `direct`.
 
-        They end with their last sequence; the other instances keep their numbers.
+        A surplus instance ends with its last sequence; the other instances keep their numbers.
         """
         self._list_unused()
         free = Counter(instance for _, instance in self._freed)
@@ -162,8 +162,8 @@ class SequenceScheduler(Generic[T]):
         """Takes the next step of a sequence.
 
         Raises:
-            SequenceEnded: It has no START, and an earlier step has ended its sequence.
-            InvalidRequest: It has no START, and its correlation ID has no open sequence.
+            SequenceEnded: The step has no START, and an earlier step has ended its sequence.
+            InvalidRequest: The step has no START, and its correlation ID has no open sequence.
         """
         queue = self._queue_of(step)
         if step.start and queue.accepts and queue.steps:
@@ -253,7 +253,7 @@ class SequenceScheduler(Generic[T]):
         return decision
 
     def _list_unused(self) -> None:
-        """Adds unused slots to the free ones, because their numbers depend on the count of instances."""
+        """Adds unused slots to the free slots, because their numbers depend on the count of instances."""
         for number in range(self._used, self._instances * self._spec.slots):
             heappush(self._freed, divmod(number, self._instances))
         self._used = self._instances * self._spec.slots
@@ -374,9 +374,10 @@ class SequenceScheduler(Generic[T]):
         return next(iter(self._idle.values()), NEVER_S) + self._spec.max_idle_s
 
     def _break(self, queue: _Queue[T], step: SequenceStep[T], ending: EndReason, error: QinferError) -> None:
-        """Refuses the waiting steps from there on.
+        """Refuses the sequence's waiting steps from `step` on.
 
-        If it expires in the backlog, earlier steps are refused too: Triton's timeout is the sequence's.
+        If the step expires in the backlog, earlier steps are refused too, because Triton's timeout is one of the whole
+        sequence.
         """
         steps = list(queue.waiting)
         first = steps.index(step) if step in steps else 0
@@ -423,7 +424,7 @@ class _Deadlines(Generic[T]):
         self._numbers = count()
 
     def add(self, step: SequenceStep[T], here: Collection[SequenceStep[T]]) -> None:
-        """Adds a step; those `here` still wait or execute, and all others may be forgotten."""
+        """Adds a step; the steps in `here` still wait or execute, and all other steps may be forgotten."""
         if step in self._listed:
             return
         if len(self._heap) > 2 * len(here) + _SLACK:

@@ -17,7 +17,7 @@ class PendingStep(WorkItem, kw_only=True, eq=False, gc=False):
     """A step of a sequence that this worker owns.
 
     Attributes:
-        token: The owner's fencing token; a commit with an older one has no effect.
+        token: The owner's fencing token; a commit with an older token has no effect.
         state: The states after it, by input name; empty = unchanged.
         changes_failing: `state` holds although the step failed.
     """
@@ -34,10 +34,10 @@ class SequenceStep(msgspec.Struct, Generic[T], kw_only=True, eq=False):
     """A step as a scheduler reads it.
 
     Attributes:
-        sequence: `None` = the scheduler of an iterative model numbers it.
-        start: It is its sequence's or iterated request's first.
+        sequence: The id of the sequence; `None` = the scheduler of an iterative model assigns a number.
+        start: Whether the step is the first of its sequence, or of its iterated request.
         number: 1, 2, … within its sequence; set by the scheduler.
-        told_id: The correlation id that the model sees; `None` = that in `sequence`.
+        told_id: The correlation id that the model sees; `None` = the correlation id in `sequence`.
     """
 
     item: T
@@ -56,7 +56,7 @@ class Ready(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Pick(msgspec.Struct, Generic[T], frozen=True):
-    """An idle instance's next batch, `None` = padding; empty = none before `wake_at_s`."""
+    """The next batch of an idle instance, with `None` for padding; empty if no batch begins before `wake_at_s`."""
 
     rows: Sequence[SequenceStep[T] | None]
     wake_at_s: float = NEVER_S

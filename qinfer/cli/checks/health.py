@@ -36,7 +36,7 @@ class Health(NamedTuple):
 
 
 def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
-    """Checks a gateway over HTTP; an empty `url` is this machine's."""
+    """Checks a gateway over HTTP; an empty `url` means the gateway of this machine."""
     try:
         settings = load_settings().http
     except QinferError as error:

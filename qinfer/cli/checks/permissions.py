@@ -62,7 +62,7 @@ def command_names() -> set[str]:
 
 
 def _commands(scratch: str) -> Iterator[Words]:
-    """Each command uses the result of earlier ones."""
+    """Yields commands in an order in which each can use the results of earlier commands."""
     text, other, table, row, ranks, group, stream = _scratch_keys(scratch)
     yield from (("PING",), ("TIME",), ("CLIENT UNBLOCK", 0), ("INFO", "replication"))
     yield from (("SET", text, "1", "PX", 60_000), ("GET", text), ("EXISTS", text), ("STRLEN", text), ("TYPE", text))

@@ -33,7 +33,8 @@ _IN_FILE = "and put it into redis.conf"
 class NodeReport(NamedTuple):
     """The state of a node; empty parts are forbidden to this user.
 
-    `offset_s` is the node's clock minus this machine's; `is_private` = of `qinfer up`; `at` is a prefix of texts.
+    `offset_s` is the node's clock minus this machine's clock; `is_private` marks the node of `qinfer up`; `at` is a
+    prefix of texts.
     """
 
     place: str

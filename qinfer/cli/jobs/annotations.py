@@ -40,7 +40,7 @@ class AnnotationFormat(NamedTuple):
 
 
 class RowReport:
-    """Counts of written and omitted rows: `failed` ones, or `unfit` for the mapping."""
+    """Counts of written and omitted rows: rows that `failed`, or are `unfit` for the mapping."""
 
     def __init__(self) -> None:
         self.written = self.failed = self.unfit = 0

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: qinfer compare digits:3 digits:4 data/rows.parquet --sample 10000 --column image=pixels --key id"
 
 Target = tuple[str, int]
-"""A model and a version; 0 = the highest ready one."""
+"""A model and a version; 0 = the highest ready version."""
 
 _RULES = ("argmax", "equal", "within")
 
@@ -162,7 +162,7 @@ def _two_targets(stable: str, canary: str) -> list[Target]:
 
 
 def read_target(text: str) -> Target:
-    """Reads `MODEL:VERSION` or `MODEL`; version 0 = the highest ready one."""
+    """Reads `MODEL:VERSION` or `MODEL`; version 0 = the highest ready version."""
     name, colon, version = text.rpartition(":")
     if not (colon and version.isascii() and version.isdecimal() and len(version) < 20):
         name, version = text, "0"
@@ -172,7 +172,7 @@ def read_target(text: str) -> Target:
 
 
 def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
-    """Reads `--agree`: output → its rule; "" → the rule of all others."""
+    """Reads `--agree`: output → its rule; "" → the rule of all other outputs."""
     import msgspec
 
     rules = {"": rule}

@@ -341,7 +341,7 @@ def _estimated(estimate: "JobEstimate") -> str:
 
 
 def job_options(given: Mapping[str, Any]) -> "JobOptions":
-    """Returns a job's options; the server sets missing ones."""
+    """Returns the options of a job; the server sets the missing options."""
     if given["resume"] and not given["job_id"]:
         raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
     if given["cancel_on_exit"] and not given["wait"]:

@@ -42,7 +42,7 @@ class StopSignals:
             signal.signal(each, handler)
 
     def release(self) -> None:
-        """Lets signals interrupt; raises `WaitInterrupted` for an earlier one."""
+        """Lets signals interrupt; raises `WaitInterrupted` for an earlier signal."""
         self._keeps = False
         self.check()
 

@@ -67,7 +67,7 @@ def claim_ports(addresses: Sequence[GatewayAddress], try_again: Callable[[], boo
 
     `try_again` may wait for a used port, and returns whether to retry.
     """
-    # hold all until chosen; requested ones first
+    # hold all ports until they are chosen; requested ports first
     with ExitStack() as held:
         chosen: dict[GatewayAddress, int] = {}
         for address in sorted(addresses, key=lambda one: not one.port):

@@ -15,8 +15,8 @@ Sections = Mapping[str, Mapping[str, Any]]
 class UpOptions:
     """The options of `qinfer up`.
 
-    `settings` replace the environment's, except empty ones of the repository. Without `redis_url` a private Redis runs,
-    with at most `redis_memory_bytes` (0 = half of the memory).
+    `settings` replace those of the environment; empty settings of the repository replace nothing. Without `redis_url` a
+    private Redis runs, with at most `redis_memory_bytes` (0 = half of the memory).
     """
 
     settings: Sections

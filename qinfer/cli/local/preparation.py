@@ -129,7 +129,7 @@ EXECUTE_TIMEOUT_S = 300.0
 
 
 def completed(options: UpOptions, settings: Settings) -> Sections:
-    """Returns the values that replace the environment's."""
+    """Returns the settings that replace those of the environment."""
     given = settings.repository
     repository = {name: getattr(given, name) for name in ("path", "overlay", "load_models", "min_workers")}
     repository |= {name: value for name, value in options.settings["repository"].items() if value not in ("", ())}
@@ -164,7 +164,7 @@ def scaling_settings(options: UpOptions, redis_url: str) -> Settings:
 
 
 def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
-    """Returns jobs' locations: given ones, and the setting's."""
+    """Returns the locations that jobs may use: those of the command line, and those of the setting."""
     urls = [place if "://" in place else f"file://{Path(place).resolve()}" for place in given]
     try:
         return tuple(dict.fromkeys([*map(normalised, urls), *settings.stores.allow]))

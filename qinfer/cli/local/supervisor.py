@@ -1,4 +1,4 @@
-"""A small synchronous supervisor: starts processes, restarts crashed ones, stops them in order.
+"""A small synchronous supervisor: starts processes, restarts them after crashes, stops them in order.
 
 It sleeps in one `select` on the signals' wake-up socket. SIGHUP stops it if its terminal was closed; otherwise the
 processes get it, to read their files again. Decisions about restarts (`after_exit`) are pure.
@@ -35,7 +35,7 @@ class RestartPolicy:
     """The treatment of a process that ended by itself.
 
     The delay doubles with each failure in a row, until `stable_s` without one. After `give_up_after` failures (`None` =
-    never), or a hopeless exit code, it stays down.
+    never), or a hopeless exit code, the process stays down.
     """
 
     first_delay_s: float = 0.5
@@ -102,7 +102,7 @@ class Process(Protocol):
 class Program:
     """A Python module run by `qinfer.cli.local.child`.
 
-    Settings go into `env`, because every user can read arguments. Empty `cpus` = all cores.
+    Settings go into `env`, because every user can read arguments. With an empty `cpus` it runs on all cores.
     """
 
     def __init__(self, name: str, module: str, env: Mapping[str, str], cpus: Sequence[int] = ()) -> None:
@@ -157,9 +157,9 @@ class _SupervisedProcess:
     failures: int = 0
     started_s: float = 0.0
     restart_at_s: float | None = None
-    """While it waits for its restart."""
+    """The time of the restart, while the process waits for it."""
     kill_at_s: float | None = None
-    """Once dismissed."""
+    """The time at which the process is killed, once it is dismissed."""
     stopping: bool = False
     ended: bool = False
 
@@ -255,7 +255,7 @@ class Supervisor:
             step()
 
     def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Ends processes, killing late ones, or all after another Ctrl-C; supervises the others."""
+        """Ends processes, and kills those that are late, or all after another Ctrl-C; supervises the others."""
         self._stopping = True
         children = [c for c in self._children if c.process in processes and not c.ended]
         for child in children:

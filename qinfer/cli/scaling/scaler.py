@@ -185,7 +185,7 @@ class QueueWatch:
             raise
 
     async def _publish_until_next(self, store: ControlStore) -> None:
-        """Writes new records at once, for the others."""
+        """Writes new records at once, for the other autoscalers, until the next observation."""
         next_s = self._loop.time() + self._every_s
         while not self._stop.is_set() and (left_s := next_s - self._loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -289,7 +289,7 @@ class Autoscaler:
         self._watch.close()
 
     def step(self) -> None:
-        """Acts on a new reading."""
+        """Decides by a new reading of the queue, and starts or drains workers."""
         reading = self._watch.new_reading()
         if reading is None:
             return

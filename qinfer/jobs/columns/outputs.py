@@ -136,7 +136,7 @@ class _Output:
     ) -> list[pa.Array]:
         """Returns the columns of `rows` rows.
 
-        `place` has each row's number among the executed ones, or null; `None` = all rows, in order.
+        `place` has each row's number among the executed rows, or null; `None` = all rows, in order.
         """
         parts = [self._part(part, rows, errors) for part in scored]
         if place is None:
@@ -257,7 +257,7 @@ def _notes(field: pa.Field) -> dict[bytes, bytes] | None:
 
 
 def _place(rows: int, scored: Sequence[ScoredRows]) -> pa.Array:
-    """Returns each row's number among the executed ones; null = not executed."""
+    """Returns each row's number among the executed rows; null = the row was not executed."""
     place = np.full(rows, -1, np.int64)
     first = 0
     for part in scored:

@@ -37,7 +37,7 @@ def decode_schema(text: str) -> pa.Schema:
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Returns the type for values of both types.
 
-    Timestamps with zones become UTC; one without a zone could be in any.
+    Timestamps with zones become UTC; a timestamp without a zone could be in any zone.
     """
     one, other = as_read(one), as_read(other)
     if one == other:
@@ -161,7 +161,7 @@ def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def run_values(array: pa.RunEndEncodedArray) -> pa.Array:
-    """Decodes runs of any type; Arrow's function lacks some."""
+    """Decodes runs of any type; Arrow's own function lacks some types."""
     values = cast(array.values, as_read(array.values.type))
     rows = np.arange(array.offset, array.offset + len(array))
     return values.take(pa.array(np.searchsorted(array.run_ends.to_numpy(), rows, side="right")))

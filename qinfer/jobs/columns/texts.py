@@ -1,7 +1,7 @@
 """Text columns with values of other types. Pure.
 
 A column in the job's `types` is text with the type in its metadata; `TypedColumns` converts it, and a row with another
-value fails. Other copied columns stay as written.
+value fails. Copied columns without a declared type stay as written.
 """
 
 import re
@@ -130,7 +130,7 @@ def _places(batch: "RowBatch", rows: list[int]) -> Iterator[tuple[int, tuple[int
 
 
 def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
-    """Trims CSV cells; empty ones and `NA` are null."""
+    """Trims CSV cells; empty cells and `NA` are null."""
     if pa.types.is_string(kind):
         return texts
     plain = pc.utf8_trim_whitespace(texts)

@@ -1,4 +1,4 @@
--- Removes waiting shards of a stopped job from the lane, and held ones if asked.
+-- Removes the waiting shards of a stopped job from the lane, and held shards if asked.
 -- KEYS: as in job.lua, lane. ARGV: id, group, consumers of released shards and of suspects, held ones too (0|1), index and
 --   place of each. Returns 1, or 0 if the job is not stopped any more.
 local record, in_lane, lane = KEYS[1], KEYS[3], KEYS[8]

@@ -1,7 +1,7 @@
 """The index of all bulk jobs on Redis: jobs by creation, open jobs by deadline, and the place of each job's keys.
 
-It is in other slots than the jobs, so it may list ended jobs and jobs without a record. Readers remove these, the
-latter once they are older than a creation can take.
+The index is in other slots than the jobs, so it may list ended jobs and jobs without a record. Readers remove such jobs
+from it; they remove a job without a record once it is older than a creation can take.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class JobIndex:
         return list(dict.fromkeys(place[:2] for place in places if place is not None))
 
     async def states(self, newest: int) -> Mapping[str, int]:
-        """Counts jobs by state: open ones, and ended ones among the `newest`."""
+        """Counts jobs by state: all open jobs, and the ended jobs among the `newest`."""
         words = (b"ZREVRANGE", _JOBS, 0, newest - 1)
         open_ids, latest = await asyncio.gather(self.open_ids(), self._send_command(*words))
         ids = list(dict.fromkeys([*open_ids, *(job_id.decode() for job_id in latest)]))

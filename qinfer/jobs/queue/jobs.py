@@ -138,7 +138,7 @@ class Jobs:
         return await self._read_open(await self._index.open_ids())
 
     async def states(self, newest: int = 500) -> Mapping[str, int]:
-        """Counts open jobs, and ended ones among the `newest`, by state."""
+        """Counts by state all open jobs, and the ended jobs among the `newest`."""
         return await self._index.states(newest)
 
     async def open_rows(self) -> Sequence[OpenRows]:
@@ -179,8 +179,8 @@ class Jobs:
     ) -> bool:
         """Adds shards (index, frame) to `todo`; adds none and returns false if the job is not `planning`.
 
-        It skips shards that succeeded or are in the lane, and forgets failures. `complete` makes the job `running` and
-        leaves a notice.
+        Shards that succeeded or are in the lane are skipped, and failures are forgotten. `complete` makes the job
+        `running` and leaves a notice.
         """
         return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
 
@@ -369,7 +369,7 @@ class Jobs:
         return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
 
     async def _readable(self, job_id: str) -> JobRecord | CorruptEntry | None:
-        """Returns the error for a record that is damaged or of a newer qinfer, which must not hide the others."""
+        """Returns the error for a record that is damaged or of a newer qinfer, which must not hide other records."""
         try:
             return await self.get(job_id)
         except CorruptEntry as error:

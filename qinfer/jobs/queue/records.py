@@ -58,10 +58,10 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         rows_done: Rows of settled shards with an output.
         rows_scored: Rows scored by running shards.
         in_lane: Shards in the lane, waiting or held.
-        waiting: Why the job can't go on now.
-        put_off: Why one of its shards can't go on now.
-        max_errors: -1 = all rows may fail.
-        kept_s: How long it is kept after its end.
+        waiting: The reason why the job can't go on now.
+        put_off: The reason why one of the job's shards can't go on now.
+        max_errors: The most rows that may fail; -1 = all rows.
+        kept_s: The time for which the record is kept after the job's end.
         trace: W3C `traceparent` of the creating request.
         webhook_state: `` | pending | delivered | failed.
         resumptions: Notes on interrupted shards, by index; opaque here.

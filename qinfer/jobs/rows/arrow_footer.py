@@ -99,7 +99,7 @@ class BatchSizes:
 def _buffer_bytes(
     file: BinaryIO | Any, block: MessageBlock, of: tuple[pa.Schema, Collection[str]] | None = None
 ) -> int:
-    """Returns a batch's bytes, or without `of`, a dictionary's."""
+    """Returns the bytes of a record batch, or without `of`, those of a dictionary."""
     message, table = _header(file, block)
     if of is None:
         table = _table(message, table, _DICTIONARY_DATA)

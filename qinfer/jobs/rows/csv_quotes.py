@@ -47,7 +47,7 @@ class UnescapedText:
 
 
 def unescaped(rows: bytes, csv: Csv) -> bytes:
-    """Replaces escaped quotes by doubled ones."""
+    """Replaces escaped quotes by doubled quotes."""
     quote, escape = csv.quote.encode(), csv.escape.encode()
     if escape not in rows:
         return rows

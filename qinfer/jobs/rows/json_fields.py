@@ -16,7 +16,7 @@ MAX_FIELDS = 10_000
 """The most tracked fields, nested ones included."""
 
 Path = tuple[str, ...]
-"""Names of ancestors, then the field's."""
+"""The names of the field's ancestors, then the name of the field."""
 
 _WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -31,7 +31,7 @@ _INT64 = range(-(2**63), 2**63)  # pyarrow reads larger numbers as floats
 
 
 class MixedField(NamedTuple):
-    """A field with values of two kinds, also in its lists; `line` is the first with the other kind."""
+    """A field with values of two kinds, also in its lists; `line` is the first line with the other kind."""
 
     path: Path
     first: str
@@ -64,7 +64,7 @@ class _Field:
 
 
 class JsonFields:
-    """Finds fields after `known` ones; `declared` fields are text."""
+    """Finds fields other than the `known` fields; `declared` fields are text."""
 
     def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:
         self.rows = 0
@@ -75,7 +75,7 @@ class JsonFields:
         self._whole = self._of_type(pa.struct(list(known)))
 
     def add(self, block: bytes) -> None:
-        """Adds lines; raises `ValueError` if one is no JSON object."""
+        """Adds lines; raises `ValueError` if a line is no JSON object."""
         for line in block.splitlines():
             self._line += 1
             if not line or line.isspace():

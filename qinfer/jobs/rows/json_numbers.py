@@ -1,4 +1,4 @@
-"""Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long ones. Pure.
+"""Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long numbers. Pure.
 
 A copied field with such numbers is text: a block's numbers are put in quotes, and pyarrow reads strings. Metadata marks
 the field, so that inputs parse it and JSON lines are written without quotes.
@@ -17,7 +17,7 @@ from qinfer.jobs.columns.texts import JSON_NUMBER, READ_AS, is_declared, leaf_of
 from qinfer.jobs.text_parts import json_texts
 
 Path = tuple[str, ...]
-"""Names of ancestors, then the field's; a list's items have an empty name."""
+"""The names of the field's ancestors, then the name of the field; the items of a list have an empty name."""
 
 _LARGE = 10**15
 """Floats from here on have an exponent."""

@@ -47,8 +47,8 @@ class _Leaf(NamedTuple):
     Attributes:
         width: The bytes of each value; 0 = they differ.
         max_level: The highest repetition level; 0 = each row has one value.
-        longest_bytes: The dictionary's longest value, unless short.
-        longest_row: The most values of a row, unless short.
+        longest_bytes: The length of the dictionary's longest value, unless all are short.
+        longest_row: The most values of a row, unless all rows are short.
         is_distinct: The dictionary has no value twice, as pyarrow's indices require.
     """
 

@@ -1,7 +1,7 @@
 """Fetches the column chunks of a remote Parquet file in few large reads before they are decoded.
 
 A read of a store takes tens of milliseconds, and may be billed. So neighbouring chunks are fetched together as a
-window, and the next window meanwhile.
+window, and the next window is fetched meanwhile.
 """
 
 import io
@@ -16,7 +16,7 @@ from qinfer.jobs.rows.parquet_pages import PADDING_BYTES, ReadAt, chunk_begin
 _MOST_BYTES = 48 * 2**20  # unless one chunk is larger
 _SMALL_GAP_BYTES = 256 * 1024  # faster than another read
 _MOST_GAP_BYTES = 4 * 2**20
-_FETCHES = 16  # of one file at once
+_FETCHES = 16  # fetches of one file at once
 
 
 class ByteRange(NamedTuple):
@@ -95,7 +95,7 @@ class Windows(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves this position; threads may use the file's."""
+        """Moves the position of this object; the position of the file is free for the threads."""
         self._at = self._size + offset if whence == io.SEEK_END else offset + self._at * whence
         return self._at
 

@@ -61,7 +61,7 @@ class Fault(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Rows and origins; `too_large` ones lack their largest columns, `faults` lack all."""
+    """Rows and their origins; `too_large` rows lack their largest columns, rows of `faults` lack all columns."""
 
     record: pa.RecordBatch
     segments: tuple[Segment, ...]
@@ -334,5 +334,5 @@ def _explained(source: _Source) -> Iterator[None]:
 
 def _close(future: "Future[Any]") -> None:
     if not future.cancelled():
-        with suppress(Exception):  # no longer needed
+        with suppress(Exception):  # the result is no longer needed
             future.result().close()

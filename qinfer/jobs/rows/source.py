@@ -95,7 +95,8 @@ def find_files(
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
-        # An object store's listing shows whether an object has a pattern's name; a directory's may stop before.
+        # The listing of an object store shows whether an object has the name of a pattern; the listing of a directory
+        # may stop earlier.
         literal = [url for url in inputs if "*" not in url or local_path(url)]
         for url in literal:
             check_read(url)
@@ -138,7 +139,7 @@ def _stats(urls: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, Stat | No
 
 
 def format_of(url: str, input_format: InputFormat) -> FileFormat:
-    """Returns a file's format: the job's, or by its extension."""
+    """Returns the format of a file: that of the job, or else the format of the file's extension."""
     if input_format:
         return input_format
     *_, inner, extension = ("", *url.rpartition("/")[2].lower().split("."))

@@ -227,7 +227,7 @@ def open_text(
 class CsvReader:
     """Reads CSV by blocks; rows with unbalanced quotes are null, in separate batches.
 
-    `lines` counts lines before the next rows, without blank ones.
+    `lines` counts the lines before the next rows, without blank lines.
     """
 
     def __init__(self, text: TextStream, types: pa.Schema, csv: Csv) -> None:

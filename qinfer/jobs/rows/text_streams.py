@@ -115,7 +115,7 @@ class TextStream(ForwardOnly):
         self._head = head
 
     def peek(self, size: int) -> bytes:
-        """Returns up to `size` next bytes; they stay."""
+        """Returns up to `size` next bytes, which the next read returns again."""
         while len(self._head) < size and (more := self._file.read(size - len(self._head))):
             self._head += more
         return self._head[:size]

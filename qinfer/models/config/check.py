@@ -204,7 +204,7 @@ def _delays(policy: Any) -> bool:
 
 
 def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[str]:
-    if not tensors and config.backend != "python":  # whose models may only call others
+    if not tensors and config.backend != "python":  # whose models may only call other models
         why = _WITHOUT_FILE.get(config.backend, "no model file to complete it from")
         yield f"the configuration has no '{kind}', and {why}"
     names = [tensor.name for tensor in tensors]

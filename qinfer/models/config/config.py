@@ -171,9 +171,9 @@ _BACKENDS = (
     _KnownBackend("python", "", "model.py"),
 )
 _BACKEND_OF_PLATFORM = {known.platform: known.backend for known in _BACKENDS if known.platform}
-_ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # KIND_AUTO puts these on a GPU
+_ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # KIND_AUTO puts these backends on a GPU
 
-_CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CPU; 1 for the others
+_CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CPU; 1 for the other backends
 
 
 def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
@@ -196,8 +196,8 @@ def normalise(
 ) -> ModelConfig:
     """Returns the configuration as Triton would show it: complete, with defaults, and checked.
 
-    `files` in version directories identify the default backend; `tensors` are the model file's, if known; `gpus` are
-    for instance groups without GPUs. `config` stays unchanged.
+    `files` in version directories identify the default backend; `tensors` are those of the model file, if known; `gpus`
+    is the number of GPUs for instance groups that name none of them. `config` stays unchanged.
     """
     normal = identify(config, name, files)
     if tensors is not None:

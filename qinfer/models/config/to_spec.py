@@ -70,7 +70,8 @@ def to_spec(
 ) -> ModelSpec:
     """Reads the result of `normalise`, or raises `ModelLoadFailed`.
 
-    `limits` hold for a model that sets none; its own maximum overrides them. `labels`: output → names of classes.
+    `limits` hold for a model that sets no limits; a model's own maximum overrides them. `labels`: output → names of
+    classes.
     """
     problems = list(parameter_problems(config))
     if problems:
@@ -155,7 +156,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     MAX_TIMEOUT: ("a positive number of seconds", _is_positive),
     LANE_CAPACITY: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
     MIN_WORKERS: ("an integer of 0 or more", _is_count),
-    TORCH_AMP: ("a precision of PyTorch", bool),  # the backend knows the valid ones
+    TORCH_AMP: ("a precision of PyTorch", bool),  # the backend knows the valid values
     TORCH_COMPILE: ("a mode of torch.compile", bool),
     BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
     STREAM_RESUME: ("'skip'", lambda text: text == "skip"),

@@ -149,7 +149,7 @@ class LocalFiles:
         self._root = root
 
     def models(self) -> list[str]:
-        """Returns the directories, sorted, without hidden ones."""
+        """Returns the directories that are not hidden, sorted."""
         try:
             with os.scandir(self._root) as entries:
                 return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
@@ -256,7 +256,7 @@ class RemoteFiles:
             raise self._access_error(error) from None
 
     def models(self) -> list[str]:
-        """Returns the directories, sorted, without hidden ones."""
+        """Returns the directories that are not hidden, sorted."""
         with self._named_errors():
             found = self._store.children(self._root)
         if not found:

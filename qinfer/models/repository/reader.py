@@ -47,7 +47,7 @@ class ReadingOptions(NamedTuple):
 
     Attributes:
         config_name: Use a model's `configs/<name>.pbtxt` if it exists.
-        gpus: For instance groups without GPUs.
+        gpus: The number of GPUs for instance groups that name none of them.
     """
 
     autocomplete: bool = True

@@ -1,4 +1,4 @@
--- Writes a trial and its endpoint, if both are the expected ones; returns the endpoint's revision, or 0.
+-- Writes a trial and its endpoint, if both are as expected; returns the endpoint's revision, or 0.
 -- KEYS: endpoints, trials, events, webhooks' queue. ARGV: name, expected revision, expected trial ('' = none), trial,
 --   endpoint without revision ('' = unchanged), event ('' = none), events to keep, ms to keep them, webhook ('' = none),
 --   ms to try it.

@@ -43,7 +43,7 @@ class InputMap(_ConfigPart):
 
     Attributes:
         columns: One column, or several scalar columns that become the elements of a row in this order.
-        shape: The shape of one row, without the batch dimension; empty = the tensor's.
+        shape: The shape of one row, without the batch dimension; empty = the shape of the tensor.
         null: The treatment of nulls: `error`, `nan`, or the value that replaces them, for all columns or by column.
     """
 
@@ -98,12 +98,12 @@ def _job(model: str, columns: Mapping[str, str | tuple[str, ...] | InputMap]) ->
 
 
 MAX_NAME = 64
-"""The name is part of the outbox's."""
+"""The longest name of a route, which is part of the outbox's name."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
-_MAX_QUEUE_BYTES = 255  # of AMQP
+_MAX_QUEUE_BYTES = 255  # the limit of AMQP
 
 
 def _short(name: str) -> str:
@@ -158,13 +158,13 @@ class SinkOptions(_ConfigPart):
     """The queues that predictions go to.
 
     Attributes:
-        url: The broker; default: the source's.
+        url: The broker; by default the broker of the source.
         reply_to: A message's own `reply_to` takes precedence.
         exchange: The exchange for other predictions; empty = the default exchange, whose routing keys are queue names.
         routing_key: The routing key for the exchange; empty, with no exchange: only `reply_to` is answered.
         declare: Make a durable queue if it is missing; an exchange must exist.
         carry_headers: Headers of a message that are copied to its reply.
-        options: kombu's options of the transport; default: the source's, if the URL is.
+        options: kombu's options of the transport; by default those of the source, if the broker is the same.
     """
 
     url: _Url | None = None
@@ -199,7 +199,7 @@ class RouteOptions(_ConfigPart):
     Attributes:
         name: The name in metrics, logs, and ids of requests.
         model: The model, or an endpoint.
-        version: Its version; 0 = the newest, or the one that the endpoint chooses.
+        version: The version of the model; 0 = the newest, or the version that the endpoint chooses.
         priority: The priority level of the requests; 0 = the model's default.
         tenant: The tenant that owns the requests, if keys of several tenants can look at them.
         timeout_s: Seconds from a message's acceptance after which its prediction is not needed.
@@ -209,7 +209,7 @@ class RouteOptions(_ConfigPart):
         responses: The replies for a decoupled model, once its stream has ended: `one` = a message with the list of all
         responses, `each` = a message for each of them. Other models give one response, and it has no effect.
         dead_letter: The queue, on the source's broker, for messages that can't be answered; default `<queue>.dead`.
-        body: How bodies are read, and replies written.
+        body: The options for reading bodies and writing replies.
     """
 
     name: Annotated[str, AfterValidator(_route_name)]

@@ -29,7 +29,7 @@ REREAD_S = 1.0
 """Time between two reads; hints may be lost."""
 
 PACE_S = 0.01
-"""Pause between partial reads, so that each finds many."""
+"""The pause between partial reads, so that each read finds many endings."""
 
 _LONGEST_PAUSE_S = 1.0
 _MESSAGE_BYTES = 1000

@@ -34,7 +34,7 @@ _ID_USED = "the id of the message was used before with another body; give each i
 
 
 class Disposition(Enum):
-    """Accepted now or before, refused, or waiting."""
+    """The outcome of an attempt to submit a message: accepted now or before, refused, or to be tried again."""
 
     NEW = "new"
     KNOWN = "known"

@@ -207,7 +207,7 @@ class Consumer(LinkThread[MessageSource]):
                 works.append(self._reader.read(message))
             except QinferError as error:
                 refused.append((message, error))
-            except Exception:  # must not block all others
+            except Exception:  # one message must not block all others
                 logger.exception("a message could not be read", extra={"route": self._route})
                 refused.append((message, QinferError("internal error; the bridge's log has more")))
         self._tally.unidentified += sum(not work.is_identified for work in works)

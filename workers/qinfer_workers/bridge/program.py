@@ -84,7 +84,7 @@ class Reporter:
                     async with asyncio.timeout(self._every_s):
                         await self._stop.wait()
             await self._report(reports, 0.0)
-            if not self._sequence.is_complete:  # it repeated an earlier one
+            if not self._sequence.is_complete:  # the report repeated an earlier report
                 await self._report(reports, 0.0)
         finally:
             with contextlib.suppress(QinferError, OSError):

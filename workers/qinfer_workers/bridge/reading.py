@@ -20,7 +20,7 @@ from qinfer_workers.bridge.versions import RouteVersions
 
 PARTITION = 0
 
-_MAX_SHORT_BYTES = 255  # of AMQP
+_MAX_SHORT_BYTES = 255  # the limit of AMQP
 _NO_ARROW_LIST = (
     "the model is decoupled, and a reply in Arrow can't be a list of its responses; set the route's 'responses' to "
     "each, or 'reply' of its 'body' to jsonl or kserve"
@@ -28,7 +28,7 @@ _NO_ARROW_LIST = (
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A read message; `is_identified` = other deliveries are recognised."""
+    """A message that was read; `is_identified` tells whether its other deliveries are recognised."""
 
     message: SourceMessage
     acceptance: Acceptance

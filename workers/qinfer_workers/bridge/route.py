@@ -43,7 +43,7 @@ AGAIN_S = 1.0
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0
-"""Time for each last step; the next bridge gets the rest."""
+"""Seconds for each last step; the next bridge gets the messages that are left."""
 
 
 class BridgeRoute:

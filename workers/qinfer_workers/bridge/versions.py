@@ -1,7 +1,7 @@
 """The model version for a route's messages: the one that it names, or its endpoint chooses.
 
 Requests, their ids and the outbox belong to a model. So that a redelivered message finds its request, a route uses only
-targets in one model; the stable target replaces others.
+targets in one model; the stable target replaces targets in other models.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ class RouteVersions:
         return self._route.model in self._endpoints.by_name
 
     def resolve(self) -> ServedVersion:
-        """Returns the version to read for: the route's, the newest, or the stable one.
+        """Returns the version for which bodies are read: that of the route, the newest, or the stable target's version.
 
         Raises:
-            ModelNotReady: It can't be loaded, or the stable target is now in another model.
+            ModelNotReady: The version can't be loaded, or the stable target is now in another model.
             BrokerUnavailable: The route names a canary's version, and endpoints can't be followed.
         """
         route, endpoints = self._route, self._endpoints

@@ -196,7 +196,7 @@ class WorkerCaller:
         return self._submission.pending.has_any_of(model, version)
 
     def close(self) -> "list[asyncio.Task[Any]]":
-        """Refuses further calls, ends current ones, returns tasks to cancel."""
+        """Refuses further calls, ends current calls, returns tasks to cancel."""
         self._is_closed = True
         self._submission.pending.fail_all(Cancelled(_ENDING))
         return [*self._open, *self._background]

@@ -154,7 +154,7 @@ class ThreadExecutor:
         return recalled
 
     def retire(self) -> None:
-        """Unloads instances after queued executions and streams."""
+        """Unloads each instance after its queued executions and streams have ended."""
         for jobs in self._queues:
             jobs.put(_End.ALL)
 

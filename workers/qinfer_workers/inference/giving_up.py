@@ -41,7 +41,7 @@ def fail_overdue(batcher: LaneBatcher, item: WorkItem, error: ExecutionOverdue) 
 async def end_worker(
     pauses: Sequence[Coroutine[Any, Any, Any]], publisher: Publisher, retire: Callable[[], Awaitable[None]]
 ) -> None:
-    """Gives back unexecuted items, publishes finished ones, exits."""
+    """Gives back unexecuted items, publishes finished items, exits."""
     tasks = [asyncio.ensure_future(pause) for pause in pauses]
     await asyncio.wait(tasks, timeout=_OTHERS_S)
     with suppress(TimeoutError, QinferError):

@@ -1,4 +1,4 @@
-"""The intake of a worker: leases become items that may be batched, or are answered, released or buried.
+"""The intake of a worker: leases become items that may be batched; others are answered, released, or dead letters.
 
     leases ─▶ decode ─▶ tried too often? ─▶ payload apart? ─▶ ready        rejected items go to the publisher
 
@@ -31,15 +31,15 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""This worker may fetch a released entry again at once."""
+"""Seconds before an entry is released, because this worker may fetch a released entry again at once."""
 
 LEAST_DELIVERIES = 2
-"""A first delivery may fail because of its batch."""
+"""The lowest limit of deliveries: a first delivery may fail because of the other requests in its batch."""
 BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
 
 
 _TOLD_S = 60.0
-"""Redis keeps the id for five minutes."""
+"""Seconds for which a worker uses a known id; Redis keeps the id for five minutes."""
 
 _MOST_TOLD = 65536
 
@@ -82,7 +82,7 @@ class ToldIds:
 
 
 class LeaseIntake:
-    """Makes pending items of leases."""
+    """Turns leases into items that may be batched."""
 
     def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
         self._queue = queue
@@ -93,7 +93,7 @@ class LeaseIntake:
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> IntakeItems:
-        """Decodes leases; buries, answers or releases unexecutable ones."""
+        """Decodes leases; buries, answers or releases those that can't be executed."""
         taken = IntakeItems([], [])
         for lease in leases:
             try:
@@ -113,7 +113,7 @@ class LeaseIntake:
         return taken
 
     async def whole(self, batcher: LaneBatcher, leases: Sequence[Lease]) -> list[Lease]:
-        """Answers entries partly sent by a dead worker; returns the others."""
+        """Answers entries whose responses a dead worker has sent in part; returns the other leases."""
         spec = batcher.model.spec
         if not spec.decoupled or spec.stream_resume:
             return list(leases)

@@ -49,7 +49,7 @@ class Limiter(Protocol):
 
 
 class LimitedExecutor(ThreadExecutor):
-    """The common part of both."""
+    """The common part of both executors."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class PermitExecutor(LimitedExecutor):
         return len(self._unused)
 
     def want(self, count: int, callers: Sequence[ResourceHolder]) -> None:
-        """Asks for `count` permits; returns surplus ones."""
+        """Asks for `count` permits; returns surplus permits."""
         self._wanted, self._callers = count, tuple(callers)
         while len(self._unused) > count:
             self._limiter.release_grant(self._unused.pop(), has_executed=False)

@@ -61,7 +61,7 @@ class LoadedVersion:
         return self.executed_hash if is_executed(other) else self.content_hash
 
     def executes(self, hashes: Collection[str]) -> bool:
-        """Returns whether it executes one of these hashes; empty matches all."""
+        """Returns whether the version executes one of these hashes; an empty hash matches every version."""
         return any(not one or self.hash_like(one) == one for one in hashes)
 
 
@@ -69,11 +69,11 @@ class LoadKind(Enum):
     """The extent of a load's changes."""
 
     NEW = "new"
-    """`instances` replace any earlier ones."""
+    """`instances` replace all earlier instances."""
     RESIZED = "resized"
     """`instances` are added, or `surplus` of them end."""
     SAME = "same"
-    """Only the generation."""
+    """Only the generation changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

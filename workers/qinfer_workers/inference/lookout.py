@@ -1,7 +1,7 @@
 """Chooses the lanes in which to look for entries of dead workers.
 
-A worker watches lanes that it has fetched from, or all after a broken connection or a missing beat; quiet ones
-in turns.
+A worker watches the lanes from which it has fetched, and all lanes after a broken connection or a missing heartbeat; it
+watches quiet lanes in turns.
 """
 
 import time
@@ -34,7 +34,7 @@ class Lookout:
         self._settings = settings
         self._id = worker_id
         self._beats: dict[str, tuple[float, float]] = {}
-        """Each worker's last beat, and when first seen."""
+        """Worker → its last heartbeat, and the time at which this heartbeat was first seen."""
         self._silent: set[str] = set()
         self._turn = 0
         queue.doorbell.stirred_s = _LEASES * settings.lease_s

@@ -79,7 +79,7 @@ class VersionFiles:
         return f"{EXECUTED}{digest.hexdigest()}"
 
     def are_as_before(self) -> bool:
-        """Returns whether no file has changed; new ones don't count."""
+        """Returns whether no file has changed; new files don't count."""
         try:
             now = self._stamped()
         except OSError:

@@ -41,7 +41,7 @@ class ModelLoads:
         return self._done(self._is_ready(model, version))
 
     async def end_with(self, stop: asyncio.Event) -> None:
-        """Waits for the worker's end, then ends current loads and refuses others."""
+        """Waits for the worker's end, then ends current loads and refuses further loads."""
         await stop.wait()
         self._is_over = True
         self._control.cancel_loads()

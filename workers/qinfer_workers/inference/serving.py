@@ -99,7 +99,7 @@ class Serving:
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 
     async def pause_serving(self, *, ends: bool = True) -> None:
-        """Takes no more requests, and waits for current ones; without `ends`, those of ensembles are held."""
+        """Takes no more requests, and waits for current requests; without `ends`, those of ensembles are held."""
         if isinstance(self.batcher, EnsembleBatcher) and self._is_held(ends=ends):
             self.batcher.hold()
         else:

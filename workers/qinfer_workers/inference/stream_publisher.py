@@ -32,7 +32,7 @@ _MAX_RESPONSES = 1000
 
 
 class StreamPublisher:
-    """Publishes streams; `resumes` = a model repeats the same responses. A mark outlives its request by `mark_s`."""
+    """Publishes streams; `resumes` = the model repeats its responses. A mark outlives its request by `mark_s`."""
 
     streams: WorkerStreams
 
@@ -55,7 +55,7 @@ class StreamPublisher:
         """Waiting responses by reply address or asynchronous request."""
 
     def send(self, sent: Sequence[Sent]) -> None:
-        """Publishes responses in order, later ones together."""
+        """Publishes responses in order, and responses that wait meanwhile together."""
         for each in sent:
             request = each[0].request
             name = request.reply_to or request.id

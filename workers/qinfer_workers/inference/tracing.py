@@ -1,4 +1,4 @@
-"""The worker's spans of recorded requests; others cost one check of their `trace` (`is_sampled`).
+"""The worker's spans of recorded requests; any other request costs one check of its `trace` (`is_sampled`).
 
     request (the gateway's) ─┬─ queue     enqueued → its batch begins; linked to the batch
                              └─ batch     inputs made → executed; linked to all its requests

@@ -62,7 +62,7 @@ class UnreadStreams:
                 self._tasks.create_task(self._check_model(key, group))
 
     def refused(self, batcher: Batcher | IterativeBatcher, items: Sequence[WorkItem]) -> list[WorkItem]:
-        """Answers items of tenants whose unread streams have their share; returns the others."""
+        """Answers items of tenants whose unread streams have their share; returns the other items."""
         spec = batcher.model.spec
         tenants, until_s = self._full.get((spec.name, batcher.model.version), (set(), 0.0))
         over = [item for item in items if item.request.tenant in tenants] if time.monotonic() < until_s else []
@@ -101,7 +101,7 @@ class UnreadStreams:
         shares: Sequence[Share],
         guests: set[str],
     ) -> None:
-        """Ends streams of tenants that hold more than waiting ones."""
+        """Ends streams of tenants that hold more than tenants that wait."""
         count, now_s = batcher.model.executor.count, time.monotonic()
         holding = [stream for stream in streams if stream.holds_instance]
         unread = Counter(tenant for tenant, _ in {(stream.item.request.tenant, stream.source) for stream in holding})
@@ -131,7 +131,7 @@ def _tenants(items: Iterable[WorkItem]) -> set[str]:
 
 
 def _end_blocking(batcher: IterativeBatcher, holding: Sequence[ItemStream]) -> list[ItemStream]:
-    """Ends unread streams that delay other tenants' requests; returns the others."""
+    """Ends unread streams that delay requests of other tenants; returns the other streams."""
     waiting, left = batcher.waiting, list[ItemStream]()
     for stream in holding:
         unread = _tenants(one.item for one in holding if one.source is stream.source)

@@ -1,4 +1,4 @@
-"""The watchdog of a worker's executions: warns of late ones, and ends those over their model's limit.
+"""The watchdog of a worker's executions: warns of late executions, and ends those over their model's limit.
 
     interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
     another                            the worker gives back everything else, and ends

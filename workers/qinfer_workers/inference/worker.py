@@ -357,7 +357,7 @@ class Worker:
                     await asyncio.sleep(0)  # ready answers leave with the next fetch
                 else:
                     batcher.add_items(())
-            # either may pass
+            # either failure may pass
             except QinferError as error:
                 outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
@@ -455,7 +455,7 @@ class Worker:
                 await self._publisher.flush()
 
     async def _next_suspect(self, serving: Serving) -> list[WorkItem]:
-        """Takes at most one entry: its crash must not count against others."""
+        """Takes at most one entry: its crash must not count against other entries."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
             ready, external = self._intake.items(serving.batcher, leases)

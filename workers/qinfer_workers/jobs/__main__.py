@@ -122,7 +122,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for gateways; child processes ignore it, too
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # only gateways use it; child processes ignore it, too
     try:
         settings = load_settings()
         logs.configure(settings.log, "bulk", unknown=settings.unknown)

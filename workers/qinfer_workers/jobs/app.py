@@ -1,7 +1,8 @@
 """The Celery app of the bulk worker.
 
-Tasks are small and idempotent; their argument is a job's id. A task is acknowledged at its end. If its worker died, it
-is delivered again: by the broker after `visibility_timeout`, and much earlier by `qinfer_workers.jobs.sweep`.
+Tasks are small and idempotent; their argument is a job's id. A task is acknowledged at its end. If the worker of a task
+died, the task is delivered again: by the broker after `visibility_timeout`, and much earlier by
+`qinfer_workers.jobs.sweep`.
 """
 
 from collections.abc import Callable, Coroutine, Mapping

@@ -74,7 +74,7 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:
 
 
 def is_of(names: PlanNames, record: JobRecord) -> bool:
-    """Returns whether a plan is this job's, not an earlier one's of its id."""
+    """Returns whether a plan belongs to this job, and not to an earlier job of the same id."""
     return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
 
 
@@ -86,7 +86,7 @@ def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo]
     store = store_for(manifest_url)
     if plan.spec.output.is_split:
         _set_aside_others(store, plan, parts)
-    for _ in range(_TRIES):  # others may write them, too, and existing ones may be outdated
+    for _ in range(_TRIES):  # other processes may write them, too, and existing documents may be outdated
         if store.put_if_absent(data, manifest_url) is CommitOutcome.EXISTS:
             there = _read_document(store, manifest_url)
             if there is None or not _is_same(there, manifest):
@@ -118,7 +118,7 @@ def write_partial(
     data = encode_manifest(msgspec.structs.replace(manifest, ended_at=ended_at))
     url = url_of(plan.spec.output.url, PARTIAL_NAME)
     store = store_for(url)
-    store.delete(url)  # of an earlier end
+    store.delete(url)  # the file is from an earlier end
     store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
     store.put_if_absent(data, url)
 

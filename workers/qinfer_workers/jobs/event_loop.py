@@ -30,17 +30,17 @@ CLOSE_S = 2.0
 
 
 TASKS_AT_ONCE = 8
-"""Tasks mostly wait."""
+"""Tasks that a process runs at a time; tasks mostly wait."""
 
 LOOK_EVERY_S = 5.0
 ANSWER_S = 30.0
-"""The loop never blocks, but may be late on a busy machine."""
+"""The time within which the loop has to answer; it never blocks, but may be late on a busy machine."""
 HANGING_S = 600.0
-"""Longer than drivers of stores wait, including retries."""
+"""A time that is longer than drivers of stores wait, including retries."""
 STOP_S = 10.0
 
 WAITING_LOOKS = 12
-"""Consecutive looks: after an outage of Redis, kombu pauses up to half a minute."""
+"""The number of consecutive checks: after an outage of Redis, kombu pauses up to half a minute."""
 
 _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
@@ -69,17 +69,17 @@ class EventLoop:
 
     @property
     def running(self) -> int:
-        """How many coroutines run for threads."""
+        """The number of coroutines that run for threads."""
         return len(self._running)
 
     def quiet_s(self) -> float:
-        """Returns the seconds since the last one began."""
+        """Returns the seconds since the last coroutine began."""
         return time.monotonic() - self._begun_s
 
     def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Runs a coroutine for another thread.
 
-        At its limit it is cancelled, but not awaited, since the loop may hang.
+        At its limit the coroutine is cancelled, but not awaited, since the loop may hang.
         """
         with self._lock:
             if self._stopping:

@@ -109,7 +109,7 @@ async def leave_partial(services: JobServices, job_id: str) -> None:
 async def _list_parts(services: JobServices, record: JobRecord) -> None:
     try:
         plan = await services.plan_of(record)
-    except InvalidRequest:  # the output is another job's
+    except InvalidRequest:  # the output belongs to another job
         return
     if plan is None:
         return

@@ -53,7 +53,7 @@ def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | No
         for file in store.scan(spec.output.url)
         if _is_own(file.url.removeprefix(base), parts) and not file.url.startswith(f"{form.kept_url}/")
     )
-    # Another process may have cleared the folder for this job: then the files are the new job's.
+    # Another process may have cleared the folder for this job: then the files belong to the new job.
     now = store.stat(plan_url)
     return EarlierOutput(names.job_id, spec.output.url, files) if now == found else None
 

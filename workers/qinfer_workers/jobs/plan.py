@@ -51,7 +51,7 @@ class JobPlanner:
         self._limits = limits
 
     async def run(self, job_id: str) -> None:
-        """Plans a job; lists the parts of one that ended early."""
+        """Plans a job; lists the parts of a job that ended early."""
         await self._await_model(job_id)
         await self._services.attempt(PLANNING, job_id, self._plan)
         await leave_partial(self._services, job_id)
@@ -59,7 +59,7 @@ class JobPlanner:
     async def _await_model(self, job_id: str) -> None:
         """Pins the version; `ModelNotReady` until workers report what they execute.
 
-        This is no attempt at planning, and has no time limit.
+        The wait is no attempt at planning, and has no time limit.
         """
         services = self._services
         record = await services.jobs.get(job_id)

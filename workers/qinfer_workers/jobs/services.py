@@ -74,7 +74,7 @@ FINISHING = JobStep("finishing", JobState.FINALIZING, frozenset({JobState.RUNNIN
 
 
 class Attempts(NamedTuple):
-    """Attempts: since when (0 = none), deaths of processes, and the last failure."""
+    """The attempts at a step: the time of the first (0 = no attempt), the deaths of processes, and the last failure."""
 
     since_at: float = 0.0
     deaths: int = 0
@@ -102,7 +102,7 @@ Work = Callable[[JobRecord, int], Awaitable[None]]
 
 
 class JobServices:
-    """Ports and threads of the use cases."""
+    """The queue, stores and examiners with which a bulk worker plans and finishes jobs."""
 
     def __init__(
         self,

@@ -70,7 +70,8 @@ class Sweeper:
     async def _check_version(self, record: JobRecord, why: str) -> None:
         """Sets or clears why the version is unavailable, or fails the job if it asks for that.
 
-        Failing takes two sweeps, since files may be changing, and after a resumption, time for workers to load.
+        The job fails only after two sweeps, since files may be changing, and after a resumption workers need time to
+        load.
         """
         if record.state not in (JobState.PLANNING, JobState.RUNNING):
             return

@@ -3,10 +3,10 @@
     <directory>/<hash of the archive>/env/…     the environment
     <directory>/<hash of the archive>/ready     its bytes; made last: without it, the environment is incomplete
     <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
-    <directory>/lent/<hash>/<package>           a link to a package of the worker's
+    <directory>/lent/<hash>/<package>           a link to a package of the worker
 
-Processes hold a shared lock on their environment. One at a time unpacks and removes; if it is killed, the next one
-removes the incomplete environment.
+Processes hold a shared lock on their environment. One process at a time unpacks and removes; if it is killed, the next
+process removes the incomplete environment.
 """
 
 import ctypes
@@ -97,7 +97,7 @@ class Environments:
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
-        """Unpacks the environment under its lock; if the disk is full, removes unused ones first."""
+        """Unpacks the environment under its lock; if the disk is full, removes unused environments first."""
         began_s = time.monotonic()
         for unused_s in (UNUSED_S, 0.0):
             self._sweep(unused_s)
@@ -137,7 +137,7 @@ class Environments:
         return members
 
     def _sweep(self, unused_s: float) -> None:
-        """Removes incomplete and long unused environments, and the oldest unused ones above the bound."""
+        """Removes incomplete and long unused environments, and the oldest unused environments above the bound."""
         limit, unused_bytes = time.time() - unused_s, 0
         homes = [home for home in self._root.iterdir() if home.name not in (_KNOWN, _LENT, _LOCK)]
         for home in sorted(homes, key=used_at, reverse=True):

@@ -3,7 +3,7 @@
 `python -P start.py <LD_LIBRARY_PATH> <first> <last> <arguments of qinfer.backends.python_host>`
 
 Args:
-    LD_LIBRARY_PATH: For programs that the model starts; empty = unset.
+    LD_LIBRARY_PATH: The value for programs that the model starts; empty = unset.
     first: A directory with qinfer only, before the environment's packages.
     last: A directory with msgspec only, after them; empty = the environment has its own.
 """

@@ -21,7 +21,7 @@ local function done(queue, ...)
   redis.call('ZREM', later_of(queue), ...)
 end
 
--- Returns up to `most` untaken items; `later` has the read ones.
+-- Returns up to `most` untaken items; `later` has the items that were read.
 local function read_new(queue, most)
   if most < 1 then return {} end
   local words = {'XREADGROUP', 'GROUP', 'takers', 'taker', 'COUNT', most, 'NOACK', 'STREAMS', queue, '>'}

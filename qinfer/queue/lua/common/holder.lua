@@ -1,5 +1,5 @@
--- Holders of entries, and the set of executing ones, which a lane with a limit has; others wait. A script that takes an
--- entry from its holder also removes it from the set.
+-- Holders of entries, and the set of executing entries, which a lane with a limit has; other entries wait. A script that
+-- takes an entry from its holder also removes it from the set.
 local EXECUTING = '~executing'
 
 -- Tells whether a consumer stands for released entries or suspects.

@@ -1,6 +1,6 @@
 -- Waiting entries; needs holder.lua and shares.lua.
 
--- Counts waiting entries: all but executing ones if workers report these (`is_told`), else all but held ones.
+-- Counts waiting entries: all but executing entries if workers report these (`is_told`), else all but held entries.
 local function waiting(stream, group, is_told)
   local count = redis.call('XLEN', stream)
   if is_told then return count - redis.call('SCARD', stream .. EXECUTING) end

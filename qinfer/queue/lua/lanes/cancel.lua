@@ -1,4 +1,4 @@
--- Removes entries, moved ones included, with their payloads; notes delivered ones.
+-- Removes entries, including moved entries, with their payloads; notes delivered entries.
 -- KEYS: lane, moved, payloads, cancels. ARGV: group, place (lane without prefix), ids. Returns unreferenced objects.
 local lane, moved, notes = KEYS[1], KEYS[2], KEYS[#KEYS]
 local group, place = ARGV[1], ARGV[2]

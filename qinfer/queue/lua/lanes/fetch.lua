@@ -1,4 +1,5 @@
--- Takes up to `count` entries, lane by lane, shares in turn; of each stream first ready released ones, then new ones.
+-- Takes up to `count` entries, lane by lane, shares in turn; of each stream first ready released entries, then
+-- new entries.
 -- KEYS: lanes by priority. ARGV: group, consumer, released, count (> 0).
 -- Returns {lane's number, id, fields, deliveries, share} per entry, and {lane's number, share} per further stream.
 local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])

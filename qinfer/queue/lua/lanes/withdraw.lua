@@ -1,4 +1,4 @@
--- Removes waiting entries, undelivered or released, moved ones included, with their payloads.
+-- Removes waiting entries, undelivered or released, including moved entries, with their payloads.
 -- KEYS: lane, moved, the first entries' payloads. ARGV: group, released, suspects, place (lane without prefix), ids.
 --   Returns {1 or 0 for each entry, unreferenced objects}.
 local lane, moved = KEYS[1], KEYS[2]

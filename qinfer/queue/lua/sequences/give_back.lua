@@ -1,4 +1,4 @@
--- Offers the sequences of a draining worker to others; explicit ones end.
+-- Offers the sequences of a draining worker to other workers; explicit sequences end.
 -- KEYS: the worker's sequences. ARGV: prefix, is_fragile, worker, names. Returns {how many, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()

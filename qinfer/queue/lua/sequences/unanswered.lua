@@ -1,4 +1,4 @@
--- Returns unanswered steps of ended lives; unfinished ones are returned again later.
+-- Returns unanswered steps of ended lives; steps that are not finished are returned again later.
 -- KEYS: the endings. ARGV: prefix, is_fragile, count, most bytes of frames.
 -- Returns {name, life, number, entry id, fields, whether the response is stored, code, text, failed step} of each.
 begin(ARGV[1], ARGV[2])

@@ -115,7 +115,7 @@ _MAX_REASON = 200
 
 
 class ArrowLimits(NamedTuple):
-    """Limits of one body, dictionaries and compression undone."""
+    """The limits of one body after its decompression and the decoding of its dictionaries."""
 
     rows: int
     size_bytes: int

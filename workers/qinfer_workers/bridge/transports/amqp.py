@@ -53,7 +53,7 @@ class Waker:
         return is_ready
 
     def wake(self) -> None:
-        """Ends a `wait`, or the next one; for other threads."""
+        """Ends the present `wait`, or else the next; other threads call it."""
         with suppress(OSError):  # full: it wakes up anyway; closed: no thread waits
             self._theirs.send(b"\0")
 
@@ -133,7 +133,7 @@ class _Link:
     def close(self) -> None:
         """Closes the connection once the broker has read all data, or the time is up."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
-        with suppress(Exception):  # may be broken
+        with suppress(Exception):  # the connection may be broken
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
             while connection.connected and time.monotonic() < deadline_s:
                 self._receive_messages(0.1)
@@ -166,7 +166,7 @@ class AmqpSource(_Link):
         self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
 
     def close(self) -> None:
-        """Acknowledges the rest, and disconnects."""
+        """Acknowledges the settled messages that are not acknowledged yet, and disconnects."""
         with suppress(OSError):
             self._send_bytes(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
         super().close()

@@ -16,7 +16,7 @@ from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 
 
 class Due(NamedTuple):
-    """All messages up to a tag (0 = none), and single ones."""
+    """The messages to acknowledge: all messages up to a tag (0 = none), and single messages."""
 
     up_to: int = 0
     tags: Sequence[int] = ()
@@ -131,7 +131,7 @@ class FrameReader:
         self._confirmed = confirmed
         self._returned = returned
         self._rest = b""
-        self._method = b""  # of the message whose content follows
+        self._method = b""  # the method of the message whose content follows
         self._header = b""
         self._left_bytes = 0
         self._parts: list[bytes] = []

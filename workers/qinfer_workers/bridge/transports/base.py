@@ -32,7 +32,7 @@ class MessageSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Acknowledges the rest, and closes the connection."""
+        """Acknowledges the settled messages that are not acknowledged yet, and closes the connection."""
         ...
 
 

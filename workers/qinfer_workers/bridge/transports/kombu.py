@@ -98,7 +98,7 @@ class KombuSource:
             self._awake.clear()
             return []
         self._awake.clear()
-        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # others are soon done
+        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # the outstanding messages are soon done
         ends_s = time.monotonic() + wait_s + _BATCH_S
         with suppress(TimeoutError):
             while len(self._outstanding) < self._prefetch and len(self._received) < _MOST_AT_ONCE:
@@ -123,7 +123,7 @@ class KombuSource:
     def close(self) -> None:
         """Puts unacknowledged messages back, and disconnects."""
         with suppress(Exception):  # it may be broken; the broker puts messages back at their timeout
-            self._channel.qos.restore_unacked()  # `close` would write the rest to a file
+            self._channel.qos.restore_unacked()  # `close` would write the messages to a file
         with suppress(Exception):
             self._channel.close()
         _release(self._client, self._channel)
@@ -154,7 +154,7 @@ class KombuSink:
         """Implements `MessageSink.send`."""
         for message in messages:
             if self._broken is not None:
-                return  # the next connection sends the rest
+                return  # the next connection sends the other messages
             try:
                 self._publish(message)
                 self._taken.append(message)

@@ -42,7 +42,7 @@ _BUSY_S = 0.05
 _MOST_AT_ONCE = 100
 _ENOUGH_BYTES = 16 * 2**20
 _ENVELOPE_BYTES = 64 * 2**10  # kombu's properties and headers
-_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)  # of kombu's lists of priorities
+_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)  # kombu has a list for each priority
 
 
 def is_redis(client: Connection) -> bool:
@@ -106,7 +106,7 @@ class ListSource:
         self._awake.clear()
         found = self._lease_messages()
         if not found:
-            # others are soon done
+            # the outstanding messages are soon done
             wait_s = _BUSY_S if self._outstanding else min(timeout_s, _IDLE_S)
             move = ("BLMOVE", self._list, self._arriving, "RIGHT", "LEFT", wait_s)
             if self._redis.execute_command(*move) is not None:

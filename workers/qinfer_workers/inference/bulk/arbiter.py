@@ -6,8 +6,8 @@ after each batch. So an online request waits for at most one bulk batch of each 
 Under continuous online load bulk gets one batch all the same:
 
 - at once, behind the executing online batch, while online batches are at most half full: requests that arrive meanwhile
-  make the next batch larger, which costs little (`Batcher.lend`). If the online work is another model's, bulk first
-  waits as long as its last such batch took;
+  make the next batch larger, which costs little (`Batcher.lend`). If the online work belongs to another model, bulk
+  first waits as long as the last turn that it forced;
 - else after `PATIENCE_S`: the device has no time to spare.
 
 An ensemble uses the devices of its steps' models, and the steps of its batch end its turn.

@@ -16,7 +16,7 @@ _SINGLE_ROWS = 2
 _QUICK = 4
 _SLOW = 2
 _GAIN = 0.97
-"""A better size costs at most this share of a smaller one's, per row."""
+"""Per row, a better size costs at most this share of the cost of a smaller size."""
 _SHARED_GAIN = 0.85
 """The same beside online requests."""
 _SHARED_TIME = 0.25

@@ -1,4 +1,4 @@
-"""Shards of ensembles: each batch of rows is a request that goes from step to step, like a client's.
+"""Shards of ensembles: each batch of rows is a request that goes from step to step, like a request of a client.
 
     shard's thread ── execute ──▶ event loop: EnsembleRun ─▶ steps of models, in this worker or by their lanes
           ▲                            │
@@ -39,7 +39,7 @@ AT_ONCE = 2
 """One batch may be in a step, another in the next."""
 
 _LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
-"""Failures that say nothing about the rows, besides retryable ones."""
+"""Failures that say nothing about the rows, besides retryable failures."""
 
 _LEFT = "the batch was abandoned"
 _CHANGED = "a model of a step has changed while rows were scored"

@@ -1,6 +1,6 @@
 """Continues interrupted runs of a shard, as `qinfer.jobs.resumption` decides; for the event loop.
 
-Notes are fenced: the queue accepts them only from the shard's owner who has read the latest one. So an owner that lost
+Notes are fenced: the queue accepts them only from the shard's owner who has read the latest note. So an owner that lost
 its lease can't record its work.
 """
 

@@ -1,8 +1,8 @@
 """Shadows of a worker: copies of answered requests, executed while a device is idle.
 
-They wait in their model version's shadow lane, which is read only while an endpoint declares it a shadow. They execute
-in turns of the arbiter, of at most `bulk.batch_ms`, and never together with online requests. Shadows of dead workers
-are dropped.
+Shadows wait in the shadow lane of their model version, which is read only while an endpoint declares it a shadow.
+Shadows execute in turns of the arbiter, of at most `bulk.batch_ms`, and never together with online requests. Shadows of
+dead workers are dropped.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class ShadowLoops:
             await self.queue.close_reader([loop.lane])
 
     async def pause_shadows(self) -> None:
-        """Releases waiting shadows and ends executing ones, until `serve`."""
+        """Releases waiting shadows and ends executing shadows, until `serve`."""
         await _cancel_loops(self._loops.values())
 
     def tasks(self) -> "list[asyncio.Task[None]]":

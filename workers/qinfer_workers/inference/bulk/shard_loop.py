@@ -1,7 +1,7 @@
 """The shard loop of a model version fetches shards; a shard task takes each one to its end.
 
-One shard is scored at a time. The next is fetched just before the end, and begins while the previous part is still
-being committed. Other shards are left to idle workers.
+One shard is scored at a time. The next shard is fetched just before the end, and begins while the previous part is
+still being committed. Other shards are left to idle workers.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class JobRests:
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
 
     def begin_rest(self, job_id: str, tried_s: float) -> None:
-        """Begins a rest."""
+        """Begins the rest of a job whose shard could not be run here."""
         now_s = self._now_s()
         self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
         count = self._jobs.get(job_id, (0.0, 0))[1] + 1
@@ -333,7 +333,7 @@ class ShardLoop:
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + context.lease_s / 2
             if leases := await self._reclaim():
-                # They stay suspects while this waits for all slots.
+                # The shards stay suspects while this waits for all slots.
                 await context.delivery.release(leases)
                 await self._run_suspect()
                 return

@@ -297,7 +297,7 @@ async def release_memory() -> None:
     """Returns memory of ended shards to the system; without it, a worker grows."""
     # only in the main thread mimalloc reclaims the memory of ended threads
     pa.default_memory_pool().release_unused()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # only glibc has it
         await in_thread("bulk-trim", lambda: trim(0))
 
 

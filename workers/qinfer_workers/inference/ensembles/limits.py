@@ -50,7 +50,7 @@ class StepLimits:
             del self._parked[limited.key]
 
     def release_slot(self, key: int) -> None:
-        """Notes the end of a request, and submits parked ones."""
+        """Notes the end of a request, and submits parked requests."""
         self._in_flight[key] -= 1
         if self._is_going_on:
             return  # no recursion

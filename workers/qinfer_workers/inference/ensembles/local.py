@@ -103,7 +103,7 @@ class LocalSteps:
             batcher.lost(item)
 
     def publish_responses(self, items: Sequence[execution.WorkItem], responses: Sequence[Response]) -> None:
-        """Delivers steps' answers; others go to the outlet."""
+        """Delivers the responses to local steps; the outlet gets all other responses."""
         if not self._items:
             self._outlet.publish_responses(items, responses)
             return
@@ -119,7 +119,7 @@ class LocalSteps:
             self._outlet.publish_responses(others, [one for one in responses if one.request_id not in mine])
 
     def give_back(self, items: Sequence[execution.WorkItem]) -> None:
-        """Puts steps into lanes; others go to the outlet."""
+        """Puts local steps into their lanes; the outlet gets all other items."""
         for item in items:
             if isinstance(item, LocalItem):
                 self._enqueue(item)

@@ -56,7 +56,7 @@ class StepSubmitter(Protocol):
 
 
 class EnsembleResponses(Protocol):
-    """Takes a decoupled ensemble's responses, except a failure or an empty last one."""
+    """Takes a decoupled ensemble's responses, except a failure or an empty last response."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
         """Sends a response, or returns false if there is no room: call `EnsembleRun.go_on` later."""
@@ -336,7 +336,7 @@ class EnsembleRun:
 
 
 def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
-    """Returns the response's parameters, as in Triton; a step's may name another sequence."""
+    """Returns the parameters of the response, as in Triton; those of a step may name another sequence."""
     if not made:
         return {}
     flags = flags or SequenceFlags(0)

@@ -92,7 +92,7 @@ class RunParts(NamedTuple):
 
 
 class Runs:
-    """Requests in progress; `answered` gets each ended one, and any response to publish."""
+    """Requests in progress; `answered` gets each request that has ended, with the response to publish, if any."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Runs:
         self._remove_run(item)
 
     def failures(self, items: Sequence[WorkItem], error: QinferError) -> list[Response]:
-        """Answers requests that do not begin."""
+        """Returns the responses to requests that fail before they begin."""
         return self._responder.failures(items, error, self._clock.now_s(), self.tally)
 
     def _recorded(self, item: WorkItem, steps: StepSubmitter) -> StepSubmitter:

@@ -162,7 +162,7 @@ class EnsembleSteps:
         self.paused = True
 
     async def pause_batching(self) -> None:
-        """Begins no more steps, and waits for current ones."""
+        """Begins no more steps, and waits for current steps."""
         self.hold()
         await self._idle.wait()
 

@@ -4,7 +4,7 @@
 
 Commits run one at a time, for one step of each sequence. A step whose sequence another worker owns is not published; a
 refused step breaks its sequence. Sequences with state in memory, which can't be restored, commit only their last step,
-and steps that may be sent again; others are published at once.
+and steps that may be sent again; their other steps are published at once.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class _ExecutedStep(msgspec.Struct, frozen=True, eq=False):
 class StepPublisher:
     """Commits and publishes a model's steps.
 
-    `is_explicit` = state in memory. `settled` gets each step and whether it is committed; `broken` refused ones.
+    `is_explicit` = state in memory. `settled` gets each step and whether it is committed; `broken` gets refused steps.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
       ▲               └── wait ◀─┘          a life that ends sends its owner a ticket, which `take_steps` returns
       └── end_lease ◀───────┘
 
-The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
-until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
+The loop owns as many sequences as there are free slots. If its lease ends, it drops all sequences. Idle, it gives up
+the lease until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class SequenceService:
         self._parts = parts
         self._model, self._version = model.spec.name, model.version
         self._sequences = parts.queue.sequences(self._model, _PARTITION)
-        # the old generation drains its own
+        # the name has the generation, so that an old generation drains its own sequences
         self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
         self.batcher: SequenceBatcher | EnsembleSteps
         if ensemble is None:
@@ -163,7 +163,7 @@ class SequenceService:
         self._steps.put(steps, responses)
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends the sequence of an unexecuted step, and answers the rest."""
+        """Ends the sequence of a step that was not executed, and answers its remaining steps."""
         self._end_life(step.place, step.token, error)
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
@@ -357,7 +357,7 @@ class SequenceService:
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
     async def _give_up_slot(self, sequence: SequenceId) -> None:
-        """Gives a sequence back until its tenant's turn; one with state in memory ends."""
+        """Gives a sequence back until its tenant's turn; a sequence with state in memory ends."""
         held = self._held.get(sequence)
         if held is None:
             return
