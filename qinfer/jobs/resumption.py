@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.jobs.plan import Range, Shard, read_stored
+from qinfer.jobs.plan import Shard, read_stored
+from qinfer.tabular.spec import Range
 
 FAN_OUT = 8
 """A range in which a worker died is cut into this many; successful ranges grow likewise."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
+from qinfer.jobs.plan import InputFile, Shard
+from qinfer.tabular.spec import NO_GROUPS, Cut, Range
 
 MAX_SHARDS = 100_000
-MAX_FILES = 1_000_000
 MAX_SHARD_FILES = 256
 """Opening a file takes tens of milliseconds."""
 MAX_SHARD_RANGES = 1024
