@@ -60,7 +60,7 @@ from qinfer.queue.moves import Moves
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script, ttl_ms
-from qinfer.queue.sequences import Sequences, may_lose
+from qinfer.queue.sequences.ownership import Sequences, may_lose
 from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED
 from qinfer.queue.stream_marks import StreamMarks

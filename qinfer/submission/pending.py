@@ -30,9 +30,9 @@ from qinfer.errors import (
 )
 from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest
-from qinfer.queue.sequence_records import NOBODYS, StepPlace
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences.answers import answer_rest
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import NOBODYS, StepPlace
 from qinfer.submission.overtaking import Overtaking
 from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.wire.frame import decode_responses

@@ -27,7 +27,7 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, QinferError, SequenceLost
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Lane
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 
 _DECAY = 0.98
 """A request's weight after each later one: about 50 count."""

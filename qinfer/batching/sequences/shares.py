@@ -7,7 +7,7 @@ neither has more than its share.
 from collections.abc import Collection
 from typing import NamedTuple
 
-from qinfer.queue.sequence_records import SlotShare
+from qinfer.queue.sequences.records import SlotShare
 
 PATIENCE_S = 1.0
 """The wait for a free slot before another tenant gives one up."""

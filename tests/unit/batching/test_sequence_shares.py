@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.batching.sequences.shares import PATIENCE_S, TURN_S, SlotTurn, turns
-from qinfer.queue.sequence_records import SlotShare
+from qinfer.queue.sequences.records import SlotShare
 
 
 def share(tenant: str, held: int, waited_s: float = -1.0, weight: int = 1) -> SlotShare:

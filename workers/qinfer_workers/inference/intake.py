@@ -21,7 +21,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import SequenceId, told_id
+from qinfer.queue.sequences.records import SequenceId, told_id
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher

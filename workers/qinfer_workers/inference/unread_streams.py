@@ -23,7 +23,7 @@ from qinfer.errors import Cancelled, QinferError, QuotaExceeded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import SlotShare
+from qinfer.queue.sequences.records import SlotShare
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.serving import Serving
 

@@ -18,7 +18,7 @@ from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import EnsembleStep, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import SequenceId, StepPlace
+from qinfer.queue.sequences.records import SequenceId, StepPlace
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import FakeClock, stub_spec

@@ -14,7 +14,7 @@ from qinfer.core.messages import Failure, InferRequest, Response, SequenceFlags
 from qinfer.errors import BrokerUnavailable, InferenceFailed, PayloadTooLarge, QinferError, QueueFull
 from qinfer.queue.connection import CommandRefused
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import CommittedStep, SequenceId, StepPlace
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses

@@ -5,7 +5,7 @@
       └── leave ◀───────────┘
 
 The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
-until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
+until a sequence waits for an owner. `qinfer.queue.sequences.ownership` describes the protocol.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ from qinfer.models.validate import validate
 from qinfer.queue import readers
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest, answer_step, is_callers
-from qinfer.queue.sequence_records import DeliveredStep, OwnedLife, SequenceId, StepPlace, UnansweredStep, told_id
+from qinfer.queue.sequences.answers import answer_rest, answer_step, is_callers
+from qinfer.queue.sequences.records import DeliveredStep, OwnedLife, SequenceId, StepPlace, UnansweredStep, told_id
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps

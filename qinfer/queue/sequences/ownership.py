@@ -55,7 +55,7 @@ from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.readers import MAX_BLOCK_S, TicketReader
 from qinfer.queue.router import Router, Script, ScriptArguments, load_script, run_each, ttl_ms
-from qinfer.queue.sequence_records import (
+from qinfer.queue.sequences.records import (
     MAX_STATE_BYTES,
     NO_LIMITS,
     NOT_KEPT,

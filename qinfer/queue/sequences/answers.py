@@ -11,8 +11,8 @@ from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, Cancelled, CorruptEntry, Quot
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import NOT_KEPT, StepPlace, UnansweredStep
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import NOT_KEPT, StepPlace, UnansweredStep
 from qinfer.wire.frame import decode_responses, encode_responses
 
 
