@@ -17,7 +17,7 @@ from qinfer.backends.python_host.streams import OPEN_STREAMS
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import WorkItem
 from qinfer.batching.sequences.iterations import IterativeBatcher
-from qinfer.batching.sequences.shares import PATIENCE_S, turns
+from qinfer.batching.sequences.strategies import PATIENCE_S, turns
 from qinfer.batching.streams import LEAST_RATE, ItemStream, StreamedExecution
 from qinfer.errors import Cancelled, QinferError, QuotaExceeded
 from qinfer.queue.dead_letters import head_of
