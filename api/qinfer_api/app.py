@@ -29,10 +29,9 @@ from qinfer.jobs.shards import ShardPace
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
-from qinfer.models.liveness import report_liveness
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.state import GATEWAY as PROGRAM
-from qinfer.models.store import ControlStore
+from qinfer.models.store import ControlStore, report_liveness
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tenants import TenantTally

@@ -21,7 +21,6 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
-from qinfer.models.count_pushes import Underway
 from qinfer.models.sequence_work import SequenceWork, read_backlogs, read_sequences
 from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
@@ -37,6 +36,7 @@ from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
+from qinfer.queue.count_pushes import Underway
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.queue.lanes import Queue

@@ -1,8 +1,8 @@
 """The strategies `direct` and `oldest`, and the turns of tenants at a model's slots (reference §3.4). Pure.
 
-`direct`: a sequence has one row of an instance's batches. `oldest`: one step of each candidate is batched. Free slots go
-to the tenant with the fewest (`own.lua`). If all are taken, a waiting tenant gets a slot of the one with the most, until
-neither has more than its share.
+`direct`: a sequence has one row of an instance's batches. `oldest`: one step of each candidate is batched. Free slots
+go to the tenant with the fewest (`own.lua`). If all are taken, a waiting tenant gets a slot of the one with the most,
+until neither has more than its share.
 """
 
 from collections.abc import Collection, Sequence

@@ -2,9 +2,9 @@
 
 import pytest
 
-from qinfer.models.count_pushes import ALL, CountPushes, Underway
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
+from qinfer.queue.count_pushes import ALL, CountPushes, Underway
 from tests.contract.conftest import RedisQueue
 
 IDLE = Underway({}, {})

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from qinfer.models.store import translated
 from qinfer.queue import keys
+from qinfer.queue.stored_records import decode_text, translated
 
 ALL = ""
 """Stands for every model."""
@@ -50,7 +50,7 @@ class CountPushes:
         """Asks the models' workers; returns the question's id."""
         fields = {"models": msgspec.json.encode(sorted(models))}
         with translated():
-            return _decode_text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
+            return decode_text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
 
     async def asked(self, last: str) -> CountQuestions:
         """Waits a while for questions after the id `last`; `0-0` = all."""
@@ -71,8 +71,8 @@ class CountPushes:
         while not found.keys() >= set(workers) and (left_s := end_s - time.monotonic()) > 0:
             for entry, fields in await self._read_stream(keys.counts_added(), last, left_s):
                 last = entry
-                if _order(_decode_text(fields.get(b"question", b""))) >= _order(question):
-                    found[_decode_text(fields.get(b"worker", b""))] = _underway(fields.get(b"underway", b""))
+                if _order(decode_text(fields.get(b"question", b""))) >= _order(question):
+                    found[decode_text(fields.get(b"worker", b""))] = _underway(fields.get(b"underway", b""))
         return found
 
     async def _read_stream(self, key: str, last: str, block_s: float) -> list[tuple[str, Mapping[bytes, bytes]]]:
@@ -81,7 +81,7 @@ class CountPushes:
         if not streams:
             return []
         entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
-        return [(_decode_text(entry), fields) for entry, fields in entries]
+        return [(decode_text(entry), fields) for entry, fields in entries]
 
 
 def _names(text: bytes) -> list[str]:
@@ -108,7 +108,3 @@ def _order(text: str) -> _Id:
 def _just_before(question: str) -> str:
     """Returns an id before the question's millisecond, which an answer may have, too."""
     return str(_order(question)[0] - 1)
-
-
-def _decode_text(value: bytes | str) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
