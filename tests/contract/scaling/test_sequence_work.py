@@ -1,8 +1,8 @@
 """Sequences of stateful models as demand, on each server; a worker takes them by hand."""
 
-from qinfer.models.sequence_work import SequenceWork, read_backlogs, read_sequences
 from qinfer.models.state import StoredModel
 from qinfer.queue.sequences.records import SequenceId
+from qinfer.scaling.sequences import SequenceWork, read_backlogs, read_sequences
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, SEVEN, STATEFUL, Gateway, Worker, first, later, stored
 

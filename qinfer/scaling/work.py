@@ -17,7 +17,7 @@ from qinfer.errors import QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import assess
 from qinfer.models.routes import NAMES, lanes_of
-from qinfer.models.state import DesiredState, Speed, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, OpenRows, Speed, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane, LaneSize, bulk_lanes
@@ -59,22 +59,6 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
     work_s: float = 0.0
     oldest_age_s: float = 0.0
     workers: tuple[str, ...] = ()
-
-
-class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
-    """The remaining rows of an open job.
-
-    Attributes:
-        partition: The queue partition of its lanes.
-        rows: 1 before the job is planned, 0 while it is cancelled or finalised.
-        rows_per_s: Settled rows a second of all workers.
-    """
-
-    model: str
-    version: int
-    partition: int = 0
-    rows: int = 0
-    rows_per_s: float = 0.0
 
 
 class WorkInputs(msgspec.Struct, frozen=True, kw_only=True):

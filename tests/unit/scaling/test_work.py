@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from qinfer.jobs.queue.records import JobRecord, open_rows
-from qinfer.models.state import Speed, State, VersionState, WorkerRecord
-from qinfer.models.work import ASSUMED_ROW_S, OpenRows, VersionWork, WorkInputs, work_of
+from qinfer.models.state import OpenRows, Speed, State, VersionState, WorkerRecord
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, JOB_ROWS_SCORED, SUCCESS_COUNT
 from qinfer.queue.entries import Lane, LaneSize
+from qinfer.scaling.work import ASSUMED_ROW_S, VersionWork, WorkInputs, work_of
 
 ONLINE, DELAYED, BULK = Lane("m", 1, "p1"), Lane("m", 1, "p1.delayed"), Lane("m", 1, "bulk2")
 THREE_ROWS = {SUCCESS_COUNT: 100, INFERENCE_COUNT: 300, EXECUTION_NS: 6_000_000_000}

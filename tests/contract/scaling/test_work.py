@@ -7,14 +7,14 @@ import pytest
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import DesiredState, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, OpenRows, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.work import OpenRows, read_work
 from qinfer.models.writing import ensure_lanes
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import DELAYED, Lane, bulk_lanes
 from qinfer.queue.lanes import Queue
+from qinfer.scaling.work import read_work
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import submit
 from tests.support.bulk_jobs import fetch, finish, planned, record, running
