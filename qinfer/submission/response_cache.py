@@ -21,7 +21,6 @@ from qinfer.core.settings_cache import CachePlan
 from qinfer.errors import QinferError, QueueFull
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import LaneRoute
-from qinfer.models.validate import are_declared
 from qinfer.observe import stats
 from qinfer.observe.latencies import CACHE_HIT, CACHE_MISS, QUEUE, REQUEST, field_of
 from qinfer.observe.stats import ModelCounts
@@ -31,6 +30,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.submission.cache_key import response_key
 from qinfer.submission.local_cache import LocalCache
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
+from qinfer.submission.validate import are_declared
 from qinfer.wire.frame import decode_responses, encode_responses
 
 logger = logging.getLogger(__name__)

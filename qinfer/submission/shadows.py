@@ -9,10 +9,10 @@ from collections.abc import Callable
 from qinfer.core.messages import InferRequest
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.models.catalog import ServedVersion
-from qinfer.models.validate import validate
 from qinfer.queue.entries import shadow_lane
 from qinfer.submission.pending import Inner, PendingCall
 from qinfer.submission.submit import Submission
+from qinfer.submission.validate import validate
 from qinfer.traffic.endpoints import why_no_shadow
 
 

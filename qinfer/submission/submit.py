@@ -29,7 +29,6 @@ from qinfer.errors import (
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.routes import LaneRoute
 from qinfer.models.sequence_spec import check_sequence
-from qinfer.models.validate import validate
 from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import LaneLoads, queue_timeout_s
@@ -38,6 +37,7 @@ from qinfer.submission.pending import Counter, LaneLoad, PendingCall, PendingReq
 from qinfer.submission.response_cache import Flight, ResponseCache
 from qinfer.submission.splits import check_whole, is_large, submit_parts
 from qinfer.submission.steps import SequenceSteps
+from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 

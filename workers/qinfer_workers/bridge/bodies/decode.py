@@ -21,7 +21,7 @@ from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.validate import validate
+from qinfer.submission.validate import validate
 from qinfer.tabular.spec import shown
 from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.json_pieces import JsonBounds

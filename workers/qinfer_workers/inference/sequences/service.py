@@ -38,12 +38,12 @@ from qinfer.errors import (
 )
 from qinfer.models.state import CALLERS
 from qinfer.models.store import ControlStore
-from qinfer.models.validate import validate
 from qinfer.queue import readers
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_rest, answer_step, is_callers
 from qinfer.queue.sequences.records import DeliveredStep, OwnedLife, SequenceId, StepPlace, UnansweredStep, told_id
+from qinfer.submission.validate import validate
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps

@@ -9,7 +9,7 @@ import pytest
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.validate import check_announced, validate
+from qinfer.submission.validate import check_announced, validate
 from qinfer.tensors import Tensor, from_numpy, pack_bytes
 
 BATCHED = ModelSpec(
