@@ -16,7 +16,7 @@ from contextlib import suppress
 import msgspec
 
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.settings_endpoints import EndpointSettings
+from qinfer.core.settings_sections import EndpointSettings
 from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.submission.pending import Inner, PendingCall

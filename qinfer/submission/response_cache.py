@@ -17,7 +17,7 @@ import msgspec
 
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.settings_cache import CachePlan
+from qinfer.core.settings_sections import CachePlan
 from qinfer.errors import QinferError, QueueFull
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import LaneRoute

@@ -22,7 +22,7 @@ from qinfer.core.settings import (
     Settings,
     StoreSettings,
 )
-from qinfer.core.settings_trace import TraceSettings
+from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.store import ControlStore
 from qinfer.queue.cached_responses import CachedResponses

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import BrokerUnavailable, QueueFull
 from qinfer.queue.cached_responses import CachedResponses
 from qinfer.queue.connection import Reply

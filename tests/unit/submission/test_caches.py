@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.settings_cache import CachePlan, plan_of
+from qinfer.core.settings_sections import CachePlan, plan_of
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.routes import Routes

@@ -25,7 +25,7 @@ from qinfer.batching.sequences.strategies import SlotTurn, turns
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import (
     LEFT,
     BrokerUnavailable,
