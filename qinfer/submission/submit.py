@@ -32,7 +32,7 @@ from qinfer.models.sequence_spec import check_sequence
 from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import LaneLoads, queue_timeout_s
-from qinfer.submission.cache_key import inputs_digest
+from qinfer.submission.caches import inputs_digest
 from qinfer.submission.pending import Counter, LaneLoad, PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import Flight, ResponseCache
 from qinfer.submission.splits import check_whole, is_large, submit_parts
