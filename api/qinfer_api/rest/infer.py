@@ -29,8 +29,8 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer.submission.validate import check_announced
 from qinfer.tensors import Bytes, Tensor, element_count
-from qinfer.wire.json_load import repeated_key
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
+from qinfer.wire.json_scan import repeated_key
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameters, custom_parameter, read_input
 from qinfer.wire.kserve_json import elements, pack
 from qinfer.wire.outputs import OutputPlan

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence as Items
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from qinfer.core.messages import Failure
 from qinfer.errors import BEGIN_AGAIN, START_MISSING, InvalidRequest
 from qinfer.queue.entries import Entry, Lease, Payload
-from qinfer.tensors import Bytes
+from qinfer.tensors import Bytes, Tensor
+from qinfer.wire.versions import Record
 
 MAX_STATE_BYTES = 64 * 2**20
 """All parts of a state together."""
@@ -218,3 +219,28 @@ def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
 def ended_text(model: str, correlation_id: int | str, number: int, reason: str) -> str:
     """Returns the text for steps behind the one that ended the sequence."""
     return f"sequence {correlation_id} of model '{model}' was ended at step {number}: {reason}; {BEGIN_AGAIN}"
+
+
+class _State(msgspec.Struct, array_like=True, gc=False):
+    name: str
+    datatype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    # An aligned copy.
+    data: bytes
+
+
+class _States(msgspec.Struct, array_like=True):
+    states: list[_State]
+
+
+_RECORD = Record(_States, "the state of a sequence")
+
+
+def encode_states(states: tuple[Tensor, ...]) -> bytes:
+    """Encodes a step's states, by input name."""
+    return _RECORD.encode(_States([_State(s.name, s.datatype, s.shape, bytes(s.data)) for s in states]))
+
+
+def decode_states(raw: bytes) -> tuple[Tensor, ...]:
+    """Decodes states."""
+    return tuple(Tensor(s.name, s.datatype, s.shape, s.data) for s in _RECORD.decode(raw).states)

@@ -21,6 +21,7 @@ from qinfer.backends import registry
 from qinfer.backends.parameters import use_engine_cache, use_environments, use_model_variables
 from qinfer.core.environments import model_environment
 from qinfer.core.processes import SWITCH_INTERVAL_S, protect_process
+from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.catalog import Catalog
@@ -31,7 +32,6 @@ from qinfer.models.store import ControlStore
 from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
-from qinfer.queue.starting import wait_for_redis
 from qinfer_workers.due_table import DueTable
 from qinfer_workers.health_files import open_health
 from qinfer_workers.inference.devices import gpus_here, known_as

@@ -19,6 +19,7 @@ from celery.beat import EmbeddedService
 from celery.worker import state
 
 from qinfer.core.processes import protect_process
+from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
@@ -29,7 +30,6 @@ from qinfer.models.store import ControlStore, report_liveness
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
-from qinfer.queue.starting import wait_for_redis
 from qinfer.storage.open import store_for
 from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import UseCase, make_app

@@ -42,10 +42,17 @@ from qinfer.queue import readers
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_rest, answer_step, is_callers
-from qinfer.queue.sequences.records import DeliveredStep, OwnedLife, SequenceId, StepPlace, UnansweredStep, told_id
+from qinfer.queue.sequences.records import (
+    DeliveredStep,
+    OwnedLife,
+    SequenceId,
+    StepPlace,
+    UnansweredStep,
+    decode_states,
+    told_id,
+)
 from qinfer.submission.validate import validate
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
-from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.intake import LEAST_DELIVERIES, given_up
 from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease, Publisher

@@ -5,8 +5,8 @@ import struct
 import pytest
 
 from qinfer.errors import CorruptEntry
+from qinfer.queue.sequences.records import decode_states, encode_states
 from qinfer.tensors import Tensor, pack_bytes
-from qinfer.wire.states import decode_states, encode_states
 from qinfer.wire.versions import NewerVersion
 
 STATES = (
