@@ -33,7 +33,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_rest
 from qinfer.queue.sequences.ownership import Sequences
 from qinfer.queue.sequences.records import NOBODYS, StepPlace
-from qinfer.submission.overtaking import Overtaking
+from qinfer.submission.lane_load import LaneLoad
 from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.wire.frame import decode_responses
 
@@ -82,44 +82,6 @@ class Counter(Protocol):
 
     in_flight: int
     tenant: str
-
-
-class LaneLoad(msgspec.Struct, eq=False):
-    """The load of a lane, or of a tenant's share of it; others' parts are of the last look.
-
-    Attributes:
-        left: Own requests that ended since the last look.
-        executed: The answered ones among these.
-        most: Below this many entries no default timeout needs a judgement.
-        beside: Entries in the lane's other shares.
-        part: Its weight's part among busy shares.
-    """
-
-    lane: Lane
-    most: int
-    own: int = 0
-    left: int = 0
-    executed: int = 0
-    others: int = 0
-    overtaking: Overtaking = msgspec.field(default_factory=Overtaking)
-    beside: int = 0
-    part: float = 1.0
-
-    @property
-    def waiting(self) -> int:
-        """The entries in the stream."""
-        return self.own + self.others
-
-    @property
-    def ahead(self) -> float:
-        """The entries ahead of a new one, as shares take turns."""
-        waiting = self.own + self.others
-        return waiting + min(self.beside, (waiting + 1) * (1 - self.part) / self.part) if self.beside else waiting
-
-    @property
-    def all(self) -> int:
-        """The entries in all shares of the lane."""
-        return self.own + self.others + self.beside
 
 
 class OfStep(msgspec.Struct, eq=False):
