@@ -34,9 +34,8 @@ from qinfer.jobs.shards import ShardPace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
-from qinfer.storage.open import store_for
+from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.store import Stat
-from qinfer.storage.within import readable, writable
 from qinfer.tabular.columns.fields import Fields, replaced
 from qinfer.tabular.columns.inputs import InputColumns
 from qinfer.tabular.columns.schemas import are_rounded, common_field, encode_schema, filled

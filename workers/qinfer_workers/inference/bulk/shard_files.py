@@ -24,9 +24,8 @@ from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import KeptPiece, RowSpan, pieces_folder, rows_of
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.models.spec import ModelSpec
-from qinfer.storage.open import store_for
+from qinfer.storage.open import Within, readable, store_for, writable
 from qinfer.storage.store import CommitOutcome, Store
-from qinfer.storage.within import Within, readable, writable
 from qinfer.tabular.batches import BAD_FILE, RowBatch, RowErrors
 from qinfer.tabular.columns.fields import select
 from qinfer.tabular.columns.inputs import InputColumns
