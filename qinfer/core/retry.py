@@ -1,19 +1,9 @@
-"""Retries: growing pauses, a log of outages, and starts of programs while Redis is away."""
+"""Retries: growing pauses, and a log of outages."""
 
-import asyncio
 import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import TypeVar
-
-from qinfer.errors import BrokerUnavailable
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 REMIND_S = 60.0
 """Between log lines of an outage that affects many."""
@@ -106,23 +96,3 @@ class OutageLog:
             self.is_out = False
             self._reasons.clear()
             self._logger.info(self._ends, extra=self._data)
-
-
-async def wait_for_redis(work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None) -> T:
-    """Repeats a step of a start while Redis is away; logs so once a minute."""
-    stop = stop or asyncio.Event()
-    outage = OutageLog(logger, "start waits for redis", "redis is there: start goes on", remind_s=REMIND_S)
-    backoff = Backoff(longest_s=1.0, jitter=0.5)
-    while True:
-        try:
-            done = await work()
-        except BrokerUnavailable as error:
-            outage.failed(error.message)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(backoff.next_s()):
-                    await stop.wait()
-            if stop.is_set():
-                raise
-            continue
-        outage.over()
-        return done

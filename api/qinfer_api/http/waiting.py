@@ -10,9 +10,9 @@ from typing import TypeVar
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import BrokerUnavailable
+from qinfer.queue.clients import wait_for_redis
 from qinfer.queue.connection import DOWN
 from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.server import HttpServer

@@ -15,13 +15,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from qinfer.bridge.reports import BridgeCollector, BridgeReports, ReportSequence, RouteTally
 from qinfer.core.messages import IdFactory
-from qinfer.core.retry import OutageLog, wait_for_redis
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.catalog import Catalog
 from qinfer.models.state import BRIDGE
 from qinfer.models.store import ControlStore, report_liveness
-from qinfer.queue.clients import admin_client
+from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions

@@ -21,7 +21,6 @@ from qinfer.backends import registry
 from qinfer.backends.parameters import use_engine_cache, use_environments, use_model_variables
 from qinfer.core.environments import model_environment
 from qinfer.core.processes import SWITCH_INTERVAL_S, protect_process
-from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.catalog import Catalog
@@ -30,7 +29,7 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.store import ControlStore
 from qinfer.observe import logs, tracing
-from qinfer.queue.clients import admin_client
+from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
 from qinfer_workers.due_table import DueTable
 from qinfer_workers.health_files import open_health

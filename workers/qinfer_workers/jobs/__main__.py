@@ -19,7 +19,6 @@ from celery.beat import EmbeddedService
 from celery.worker import state
 
 from qinfer.core.processes import protect_process
-from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
@@ -28,7 +27,7 @@ from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
 from qinfer.models.state import BEAT, BULK
 from qinfer.models.store import ControlStore, report_liveness
 from qinfer.observe import logs
-from qinfer.queue.clients import admin_client
+from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
 from qinfer_workers.health_files import open_health
