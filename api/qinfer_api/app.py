@@ -23,16 +23,14 @@ from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import BulkSettings, HttpSettings, RepositorySettings, Settings
 from qinfer.errors import BrokerUnavailable, Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
-from qinfer.jobs.pace import pace_of
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.shards import ShardPace
+from qinfer.jobs.shards import ShardPace, pace_of
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
-from qinfer.models.liveness import report_liveness
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.state import GATEWAY as PROGRAM
-from qinfer.models.store import ControlStore
+from qinfer.models.store import ControlStore, report_liveness
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tenants import TenantTally

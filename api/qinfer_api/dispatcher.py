@@ -31,7 +31,7 @@ from qinfer.observe.tenants import TenantTally
 from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import is_callers
+from qinfer.queue.sequences.answers import is_callers
 from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header

@@ -16,12 +16,11 @@ from contextlib import suppress
 import msgspec
 
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.settings_endpoints import EndpointSettings
+from qinfer.core.settings_sections import EndpointSettings
 from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.submission.pending import Inner, PendingCall
-from qinfer.submission.shadows import submit_shadow
-from qinfer.submission.submit import Submission, tensor_bytes
+from qinfer.submission.submit import Submission, submit_shadow, tensor_bytes
 from qinfer.tensors import Tensor
 from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints

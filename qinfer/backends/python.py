@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from qinfer.backends.base import Batch, Context, ManagesModels, item_shapes
-from qinfer.backends.python_host.calls import Calls, send, tensors
+from qinfer.backends.python_host.calls import Calls, Managing, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.instance import HostInstance
-from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
     SEQUENCE_END,
     SEQUENCE_START,

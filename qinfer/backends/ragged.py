@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch, Context, Shape, item_shapes, memory_of, metrics_of
-from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
-from qinfer.models.spec import Device, ModelSpec
+from qinfer.models.spec import BatchInputKind, BatchInputSpec, BatchOutputSpec, Device, ModelSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.observe.model_metrics import ModelSeries
 

@@ -1,4 +1,4 @@
-"""A wrapper around any backend that applies `reshape` (`qinfer/models/reshapes.py`)."""
+"""A wrapper around any backend that applies `reshape` (`Reshape` of `qinfer/models/spec.py`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,8 +8,7 @@ import msgspec
 from qinfer.backends.base import Backend, Batch, Context, memory_of, metrics_of
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import OutputMismatch, QinferError
-from qinfer.models.reshapes import Reshape, inward, outward
-from qinfer.models.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec, Reshape, inward, outward
 from qinfer.observe.host import MemoryUse
 from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Tensor, element_count

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from qinfer.core.messages import ResourceHolder
-from qinfer.core.settings_rate_limit import Maximum
+from qinfer.core.settings_sections import Maximum
 from qinfer.models.spec import InstanceSpec
 
 GLOBAL = -1

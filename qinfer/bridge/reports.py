@@ -19,12 +19,12 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from qinfer.models.store import StoredRecords, translated
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import Info
 from qinfer.observe.exposition import Family
 from qinfer.queue import keys
 from qinfer.queue.router import load_script
+from qinfer.queue.stored_records import StoredRecords, translated
 from qinfer.wire.versions import encode_document
 
 RECEIVED, ACCEPTED, REPEATED, UNIDENTIFIED = "received", "accepted", "repeated", "unidentified"

@@ -19,14 +19,14 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.pins import Pin, why_lost
 from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
 from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.sequence_work import read_sequences
 from qinfer.models.state import BULK, GATEWAY, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
-from qinfer.models.work import VersionWork, read_work
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
+from qinfer.scaling.sequences import read_sequences
+from qinfer.scaling.work import VersionWork, read_work
 
 LOOK_S = 1.0
 

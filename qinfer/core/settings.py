@@ -12,14 +12,16 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 from qinfer.core.environments import PREFIX
-from qinfer.core.settings_cache import CacheSettings
-from qinfer.core.settings_cors import CorsSettings
-from qinfer.core.settings_endpoints import EndpointSettings
 from qinfer.core.settings_errors import is_lenient, not_json, unknown_names, wrong_values
-from qinfer.core.settings_metrics import MetricsSettings
-from qinfer.core.settings_rate_limit import RateLimitSettings
-from qinfer.core.settings_section import Section
-from qinfer.core.settings_trace import TraceSettings
+from qinfer.core.settings_sections import (
+    CacheSettings,
+    CorsSettings,
+    EndpointSettings,
+    MetricsSettings,
+    RateLimitSettings,
+    Section,
+    TraceSettings,
+)
 from qinfer.core.store_urls import UrlGrant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 

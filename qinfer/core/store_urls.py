@@ -5,7 +5,7 @@ it: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/insid
 `*.parquet` matches names in its folder.
 
 Names are literal: `%20`, `#` and `?` stand for themselves. Ambiguous names are refused. Links in a `file://` directory
-are followed when an object is opened (`qinfer.storage.within`).
+are followed when an object is opened (`Within` of `qinfer.storage.open`).
 """
 
 import re

@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.fields import Fields
-from qinfer.jobs.columns.inputs import InputColumns, is_left_out
-from qinfer.jobs.columns.schemas import as_read, has_runs
-from qinfer.jobs.columns.texts import is_declared, type_of, typed
-from qinfer.jobs.job import JobSpec, shown
-from qinfer.jobs.text_parts import csv_column, json_texts
+from qinfer.jobs.job import JobSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.tabular.columns.as_text import csv_column, json_texts
+from qinfer.tabular.columns.fields import Fields
+from qinfer.tabular.columns.inputs import InputColumns, is_left_out
+from qinfer.tabular.columns.schemas import as_read, has_runs
+from qinfer.tabular.columns.texts import is_declared, type_of, typed
+from qinfer.tabular.spec import shown
 
 ERROR_COLUMNS = ("error_code", "error_message")
 PLACE_COLUMNS = ("_file", "_row_group", "_row")

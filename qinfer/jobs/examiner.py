@@ -233,7 +233,7 @@ def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
         from qinfer.jobs.planning import estimate, examine, make_plan
         from qinfer.storage import local  # noqa: F401  what the first job would load else
         from qinfer.storage.errors import patiently
-        from qinfer.storage.within import writable
+        from qinfer.storage.open import writable
     except ImportError as error:
         name = error.name
 

@@ -15,9 +15,8 @@ from msgspec import Meta
 
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest
+from qinfer.tabular.spec import Columns, Csv, InputCompression, InputFormat, SomeTexts, Text, Texts, shown
 
-InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
-InputCompression = Literal["", "gzip", "zstd", "bz2", "none"]
 OutputFormat = Literal["parquet", "arrow", "csv", "jsonl"]
 FailedRows = Literal["inline", "separate"]
 BadFiles = Literal["fail", "skip"]
@@ -48,7 +47,6 @@ MAX_NULL_CHARACTERS = 1024
 MAX_DEADLINE_S = 365 * 86400.0
 MAX_PARALLEL = 10_000
 
-UTF_8 = "utf-8"
 NO_ESCAPE = "none"
 """`csv.escape` of files that escape a quote by doubling it."""
 
@@ -74,47 +72,15 @@ _DECIMAL = re.compile(r"decimal128\(([1-9][0-9]?), ?([0-9]{1,2})\)")
 _MOST_DIGITS = 38
 _PATTERN = re.compile(r"/\*{1,2}(?:/|$|\.)")  # a folder may have an asterisk in its name
 
-_SHOWN = 60
-
 # Constraints of the JSON schema; `check_spec` has better messages.
-_Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
-_Texts = tuple[_Text, ...]
-_SomeTexts = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1})]
 _Size = Annotated[int, Meta(extra_json_schema={"minimum": 1})]
-_Dimension = Annotated[int, Meta(extra_json_schema={"minimum": -1})]
 Natural = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 Seconds = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Threshold = Annotated[float, Meta(extra_json_schema={"minimum": -1})]
-_Inputs = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS})]
+_Inputs = Annotated[Texts, Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS})]
 _Compression = Annotated[
     str, Meta(extra_json_schema={"enum": ["", *sorted({name for names in COMPRESSIONS.values() for name in names})]})
 ]
-
-
-Null = str | bool | int | float
-"""Treatment of nulls: `error` fails the row, `nan` gives not-a-number, another value replaces the null."""
-
-
-# JSON without defaults: a worker of the previous release can read jobs without the newer fields.
-class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The columns that one input tensor is made of.
-
-    Attributes:
-        columns: One column, or several scalar columns that form a row's elements in this order; fields of structs by
-            path, such as `image.bytes`.
-        shape: The shape of one row without the batch dimension, -1 where rows differ; empty = the shape of the tensor.
-        null: Treatment of nulls, in lists as well: `error` fails the row, `nan` makes them not-a-number (in inputs of
-            floats), any other value of the input's datatype replaces them. Or column → treatment; columns that are not
-            named have `error`.
-    """
-
-    columns: _SomeTexts
-    shape: tuple[_Dimension, ...] = ()
-    null: Null | dict[str, Null] = "error"
-
-    def null_of(self, column: str) -> Null:
-        """Returns the treatment of a column's nulls."""
-        return self.null.get(column, "error") if isinstance(self.null, dict) else self.null
 
 
 class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,8 +110,8 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compression: _Compression = ""
     compression_level: Natural = 0
     rows_per_part: Natural = 0
-    partition_by: _Texts = ()
-    tensors: _Texts = ()
+    partition_by: Texts = ()
+    tensors: Texts = ()
     columns: dict[str, str] = {}
     top_k: dict[str, _Size] = {}
     failed_rows: FailedRows = "inline"
@@ -165,30 +131,6 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.format not in TEXT_FORMATS:
             return self.format
         return self.format + {"gzip": ".gz", "zstd": ".zst"}.get(self.compression, "")
-
-
-class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The form of CSV inputs.
-
-    Attributes:
-        delimiter: The character between two values.
-        quote: The character around values that contain delimiters or line ends, doubled to stand for itself; empty = no
-            quoting.
-        escape: The character before a quote within quotes, and before itself there (a backslash in files of Spark); it
-            is a plain character outside quotes. `none` = quotes are doubled; empty = detected from the first file.
-        decimal_point: The character before the fraction of a number.
-        encoding: The encoding of the text, such as utf-8, latin-1, windows-1252 or utf-16.
-        header: Whether the first row names the columns.
-        column_names: The names of the columns, in order, for files without a header; empty = f0, f1, ….
-    """
-
-    delimiter: str = ","
-    quote: str = '"'
-    escape: str = ""
-    decimal_point: str = "."
-    encoding: str = UTF_8
-    header: bool = True
-    column_names: _Texts = ()
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -234,10 +176,10 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: Output
     version: Natural = 0
     input_format: InputFormat = ""
-    columns: dict[str, _Text | _SomeTexts | Columns] = {}
+    columns: dict[str, Text | SomeTexts | Columns] = {}
     key: str = ""
-    passthrough: _Texts = ()
-    exclude: _Texts = ()
+    passthrough: Texts = ()
+    exclude: Texts = ()
     partitioning: Partitioning = ""
     bad_files: BadFiles = "fail"
     priority: Priority = "normal"
@@ -522,7 +464,7 @@ def _check_limits(spec: JobSpec) -> None:
         )
 
 
-_ColumnsGiven = _Text | _SomeTexts | Columns
+_ColumnsGiven = Text | SomeTexts | Columns
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "input_format": get_args(InputFormat),
     "input_compression": get_args(InputCompression),
@@ -570,9 +512,3 @@ def _column_path(path: str, body: bytes) -> str:
         except msgspec.ValidationError:
             return f"columns.{shown(tensor)}{path.removeprefix('columns')}"
     return path
-
-
-def shown(text: str) -> str:
-    """Returns a user's text for a message: printable and shortened."""
-    clean = "".join(character if character.isprintable() else "?" for character in text)
-    return clean if len(clean) <= _SHOWN else clean[:_SHOWN] + "…"

@@ -29,10 +29,10 @@ from qinfer.errors import QinferError, StoreError, StoreNotFound
 from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import TEXT_FORMATS, Output
 from qinfer.jobs.plan import FAILED, RECORDS, ExpectedParts, PartInfo, Shard
-from qinfer.jobs.rows.arrow_footer import batch_metadata, batch_rows, open_arrow
-from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.text_parts import TextFile
 from qinfer.storage.store import Stat, Store
+from qinfer.tabular.rows.arrow_footer import batch_metadata, batch_rows, open_arrow
+from qinfer.tabular.rows.parquet_pages import read_metadata
 
 METADATA_KEY = b"qinfer"
 _ZSTD_LEVEL = 1

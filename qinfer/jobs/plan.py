@@ -10,6 +10,7 @@ from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import JobSpec
 from qinfer.models.pins import ExecutedVersion
 from qinfer.models.spec import ModelSpec
+from qinfer.tabular.spec import Count, Cut, Group, Range
 
 T = TypeVar("T")
 Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
@@ -22,10 +23,6 @@ FAILED = "_failed"
 RECORDS = "_commits"
 """Folder of commit records (`qinfer.jobs.parts`)."""
 
-NO_GROUPS = -1
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
-_Group = Annotated[int, msgspec.Meta(ge=NO_GROUPS)]
 _Below = Annotated[str, msgspec.Meta(pattern=r"(?s)^(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]*$")]
 """A relative path without `.`, `..`, empty components and NUL."""
 
@@ -33,40 +30,12 @@ SHOWN_FILES = 20
 """Unreadable files that record, log and error of a job name."""
 
 
-class Cut(NamedTuple):
-    """A position in text from which rows can be read."""
-
-    first_row: int
-    begin: int
-
-
-class Range(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one row group of one file.
-
-    Attributes:
-        row_group: The row group (Parquet) or record batch (Arrow); -1 = no row group.
-        first_row: The number of the first row within the file.
-        first_in_group: The number of the first row within the row group; in text, after `begin`.
-        begin: The offset of a cut point of text.
-        size_bytes: 0 = unknown, of an earlier qinfer.
-    """
-
-    url: str
-    etag: str
-    row_group: _Group
-    first_row: _Count
-    rows: _Count
-    first_in_group: _Count
-    begin: _Count = 0
-    size_bytes: _Count = 0
-
-
 class Shard(msgspec.Struct, frozen=True, array_like=True):
     """Rows that are scored together and become one part."""
 
-    index: _Count
+    index: Count
     part: _Below
-    rows: _Count
+    rows: Count
     ranges: tuple[Range, ...]
 
 
@@ -217,12 +186,12 @@ def decode_ticket(data: bytes | memoryview) -> ShardTicket:
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
-    source: _Count
-    row_group: _Group
-    first_row: _Count
-    rows: _Count
-    first_in_group: _Count
-    begin: _Count = 0
+    source: Count
+    row_group: Group
+    first_row: Count
+    rows: Count
+    first_in_group: Count
+    begin: Count = 0
 
 
 class _Shard(msgspec.Struct, frozen=True, array_like=True):

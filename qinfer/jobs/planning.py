@@ -17,11 +17,8 @@ import pyarrow as pa
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, StoreDenied
 from qinfer.jobs.check import check, copied_columns
-from qinfer.jobs.columns.fields import Fields, replaced
-from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.schemas import are_rounded, common_field, encode_schema, filled
-from qinfer.jobs.columns.texts import is_declared
-from qinfer.jobs.job import JobSpec, shown, with_checked_urls
+from qinfer.jobs.inputs import Partitions, input_form, text_types
+from qinfer.jobs.job import JobSpec, with_checked_urls
 from qinfer.jobs.plan import (
     PLAN_NAME,
     SHOWN_FILES,
@@ -33,21 +30,24 @@ from qinfer.jobs.plan import (
     UnplannedJob,
     url_of,
 )
-from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
-from qinfer.jobs.rows.csv_quotes import guessed_escape
-from qinfer.jobs.rows.json_fields import MAX_FIELDS, Path, without
-from qinfer.jobs.rows.json_numbers import marked, marks, numbers, plain
-from qinfer.jobs.rows.partitions import Partitions
-from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
-from qinfer.jobs.rows.text_streams import BLOCK_BYTES, InputForm, PieceKeeper, open_stream
-from qinfer.jobs.rows.text_types import TextTypes, joined, text_types, without_null
 from qinfer.jobs.shards import ShardPace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
-from qinfer.storage.open import store_for
+from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.store import Stat
-from qinfer.storage.within import readable, writable
+from qinfer.tabular.columns.fields import Fields, replaced
+from qinfer.tabular.columns.inputs import InputColumns
+from qinfer.tabular.columns.schemas import are_rounded, common_field, encode_schema, filled
+from qinfer.tabular.columns.texts import is_declared
+from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES
+from qinfer.tabular.rows.csv_quotes import guessed_escape
+from qinfer.tabular.rows.json_fields import MAX_FIELDS, Path, without
+from qinfer.tabular.rows.json_numbers import marked, marks, numbers, plain
+from qinfer.tabular.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
+from qinfer.tabular.rows.text_streams import BLOCK_BYTES, PieceKeeper, open_stream
+from qinfer.tabular.rows.text_types import TextTypes, joined, without_null
+from qinfer.tabular.spec import shown
 
 Reading = Callable[[str], AbstractContextManager[None]]
 """Is entered around the reading of a file."""
@@ -103,7 +103,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: UrlGrant, footer_bytes: int 
 
 
 def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
-    form = InputForm.from_spec(spec)
+    form = input_form(spec)
     if spec.csv is not msgspec.UNSET and spec.csv.escape:
         return spec
     url, head = _csv_head(spec, files)
@@ -116,7 +116,7 @@ def _csv_head(spec: JobSpec, files: Sequence[Stat]) -> tuple[str, bytes]:
         return "", b""
     try:
         with store_for(file.url).open_known(file) as content:
-            return file.url, open_stream(content, file.url, "csv", InputForm.from_spec(spec)).peek(BLOCK_BYTES)
+            return file.url, open_stream(content, file.url, "csv", input_form(spec)).peek(BLOCK_BYTES)
     except (pa.ArrowException, ValueError, OSError, StoreDenied):  # the next reader of the file reports it
         return file.url, b""
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.jobs.plan import Range, Shard, read_stored
+from qinfer.jobs.plan import Shard, read_stored
+from qinfer.tabular.spec import Range
 
 FAN_OUT = 8
 """The number of ranges into which a range is cut in which a worker died; successful ranges grow by it."""

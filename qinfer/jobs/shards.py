@@ -1,28 +1,47 @@
-"""Cuts input files into shards. Pure and deterministic.
+"""Cuts input files into shards, by the speed of a model version. Pure and deterministic.
 
 The order of the inputs is kept. Small row groups share a shard, and huge row groups are cut; each row is in exactly one
 shard.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
+from qinfer.core.settings import BulkSettings
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
+from qinfer.jobs.plan import InputFile, Shard
+from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
+from qinfer.tabular.spec import NO_GROUPS, Cut, Range
 
 MAX_SHARDS = 100_000
-MAX_FILES = 1_000_000
 MAX_SHARD_FILES = 256
 """The most files of a shard, because opening a file takes tens of milliseconds."""
 MAX_SHARD_RANGES = 1024
 """The most ranges of a shard, because its ticket has to fit into a stream's entry."""
 
 FolderOf = Callable[[str], str]
+
+_BEGINNING = Cut(0, 0)
+_first_row = attrgetter("first_row")
+_SHARDS_A_WORKER = 4  # of a small job: its workers end at about the same time
+_LEAST_S = 0.25
+_WHOLE_OF_TARGET = 2
+_WHOLE_OF_DEFAULT = 5  # reading twice may cost more than an uneven shard
+_FIRST_ROWS = 256
+_GROWTH = 8
+_MOST_GROWTHS = 20
+_LAST_SHARDS_A_WORKER = 16
+_MOST_WORKERS = 1000
+_ENOUGH_NS = 3 * 10**9
+"""The time after which the speed of jobs counts."""
+
+_ENOUGH = 3
+"""A batch size counts after this many executions, since first ones are slow."""
 
 
 class ShardPace(NamedTuple):
@@ -62,19 +81,6 @@ class ShardSizes(NamedTuple):
         if self.first:
             rows = min(rows, self.first * _GROWTH ** min(index // self.workers, _MOST_GROWTHS))
         return rows
-
-
-_BEGINNING = Cut(0, 0)
-_first_row = attrgetter("first_row")
-_SHARDS_A_WORKER = 4  # of a small job: its workers end at about the same time
-_LEAST_S = 0.25
-_WHOLE_OF_TARGET = 2
-_WHOLE_OF_DEFAULT = 5  # reading twice may cost more than an uneven shard
-_FIRST_ROWS = 256
-_GROWTH = 8
-_MOST_GROWTHS = 20
-_LAST_SHARDS_A_WORKER = 16
-_MOST_WORKERS = 1000
 
 
 def shard_sizes(rows_per_part: int, rows: int, pace: ShardPace) -> ShardSizes:
@@ -214,3 +220,29 @@ def _too_many(files: Iterable[InputFile], sizes: ShardSizes) -> str:
         f"field 'output.rows_per_part' is {sizes.rows}, which is more than {MAX_SHARDS} parts; "
         f"{least} or more are possible with these inputs"
     )
+
+
+def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> ShardPace:
+    """Returns a version's speed, and the bounds of its shards."""
+    return ShardPace(
+        rows_per_s=rows_per_s(stats),
+        shard_s=settings.shard_s,
+        default_rows=settings.default_rows_per_shard,
+        max_rows=settings.max_rows_per_shard,
+        workers=workers,
+    )
+
+
+def rows_per_s(stats: Mapping[str, int]) -> float:
+    """Returns the rows of a job that a worker scores per second; 0 = unknown.
+
+    The statistics of jobs, which include reading and writing, count after some seconds; before, the fastest batch size.
+    """
+    if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
+        return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9
+    best = 0.0
+    for batch in batches(stats):
+        spent_ns = batch.input_ns + batch.infer_ns + batch.output_ns
+        if batch.executions >= _ENOUGH and spent_ns > 0:
+            best = max(best, batch.rows * batch.executions / spent_ns * 1e9)
+    return best

@@ -1,14 +1,14 @@
-"""Comparison of an ensemble with its steps' models: tensors, datatypes, shapes and batch sizes. Pure.
+"""Comparison of an ensemble with its steps' models, and shapes of tensors between them. Pure.
 
 Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), except for stateful
 models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
+from qinfer.models.spec import EnsembleStep, ModelSpec, Reshape, TensorSpec
 from qinfer.tensors import DATATYPES
 
 
@@ -133,3 +133,24 @@ def _config_type(node: _Node) -> str:
 
 def _format_dims(dims: Sequence[int]) -> str:
     return f"[{','.join(map(str, dims))}]"
+
+
+def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool) -> tuple[int, ...]:
+    """Returns a tensor's shape for the next model; `rows` 0 = no batch dimension.
+
+    As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension takes a batch as one tensor,
+    or a batch of one row without its first dimension, if only that fits.
+    """
+    if batched and not rows and is_like(dims, shape):
+        return (1, *shape)
+    if not batched and rows == 1 and not is_like(dims, shape):
+        return shape[1:]
+    return shape
+
+
+def refit(shape: tuple[int, ...], rows: int, reshapes: Iterable[Reshape]) -> tuple[tuple[int, ...], int]:
+    """Returns shape and rows after reshapes; a misfit changes the number of elements."""
+    for reshape in reshapes:
+        shape = reshape.apply_to(fit(shape, rows, reshape.before, batched=reshape.batched))
+        rows = shape[0] if reshape.batched and shape else 0
+    return shape, rows

@@ -18,9 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import runnable
 from qinfer.models.ensemble_checks import check_settings, check_steps, origin_of
-from qinfer.models.reshapes import Reshape, inward, outward
 from qinfer.models.sequence_spec import of_ensemble
-from qinfer.models.spec import EnsembleStep, ModelSpec
+from qinfer.models.spec import EnsembleStep, ModelSpec, Reshape, inward, outward
 
 MAX_STEPS = 1000
 """The most steps of a plan, which nested ensembles multiply."""

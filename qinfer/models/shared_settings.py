@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import msgspec
 
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.store import ControlStore, SettingValue
+from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
+from qinfer.queue.stored_records import SettingValue
 
 LOGGING = "logging"
 TRACE = "trace"

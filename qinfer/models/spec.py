@@ -2,12 +2,46 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
 from qinfer.models.sequence_spec import SequenceSpec
 
+Dims = tuple[int, ...]
+
 MAX_PARTS = 64
+
+
+class BatchInputKind(StrEnum):
+    """Kinds of batch inputs (`model_config.proto`; Triton's docs/user_guide/ragged_batching.md)."""
+
+    ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
+    ACCUMULATED = "BATCH_ACCUMULATED_ELEMENT_COUNT"
+    ACCUMULATED_WITH_ZERO = "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO"
+    MAX_AS_SHAPE = "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE"
+    ITEM_SHAPE = "BATCH_ITEM_SHAPE"
+    ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE_FLATTEN"
+
+
+class BatchInputSpec(NamedTuple):
+    """An input of the model file that the server makes from the shapes of the input `source`.
+
+    `rank` has no batch dimension.
+    """
+
+    kind: BatchInputKind
+    name: str
+    datatype: str
+    source: str
+    rank: int
+
+
+class BatchOutputSpec(NamedTuple):
+    """An output of one dimension that is cut by the shapes of the input `source`; -1 in `dims` = as there."""
+
+    name: str
+    dims: tuple[int, ...]
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,3 +349,32 @@ def _of_batch(made: BatchInputSpec) -> TensorSpec:
     if made.kind is BatchInputKind.ITEM_SHAPE:
         return TensorSpec(name=made.name, datatype=made.datatype, dims=(made.rank,))
     return TensorSpec(name=made.name, datatype=made.datatype, dims=(), ragged=True)
+
+
+class Reshape(NamedTuple):
+    """A tensor's change of shape, without the batch dimension (reference §3.2); -1 is variable.
+
+    Variable dimensions of the two shapes correspond in order: `[-1, 4, -1]` and `[-1, 2, 2, -1]`.
+    """
+
+    before: Dims
+    after: Dims
+    batched: bool
+
+    def apply_to(self, shape: Dims) -> Dims:
+        """Returns the new shape; a missing variable dimension becomes 0."""
+        lead = 1 if self.batched else 0
+        sizes = iter([size for size, dim in zip(shape[lead:], self.before, strict=False) if dim == -1])
+        return shape[:lead] + tuple([next(sizes, 0) if dim == -1 else dim for dim in self.after])
+
+
+def inward(spec: ModelSpec) -> dict[str, Reshape]:
+    """Returns the inputs' changes."""
+    batched = spec.max_batch_size > 0
+    return {i.name: Reshape(i.dims, i.reshape, batched) for i in spec.inputs if i.reshape is not None}
+
+
+def outward(spec: ModelSpec) -> dict[str, Reshape]:
+    """Returns the outputs' changes."""
+    batched = spec.max_batch_size > 0
+    return {o.name: Reshape(o.reshape, o.dims, batched) for o in spec.outputs if o.reshape is not None}

@@ -263,3 +263,19 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
 """Counters of autoscalers; workers are restarted after crashes, and killed after drains."""
+
+
+class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The remaining rows of an open job.
+
+    Attributes:
+        partition: The queue partition of its lanes.
+        rows: 1 before the job is planned, 0 while it is cancelled or finalised.
+        rows_per_s: Settled rows a second of all workers.
+    """
+
+    model: str
+    version: int
+    partition: int = 0
+    rows: int = 0
+    rows_per_s: float = 0.0

@@ -5,39 +5,34 @@ Processes read the desired state at start, on reconnect, when woken, and every 1
 """
 
 import asyncio
-import logging
 import time
-import traceback
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
-import msgspec
-from redis.exceptions import RedisClusterException, RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.pins import Pin
 from qinfer.models.state import DesiredState, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
-from qinfer.queue.connection import mapped
 from qinfer.queue.router import load_script
-from qinfer.wire.versions import NewerVersion, decode_document, encode_document
-
-logger = logging.getLogger(__name__)
+from qinfer.queue.stored_records import StoredRecords, decode_text, translated
+from qinfer.wire.versions import encode_document
 
 K = TypeVar("K")
 T = TypeVar("T")
 
-SettingValue = bool | int | str | list[str] | None
-"""`None` = cleared."""
-
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
+LIVENESS_EVERY_S = 3.0
+LIVENESS_HOLDS_S = 15.0
+"""Longer than a failover of Redis, or a delay of the event loop."""
+
+_LEAVE_S = 1.0
 _METRICS = "metrics"
-_MAX_DIGITS = 20
-_MOST_REASONS = 1000
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
 _SET_DESIRED = load_script("set_desired", package="qinfer.models").text
@@ -60,12 +55,12 @@ class ControlStore:
         """Returns the id of the data, if any."""
         with translated():
             value = await self.client.get(keys.installation())
-        return "" if value is None else _decode_text(value)
+        return "" if value is None else decode_text(value)
 
     async def exchange_installation(self, seen: str, new: str, ttl_s: float = 0.0) -> str:
         """Replaces the id if it is `seen` (empty = none); returns the present id."""
         with translated():
-            return _decode_text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
+            return decode_text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
 
     async def has_model(self, name: str) -> bool:
         """Tells whether a configuration is stored, readable or not."""
@@ -75,13 +70,13 @@ class ControlStore:
     async def wished(self) -> set[str]:
         """Returns the desired models, readable or not."""
         with translated():
-            return {_decode_text(name) for name in await self.client.hgetall(keys.desired())}
+            return {decode_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, DesiredState]:
         """Returns all wishes; damaged records keep their last."""
         with translated():
             values = await self.client.hgetall(keys.desired())
-        read = {_decode_text(model): value for model, value in values.items()}
+        read = {decode_text(model): value for model, value in values.items()}
         known = {model: desired for model, desired in self._desired.items() if model in read}
         self._desired = known | self._records.all(read, DesiredState)
         return dict(self._desired)
@@ -146,7 +141,7 @@ class ControlStore:
     async def workers(self) -> list[WorkerRecord]:
         """Returns live workers; removes dead workers from the index."""
         with translated():
-            ids = [_decode_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
+            ids = [decode_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
             # A worker that beats now returns with its next heartbeat.
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
@@ -158,7 +153,7 @@ class ControlStore:
         """Returns each worker's last heartbeat by its own clock."""
         with translated():
             found = await self.client.zrange(keys.workers(), 0, -1, withscores=True)
-        return {_decode_text(worker_id): at for worker_id, at in found}
+        return {decode_text(worker_id): at for worker_id, at in found}
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
         """Marks a process of a program as live."""
@@ -168,7 +163,7 @@ class ControlStore:
     async def live_processes(self, program: str) -> list[str]:
         """Returns a program's live processes, sorted."""
         with translated():
-            return sorted(map(_decode_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
+            return sorted(map(decode_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
         """Writes an autoscaler's record, and adds to all counts."""
@@ -218,7 +213,7 @@ class ControlStore:
         """Returns the value of `put_completion`."""
         with translated():
             value = await self.client.hget(keys.completions(), content_hash)
-        return None if value is None else _decode_text(value)
+        return None if value is None else decode_text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
         """Stores a setting (JSON), such as `logging`."""
@@ -229,7 +224,7 @@ class ControlStore:
         """Returns the values of `put_setting`, by name."""
         with translated():
             values = await self.client.hgetall(keys.settings())
-        read = {_decode_text(name): value for name, value in values.items()}
+        read = {decode_text(name): value for name, value in values.items()}
         return {name: value.decode() for name, value in read.items() if self._records.is_setting(value, name)}
 
     async def wake(self) -> None:
@@ -308,7 +303,7 @@ class ControlStore:
     async def _live(self, key: str, kind: type[T]) -> list[T]:
         with translated():
             words = iter(await self.client.eval(_EXPIRING, 1, key))
-        read = self._records.all(dict(zip(map(_decode_text, words), words, strict=True)), kind)
+        read = self._records.all(dict(zip(map(decode_text, words), words, strict=True)), kind)
         return [read[id_] for id_ in sorted(read)]
 
     async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
@@ -320,111 +315,19 @@ class ControlStore:
             return await pipe.execute()  # type: ignore[no-any-return]  # redis-py says no more of it
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """Turns redis-py's connection errors into `BrokerUnavailable`."""
+async def report_liveness(store: ControlStore, name: str, *programs: str) -> NoReturn:
+    """Reports every few seconds that `<name>@<host>` is live, until cancelled."""
     try:
-        yield
-    except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some through
-        _check_cancelled()
-        raise _unreachable(error) from error
-    except (AttributeError, RuntimeError) as error:
-        if not _is_raised_by_redis_py(error):
-            raise
-        _check_cancelled()
-        raise _unreachable(error) from error
-    _check_cancelled()
-
-
-def _check_cancelled() -> None:
-    """Raises a cancellation that redis-py has lost, without which a loop would never end.
-
-    On Python 3.11, its `asyncio.wait_for` loses one if the send completes at the same time
-    (https://github.com/python/cpython/issues/86296); an error during the close of a connection replaces one.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
-def _unreachable(error: Exception) -> BrokerUnavailable:
-    text = str(error).rpartition("caused error: ")[2]  # a pipeline puts the command before it
-    if isinstance(meant := mapped(ResponseError(text)), BrokerUnavailable):
-        return meant
-    return BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}")
-
-
-def _is_raised_by_redis_py(error: Exception) -> bool:
-    """Returns whether redis-py has raised the error, as its cluster client does when nodes leave."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
-
-
-class StoredRecords:
-    """Reads stored records; logs and skips unreadable records."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[tuple[str, str], str] = {}
-
-    def one(self, value: bytes, kind: type[T], whose: str) -> T | None:
-        """Returns a record, if it can be read."""
-        try:
-            record = decode_document(value, kind)
-        except (NewerVersion, msgspec.DecodeError) as error:
-            self._log_unusable(kind.__name__, whose, str(error))
-            return None
-        self._is_well(kind.__name__, whose)
-        return record
-
-    def all(self, values: Mapping[K, bytes | None], kind: type[T]) -> dict[K, T]:
-        """Returns the readable records."""
-        read = {whose: self.one(value, kind, str(whose)) for whose, value in values.items() if value is not None}
-        return {whose: record for whose, record in read.items() if record is not None}
-
-    def counts(self, values: Mapping[bytes, bytes] | Exception, whose: str) -> dict[str, int]:
-        """Returns the numeric fields of a hash."""
-        if isinstance(values, Exception):
-            self._log_unusable("counts", whose, str(values))
-            return {}
-        self._is_well("counts", whose)
-        found = {}
-        for field, value in values.items():
-            name = _decode_text(field)
-            try:
-                found[name] = _number(value)
-            except ValueError:
-                self._log_unusable("counts", f"{whose}: {name}", "it is not a number")
-            else:
-                self._is_well("counts", f"{whose}: {name}")
-        return found
-
-    def is_setting(self, value: bytes, name: str) -> bool:
-        """Tells whether a setting's value is valid."""
-        try:
-            msgspec.json.decode(value, type=SettingValue)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._log_unusable("setting", name, str(error))
-            return False
-        self._is_well("setting", name)
-        return True
-
-    def _is_well(self, kind: str, whose: str) -> None:
-        if self._reasons:
-            self._reasons.pop((kind, whose), None)
-
-    def _log_unusable(self, kind: str, whose: str, reason: str) -> None:
-        if self._reasons.get((kind, whose)) == reason:
-            return
-        if len(self._reasons) >= _MOST_REASONS:  # damaged records may have arbitrary names
-            self._reasons.clear()
-        self._reasons[kind, whose] = reason
-        logger.error("stored record unusable", extra={"kind": kind, "whose": whose, "error": reason})
-
-
-def _number(value: bytes) -> int:
-    if len(value) > _MAX_DIGITS:
-        raise ValueError("it has too many digits")
-    return int(value)
+        while True:
+            with suppress(BrokerUnavailable):
+                for program in programs:
+                    await store.report_liveness(program, name, LIVENESS_HOLDS_S)
+            await asyncio.sleep(LIVENESS_EVERY_S)
+    finally:
+        with suppress(BrokerUnavailable, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                for program in programs:
+                    await store.report_liveness(program, name, 0.0)
 
 
 def _is_wrong_type(error: Exception) -> bool:
@@ -439,11 +342,7 @@ def _speed_field(version: int) -> str:
     return f"speed:{version}"
 
 
-def _decode_text(value: bytes | str) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def _last_id(streams: Any) -> str:
     """Returns the last entry's id; the reply to XREAD is a map with RESP3."""
     entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
-    return _decode_text(entries[-1][0])
+    return decode_text(entries[-1][0])

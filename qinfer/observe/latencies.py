@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # pydantic is not in the environments that models bring
-    from qinfer.core.settings_metrics import MetricsSettings
+    from qinfer.core.settings_sections import MetricsSettings
 
 GROWTH = 1.1
 """The ratio of adjacent upper bounds."""

@@ -1,8 +1,11 @@
-"""Clients of redis-py, for set-up, control, and the renewal of leases."""
+"""Clients of redis-py, for set-up, control, and the renewal of leases; starts of programs while Redis is away."""
 
 import asyncio
+import logging
 import ssl
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import msgspec
 import redis
@@ -12,10 +15,16 @@ import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from qinfer.core.retry import REMIND_S, Backoff, OutageLog
+from qinfer.errors import BrokerUnavailable
 from qinfer.queue.address import Sentinels, log_unreadable, parse_place
 
 if TYPE_CHECKING:  # keeps a worker's renewer, which imports this module, small
     from qinfer.core.settings import RedisSettings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LONGEST_ADMIN_BLOCK_S = 2.0
 
@@ -132,3 +141,23 @@ def _options(login: Login, timeout_s: float) -> dict[str, Any]:
         "socket_connect_timeout": login.connect_timeout_s,
         "socket_timeout": timeout_s,
     }
+
+
+async def wait_for_redis(work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None) -> T:
+    """Repeats a step of a start while Redis is away; logs so once a minute."""
+    stop = stop or asyncio.Event()
+    outage = OutageLog(logger, "start waits for redis", "redis is there: start goes on", remind_s=REMIND_S)
+    backoff = Backoff(longest_s=1.0, jitter=0.5)
+    while True:
+        try:
+            done = await work()
+        except BrokerUnavailable as error:
+            outage.failed(error.message)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(backoff.next_s()):
+                    await stop.wait()
+            if stop.is_set():
+                raise
+            continue
+        outage.over()
+        return done

@@ -56,15 +56,14 @@ from qinfer.queue.entries import (
     owner_of,
     share_of,
 )
-from qinfer.queue.moves import Moves
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script, ttl_ms
-from qinfer.queue.sequences import Sequences, may_lose
+from qinfer.queue.sequences.ownership import Sequences, may_lose
 from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED
 from qinfer.queue.stream_marks import StreamMarks
-from qinfer.queue.submitter import PLACING, Done, Submitter
+from qinfer.queue.submitter import PLACING, Done, Moves, Submitter
 from qinfer.queue.values import Room, Values
 from qinfer.tensors import Bytes
 

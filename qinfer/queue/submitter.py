@@ -1,9 +1,13 @@
-"""Appends entries to lanes: the submitting half of `Queue`.
+"""Appends entries to lanes, and moves them between versions: the submitting half of `Queue`.
 
 plain                XADD to the lane, in one write with the others of the tick
 of a known tenant    XADD to the tenant's stream, where it still exists
 with a limit         submit.lua, once for those of the tick that have lane, sender and limit in common
 of a new tenant, or with a payload    submit.lua, which knows each tenant's stream
+
+`Moves` takes waiting entries from the lanes of one version to those of another, which answers instead. A movable entry
+has the fields `e`, its endpoint; `t`, the tenant; `r`, the id of a request with a record. `move.lua` moves each
+atomically. The record, or a note (`…:moved`), has the new address for `Queue.cancel` and `Queue.withdraw`.
 """
 
 import asyncio
@@ -17,7 +21,7 @@ from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument, CommandRefused, Reply, pack, packable
 from qinfer.queue.entries import FULL, Entry, Lane, Payload, delayed_name, share_of
-from qinfer.queue.router import Router, load_script
+from qinfer.queue.router import Call, Router, load_script, run_script, ttl_ms
 from qinfer.queue.shares import Places, adding, adding_to_share
 from qinfer.queue.values import Values
 from qinfer.tensors import Bytes
@@ -33,6 +37,17 @@ _MOST_AT_ONCE = 64
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
 _CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
 _SUBMIT = load_script("lanes/submit", *PLACING, "origin")
+
+MOVES_AT_ONCE = 50
+"""Each moved entry costs about five commands."""
+
+MOVED_BYTES_AT_ONCE = 2**20
+"""Bytes of frames per script."""
+
+NOTES_KEPT_S = 3600.0
+"""How long notes are kept after the last move."""
+
+_MOVE = load_script("lanes/move", *PLACING)
 
 
 class _Sender(NamedTuple):
@@ -205,3 +220,33 @@ def _keys(lane: Lane, payload_id: str) -> Sequence[bytes]:
     if payload_id:
         names.append(keys.payload(lane.model, lane.partition, payload_id).encode())
     return names
+
+
+class Moves:
+    """Moves waiting entries between versions."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def move(self, lanes: Sequence[Lane], version: int, endpoint: str) -> int:
+        """Moves an endpoint's waiting entries, shares included, to another version's lanes; returns how many."""
+        count = 0
+        for lane in lanes:
+            other = Lane(lane.model, version, lane.name, lane.partition)
+            call = partial(self._router.call, keys.lane_slot(lane))
+            after: tuple[int, str] | None = 0, "-"
+            while after is not None:
+                moved, after = await _move(call, lane, other, endpoint, after)
+                count += moved
+        return count
+
+
+async def _move(
+    call: Call, lane: Lane, other: Lane, endpoint: str, start: tuple[int, str]
+) -> tuple[int, tuple[int, str] | None]:
+    """Returns how many, and where to continue (share and id)."""
+    names = (keys.lane(lane), keys.lane(other), keys.moved(lane.model, lane.partition).encode())
+    place = (keys.prefix(lane.model, lane.partition), other.version, other.name)
+    limits = (MOVES_AT_ONCE, MOVED_BYTES_AT_ONCE, ttl_ms(NOTES_KEPT_S))
+    moved, *rest = await run_script(call, _MOVE, names, keys.GROUP, keys.RELEASED, endpoint, *place, *limits, *start)
+    return moved, (rest[0], rest[1].decode()) if rest else None

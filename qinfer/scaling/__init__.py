@@ -1,1 +1,4 @@
-"""Autoscaling: how many workers the waiting work needs, and the records of past decisions. Begin with `policy`."""
+"""Autoscaling: the waiting work, how many workers it needs, and the records of past decisions.
+
+Begin with `work`, the measure, and `policy`, the decision.
+"""

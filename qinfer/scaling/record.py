@@ -17,8 +17,8 @@ from statistics import median_high
 import msgspec
 
 from qinfer.errors import SettingsError
-from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import QueueObservation, ScalingDecision, Version
+from qinfer.scaling.work import VersionWork
 
 LAG_S = 15.0
 """The time after which rows that left the queue count as cancelled or failed."""

@@ -1,15 +1,16 @@
-"""Opens the `Store` of a URL, over fsspec's file system."""
+"""Opens the `Store` of a URL, over fsspec's file system; `Within` only below certain prefixes, even through links."""
 
 import os
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from qinfer.core.store_urls import UrlGrant, is_below, not_allowed
 from qinfer.errors import InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.storage.errors import ANSWER_TIMEOUT_S, fail
-
-if TYPE_CHECKING:
-    from qinfer.storage.store import Store
+from qinfer.storage.local import LocalStore, local_path
+from qinfer.storage.store import Store
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = ANSWER_TIMEOUT_S
@@ -41,12 +42,12 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 _VARIABLES = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 
-_opened: dict[object, "Store"] = {}
+_opened: dict[object, Store] = {}
 _opening: dict[object, threading.Lock] = {}
 _lock = threading.Lock()
 
 
-def store_for(url: str) -> "Store":
+def store_for(url: str) -> Store:
     """Returns the store of a URL in a request, cached until the environment's variables change.
 
     A forked process gets its own: drivers keep connections and threads.
@@ -72,15 +73,13 @@ def store_for(url: str) -> "Store":
 
 def open_store(
     url: str, *, listing_timeout_s: float | None = None, options: Mapping[str, Any] | None = None
-) -> tuple["Store", str]:
+) -> tuple[Store, str]:
     """Opens the store of a URL of any kind that fsspec knows; returns it with the base for names in its methods.
 
     The base of a chain of drivers, such as `zip://models::s3://bucket/x.zip`, is the first driver's path.
     """
     kind = _KINDS.get(url.partition("://")[0].lower(), "")
     if kind == "file":
-        from qinfer.storage.local import LocalStore
-
         return LocalStore(), url.rstrip("/")
     files, path = _file_system(url, options or {})
     from qinfer.storage import fsspec
@@ -158,3 +157,49 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
             raise InvalidRequest(f"'{scheme[:20]}://' is not a kind of store that fsspec knows") from None
         fail(error, url)
     return files, path.rstrip("/")
+
+
+def readable(grant: UrlGrant, opener: Callable[[str], Store] = store_for) -> "Within":
+    """Returns the stores that a tenant may read."""
+    return Within(grant.read, "read", grant.tenant, opener)
+
+
+def writable(grant: UrlGrant, opener: Callable[[str], Store] = store_for) -> "Within":
+    """Returns the stores for a tenant's outputs, also to read these back."""
+    return Within(grant.write, "write", grant.tenant, opener)
+
+
+class Within:
+    """Opens the store of an object below a prefix, as `store_for`.
+
+    All existing links in `file://` URLs and prefixes are resolved; one made after this check is not noticed. `use` is
+    in the text of a refusal.
+    """
+
+    def __init__(
+        self, prefixes: Sequence[str], use: str, tenant: str = "", opener: Callable[[str], Store] = store_for
+    ) -> None:
+        self._use = use
+        self._tenant = tenant
+        self._opener = opener
+        paths = [path for prefix in prefixes if (path := local_path(prefix)) is not None]
+        self._folders = [Path(os.path.realpath(path)) for path in paths]
+        self._prefixes = [prefix for prefix in prefixes if local_path(prefix) is None]
+
+    def __call__(self, url: str) -> Store:
+        """Checks a URL, and returns its store."""
+        self.check(url)
+        return self._opener(url)
+
+    def check(self, url: str) -> None:
+        """Raises `Forbidden` outside of the prefixes."""
+        path = local_path(url)
+        if path is None:
+            is_allowed = any(is_below(url, prefix) for prefix in self._prefixes)
+        elif "\0" in path.as_posix():  # no file has this name
+            is_allowed = False
+        else:
+            real = Path(os.path.realpath(path))
+            is_allowed = any(real.is_relative_to(folder) for folder in self._folders)
+        if not is_allowed:
+            raise not_allowed(url, self._use, self._tenant)

@@ -2,7 +2,7 @@
 
 Full lanes, and infeasible deadlines or queue timeouts, are refused, with Triton's texts and codes where it has the case
 (reference §3.3). A request is refused only if it would be late at best: at the workers' highest plausible speed
-(`LatencyModel.best_s`), with the fewest plausible requests of higher lanes (`overtaking.py`). Shares wait by their
+(`LatencyModel.best_s`), with the fewest plausible requests of higher lanes (`lane_load.py`). Shares wait by their
 weights (ADR 0024).
 """
 
@@ -18,7 +18,7 @@ from qinfer.models.spec import ModelSpec, QueuePolicy
 from qinfer.queue.entries import FULL, Lane, Share, undivided
 from qinfer.queue.lanes import Queue
 from qinfer.queue.shares import is_placed
-from qinfer.submission.pending import LaneLoad
+from qinfer.submission.lane_load import LaneLoad
 
 POLL_S = 0.1
 

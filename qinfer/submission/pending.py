@@ -30,10 +30,10 @@ from qinfer.errors import (
 )
 from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest
-from qinfer.queue.sequence_records import NOBODYS, StepPlace
-from qinfer.queue.sequences import Sequences
-from qinfer.submission.overtaking import Overtaking
+from qinfer.queue.sequences.answers import answer_rest
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import NOBODYS, StepPlace
+from qinfer.submission.lane_load import LaneLoad
 from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.wire.frame import decode_responses
 
@@ -82,48 +82,6 @@ class Counter(Protocol):
 
     in_flight: int
     tenant: str
-
-
-class LaneLoad(msgspec.Struct, eq=False):
-    """The load of a lane, or of a tenant's share of it, as this process knows it.
-
-    `others`, `beside` and `part` are from the last look at Redis.
-
-    Attributes:
-        most: With fewer entries than this, a request with the default timeout is admitted without a judgement.
-        own: Requests of this process that are pending.
-        left: Requests of this process that ended since the last look.
-        executed: The requests among `left` that were answered.
-        others: Entries of other processes.
-        beside: Entries in the lane's other shares.
-        part: The weight of this share as a part of the weights of all busy shares.
-    """
-
-    lane: Lane
-    most: int
-    own: int = 0
-    left: int = 0
-    executed: int = 0
-    others: int = 0
-    overtaking: Overtaking = msgspec.field(default_factory=Overtaking)
-    beside: int = 0
-    part: float = 1.0
-
-    @property
-    def waiting(self) -> int:
-        """The entries in the stream."""
-        return self.own + self.others
-
-    @property
-    def ahead(self) -> float:
-        """The entries ahead of a new entry, as shares take turns."""
-        waiting = self.own + self.others
-        return waiting + min(self.beside, (waiting + 1) * (1 - self.part) / self.part) if self.beside else waiting
-
-    @property
-    def all(self) -> int:
-        """The entries in all shares of the lane."""
-        return self.own + self.others + self.beside
 
 
 class OfStep(msgspec.Struct, eq=False):

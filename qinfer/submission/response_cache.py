@@ -17,20 +17,18 @@ import msgspec
 
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.settings_cache import CachePlan
+from qinfer.core.settings_sections import CachePlan
 from qinfer.errors import QinferError, QueueFull
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import LaneRoute
-from qinfer.models.validate import are_declared
 from qinfer.observe import stats
 from qinfer.observe.latencies import CACHE_HIT, CACHE_MISS, QUEUE, REQUEST, field_of
 from qinfer.observe.stats import ModelCounts
-from qinfer.queue.cached_responses import CachedResponses
 from qinfer.queue.entries import FULL, Lane
 from qinfer.queue.lanes import Queue
-from qinfer.submission.cache_key import response_key
-from qinfer.submission.local_cache import LocalCache
+from qinfer.submission.caches import CachedResponses, LocalCache, response_key
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
+from qinfer.submission.validate import are_declared
 from qinfer.wire.frame import decode_responses, encode_responses
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from qinfer.errors import QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import stored_response
-from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest, SubmitLimits, SubmittedStep
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences.answers import stored_response
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import SequenceId, SequencePin, StepRequest, SubmitLimits, SubmittedStep
 from qinfer.submission.pending import OfStep, PendingCall, PendingRequests
 
 # The only partition, until models are spread over several.

@@ -26,20 +26,23 @@ from qinfer.errors import (
     PayloadTooLarge,
     QinferError,
     QueueFull,
+    UnsupportedFeature,
 )
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.routes import LaneRoute
 from qinfer.models.sequence_spec import check_sequence
-from qinfer.models.validate import validate
-from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address
+from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address, shadow_lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import LaneLoads, queue_timeout_s
-from qinfer.submission.cache_key import inputs_digest
-from qinfer.submission.pending import Counter, LaneLoad, PendingCall, PendingRequests, ResponseSink
+from qinfer.submission.caches import inputs_digest
+from qinfer.submission.lane_load import LaneLoad
+from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import Flight, ResponseCache
 from qinfer.submission.splits import check_whole, is_large, submit_parts
 from qinfer.submission.steps import SequenceSteps
+from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes, Tensor
+from qinfer.traffic.endpoints import why_no_shadow
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 
 MAX_HEAD_BYTES = 2**20
@@ -483,3 +486,28 @@ def check_head(size: int) -> None:
             f"the id, names and parameters of the request take {size} bytes, more than {MAX_HEAD_BYTES}; "
             "send what is large as a tensor"
         )
+
+
+def submit_shadow(
+    submission: Submission, served: ServedVersion, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
+) -> PendingCall:
+    """Puts a copy of a request into the shadow lane of a model version, which workers read while idle.
+
+    It bypasses response cache and quotas. Abandoned shadows are removed, and workers drop those of dead workers.
+    """
+    spec = served.spec
+    if reason := why_no_shadow(spec):
+        raise UnsupportedFeature(reason)
+    validate(request, spec)
+    lane = shadow_lane(spec.name, served.version, served.lane.partition)
+    request.id, request.version, request.partition = submission.new_id(served), served.version, lane.partition
+    request.generation, request.timeout_s, request.queue_timeout_s = served.generation, spec.default_timeout_s, 0.0
+    now_s = monotonic_s()
+    pending = PendingCall(request.id, request.client_id, spec.name, served.version, sink, now_s)
+    submission.pending.add(pending, now_s + spec.default_timeout_s)
+    try:
+        submission.enqueue(pending, request, lane)
+    except QinferError:
+        submission.pending.remove(pending)
+        raise
+    return pending

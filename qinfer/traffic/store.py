@@ -11,10 +11,11 @@ import msgspec
 
 from qinfer.errors import Conflict, EndpointNotFound
 from qinfer.models.pins import Pin
-from qinfer.models.store import ControlStore, StoredRecords, translated
+from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Call, load_script, run_script, ttl_ms
+from qinfer.queue.stored_records import StoredRecords, translated
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.wire.versions import encode_document
 

@@ -11,10 +11,11 @@ import msgspec
 from msgspec.structs import replace
 
 from qinfer.errors import CorruptEntry
-from qinfer.models.store import ControlStore, translated
+from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS
 from qinfer.queue.router import load_script, ttl_ms
+from qinfer.queue.stored_records import translated
 from qinfer.traffic.canary import Latencies
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S

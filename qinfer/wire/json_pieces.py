@@ -15,7 +15,6 @@ import msgspec
 
 from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, pack_bytes
-from qinfer.wire.json_load import load
 from qinfer.wire.json_scan import (
     LARGE_BYTES,
     WINDOW_BYTES,
@@ -23,6 +22,7 @@ from qinfer.wire.json_scan import (
     TextSpan,
     check_depth,
     check_size,
+    load,
     long_arrays,
     windows,
 )

@@ -11,8 +11,8 @@ from msgspec import UNSET
 
 from qinfer.core.messages import SequenceFlags
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedDatatype
-from qinfer.wire.json_load import load
 from qinfer.wire.json_pieces import LongArray
+from qinfer.wire.json_scan import load
 from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, OutputParameters, Request, RequestedOutput
 
 STEP = "qinfer_step"

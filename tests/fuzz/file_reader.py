@@ -12,12 +12,12 @@ from contextlib import closing
 from typing import Any
 
 from qinfer.errors import QinferError
-from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
-from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
+from qinfer.tabular.columns.schemas import decode_schema
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
 

@@ -33,7 +33,7 @@ from qinfer.core.settings import (
     StoreSettings,
     TenantStores,
 )
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.observe import logs
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from tests.support.gateway import MODELS, running_gateway, settings_of

@@ -17,7 +17,7 @@ import redis
 
 from qinfer.core.settings import StoreSettings
 from qinfer.errors import CorruptEntry, QinferError
-from qinfer.jobs.plan import Range, Shard, ShardTicket, decode_ticket, encode_ticket
+from qinfer.jobs.plan import Shard, ShardTicket, decode_ticket, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobAddress, ShardOutcome, granted, spec_of
 from qinfer.models.state import DesiredState
@@ -25,6 +25,7 @@ from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane, bulk_lanes
 from qinfer.queue.lanes import Queue
+from qinfer.tabular.spec import Range
 from qinfer.testing import wait_until
 from qinfer.wire.versions import decode_document
 from tests.support.bulk_jobs import planned, record

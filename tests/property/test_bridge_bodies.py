@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.validate import validate
+from qinfer.submission.validate import validate
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
 from qinfer_workers.bridge.replies import encode

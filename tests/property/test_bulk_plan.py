@@ -10,10 +10,8 @@ from qinfer.errors import CorruptEntry
 from qinfer.jobs import shards as planning
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import (
-    NO_GROUPS,
     InputFile,
     JobPlan,
-    Range,
     Shard,
     ShardTicket,
     SourceFile,
@@ -23,6 +21,7 @@ from qinfer.jobs.plan import (
     encode_ticket,
 )
 from qinfer.jobs.shards import ShardPace, ShardSizes, part_name, plan_shards, shard_sizes
+from qinfer.tabular.spec import NO_GROUPS, Range
 
 grouped = st.lists(st.one_of(st.integers(0, 30), st.integers(0, 400)), max_size=6).map(tuple)
 without_groups = st.integers(0, 500)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.models.ensemble_graph import Flow, ResolvedModel, plan_ensemble
-from qinfer.models.reshapes import inward, outward
-from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
+from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec, inward, outward
 
 DEPTH = 2
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qinfer.core.messages import Response
 from qinfer.errors import QinferError
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.validate import validate
+from qinfer.submission.validate import validate
 from qinfer.wire.json_pieces import JsonBounds
 from qinfer_api.rest.infer import encode_generate, read_generate
 

@@ -15,7 +15,7 @@ from qinfer.batching.sequences.scheduler import SequenceDecision, SequenceSchedu
 from qinfer.batching.sequences.steps import SequenceStep, StepBatch
 from qinfer.errors import Cancelled, DeadlineExceeded, InvalidRequest, SequenceEnded
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 
 IDLE_S = 4.0
 CONTROLS = tuple(

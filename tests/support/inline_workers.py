@@ -15,7 +15,7 @@ from qinfer.backends.base import Backend
 from qinfer.backends.stub import StubBackend
 from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings, Settings, StoreSettings, WorkerSettings
-from qinfer.core.settings_rate_limit import RateLimitSettings
+from qinfer.core.settings_sections import RateLimitSettings
 from qinfer.errors import QinferError
 from qinfer.models.config import config
 from qinfer.models.routes import lane_name, lanes_of

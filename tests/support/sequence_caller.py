@@ -3,8 +3,8 @@
 import msgspec
 
 from qinfer.core.messages import Response, SequenceFlags
-from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import SequenceId, SequencePin, StepRequest
 from qinfer.tensors import to_numpy
 from qinfer.wire.frame import encode_request
 from tests.support.worker_processes import WorkerProcesses

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from qinfer.core.messages import InferRequest, Response, SequenceFlags
 from qinfer.queue.entries import Entry, Payload
-from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest, SubmittedStep
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import SequenceId, SequencePin, StepRequest, SubmittedStep
 from qinfer.wire.frame import encode_request, encode_request_apart
 from tests.support.inline_workers import InlineWorkers, value
 

@@ -6,7 +6,8 @@ from qinfer.core.messages import Failure
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import StoredModel
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import (
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import (
     CommittedStep,
     DeliveredStep,
     OwnedLife,
@@ -16,7 +17,6 @@ from qinfer.queue.sequence_records import (
     StepRequest,
     SubmittedStep,
 )
-from qinfer.queue.sequences import Sequences
 
 SEVEN = SequenceId("acme", 7)
 EIGHT = SequenceId("acme", "eight")

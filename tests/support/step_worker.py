@@ -11,9 +11,9 @@ from qinfer.errors import LEFT, Cancelled
 from qinfer.models.config.config import normalise, parse, to_spec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest, answer_step
-from qinfer.queue.sequence_records import CommittedStep, DeliveredStep, OwnedLife, SequenceId, UnansweredStep
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences.answers import answer_rest, answer_step
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.queue.sequences.records import CommittedStep, DeliveredStep, OwnedLife, SequenceId, UnansweredStep
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qinfer.core.settings_cors import ANY, CorsSettings
+from qinfer.core.settings_sections import ANY, CorsSettings
 from qinfer_api.http.head import RequestHead, origin_in
 from qinfer_api.http.infer import Headers, Writer, error_reply
 

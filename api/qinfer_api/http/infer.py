@@ -30,7 +30,7 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec
-from qinfer.models.validate import check_announced
+from qinfer.submission.validate import check_announced
 from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.json_pieces import JsonBounds
 from qinfer.wire.kserve_exact import check_forwarded

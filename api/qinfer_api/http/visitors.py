@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from qinfer.core.api_keys import is_loopback
 from qinfer.core.settings import Settings
-from qinfer.core.settings_cors import ANY
+from qinfer.core.settings_sections import ANY
 from qinfer_api.http.infer import Headers
 
 _LOCAL_NAMES = frozenset(("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"))

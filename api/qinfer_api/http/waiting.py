@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import BrokerUnavailable
+from qinfer.queue.clients import wait_for_redis
 from qinfer.queue.connection import DOWN
-from qinfer.queue.starting import wait_for_redis
 from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.server import HttpServer
 

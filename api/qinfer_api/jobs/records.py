@@ -27,7 +27,6 @@ from qinfer.jobs.job import (
     check_spec,
     decode_spec_as,
     encode_spec,
-    shown,
     with_checked_urls,
 )
 from qinfer.jobs.manifest import MANIFEST_NAME
@@ -35,6 +34,7 @@ from qinfer.jobs.plan import Estimate, SkippedFiles
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, damage_told, spec_of
 from qinfer.jobs.shards import ShardPace
+from qinfer.tabular.spec import shown
 from qinfer_api.requests.records import WebhookBody, instant, shown_webhook, written
 from qinfer_api.requests.webhooks import WebhookMessage, envelope
 

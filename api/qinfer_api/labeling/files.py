@@ -17,8 +17,7 @@ import qinfer
 from qinfer.core.settings import LabelingSettings, StoreSettings, WebhookSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unreachable
-from qinfer.storage.open import store_for
-from qinfer.storage.within import readable
+from qinfer.storage.open import readable, store_for
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, TargetTexts
 

@@ -11,8 +11,8 @@ import time
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
-from qinfer.models.count_pushes import ALL, CountPushes, Underway, concerns
 from qinfer.models.store import ControlStore
+from qinfer.queue.count_pushes import ALL, CountPushes, Underway, concerns
 
 logger = logging.getLogger(__name__)
 

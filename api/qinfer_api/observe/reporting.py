@@ -21,12 +21,9 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
-from qinfer.models.count_pushes import Underway
-from qinfer.models.sequence_work import SequenceWork, read_backlogs, read_sequences
 from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.work import VersionWork, read_work
 from qinfer.observe import model_metrics
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render, render_openmetrics
@@ -37,9 +34,12 @@ from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
+from qinfer.queue.count_pushes import Underway
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.queue.lanes import Queue
+from qinfer.scaling.sequences import SequenceWork, read_backlogs, read_sequences
+from qinfer.scaling.work import VersionWork, read_work
 from qinfer.traffic.tally import TargetTally
 from qinfer_api.observe.endpoint_load import EndpointLoad
 from qinfer_api.observe.fresh_counts import FreshCounts

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from qinfer.core.settings_trace import TraceSettings
+from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.models.shared_settings import FOLLOW_EVERY_S, TRACE, Value, of_group
 from qinfer.models.store import ControlStore

@@ -17,7 +17,7 @@ import msgspec
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import CallRecord, CallTraces, Failure, InferRequest, Response, Timing
-from qinfer.core.settings_trace import TraceSettings
+from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.observe.logs import ErrorLogger

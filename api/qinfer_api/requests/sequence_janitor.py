@@ -12,8 +12,8 @@ from qinfer.errors import Cancelled, DeadlineExceeded
 from qinfer.models.catalog import Catalog
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest
-from qinfer.queue.sequences import AT_ONCE
+from qinfer.queue.sequences.answers import answer_rest
+from qinfer.queue.sequences.ownership import AT_ONCE
 
 logger = logging.getLogger(__name__)
 

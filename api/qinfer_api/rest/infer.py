@@ -26,11 +26,11 @@ from qinfer.core.messages import Failure, InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.validate import check_announced
 from qinfer.submission.pending import PendingCall, ResponseSink
+from qinfer.submission.validate import check_announced
 from qinfer.tensors import Bytes, Tensor, element_count
-from qinfer.wire.json_load import repeated_key
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
+from qinfer.wire.json_scan import repeated_key
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameters, custom_parameter, read_input
 from qinfer.wire.kserve_json import elements, pack
 from qinfer.wire.outputs import OutputPlan

@@ -16,8 +16,8 @@ import msgspec
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
-from qinfer.models.validate import check_announced
 from qinfer.submission.pending import Memory, PendingCall
+from qinfer.submission.validate import check_announced
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
     DecodedRequest,

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 import queue
 import socket
 import sys
@@ -27,7 +28,6 @@ from qinfer.backends.python_host import causes, inference, services, utils
 from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
-from qinfer.backends.python_host.forks import serve_forks
 from qinfer.backends.python_host.inbox import ChannelInbox, Received
 from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
@@ -645,3 +645,37 @@ def _metas(wires: Sequence[WireTensor]) -> list[TensorMeta]:
 
 def _error_answer(error: TritonError) -> HostAnswer:
     return HostAnswer([], {}, error.message(), error.code())
+
+
+def serve_forks(host: ModelHost) -> None:
+    """Serves the calls of forked processes, such as those of a `multiprocessing.Pool`.
+
+    Each fork makes a channel to this process.
+    """
+    here = threading.local()
+
+    def before() -> None:
+        here.pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def in_parent() -> None:
+        mine, theirs = here.pair
+        theirs.close()
+        threading.Thread(target=_serve_fork, args=(host, Channel(mine)), name="fork", daemon=True).start()
+
+    def in_child() -> None:
+        mine, theirs = here.pair
+        mine.close()
+        host.forked(Channel(theirs))
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
+def _serve_fork(host: ModelHost, channel: Channel) -> None:
+    with suppress(OSError, EOFError):
+        while True:
+            message, buffers = channel.receive()
+            if isinstance(message, HostCall):
+                answer, data = host.call_for(message, buffers)
+                channel.send(answer, [each.data for each in data])
+            elif isinstance(message, IsCancelled):
+                channel.send(CancelledAnswer(message.number, host.is_cancelled(message.batch, message.item)))

@@ -18,11 +18,10 @@ from functools import partial
 import msgspec
 
 from qinfer.backends.base import Context
-from qinfer.backends.python_host.calls import Calls, send, tensors
+from qinfer.backends.python_host.calls import Calls, Managing, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError
 from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.instance import HostInstance
-from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
     AwaitTaken,
     CallerLeft,

@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.backends.python_host.custom_metrics import Metric, MetricFamily, MetricKind
-from qinfer.backends.python_host.errors import TritonError, TritonModelException
+from qinfer.backends.python_host.errors import TritonError, TritonModelException, text
 from qinfer.backends.python_host.inference import (
     RESCHEDULE,
     InferenceRequest,
     InferenceTrace,
     PreferredMemory,
+    connected,
 )
-from qinfer.backends.python_host.loads import is_model_ready, load_model, unload_model
-from qinfer.backends.python_host.messages import SEQUENCE_END, SEQUENCE_START
+from qinfer.backends.python_host.messages import SEQUENCE_END, SEQUENCE_START, Manage
 from qinfer.backends.python_host.responses import FINAL, InferenceResponse, InferenceResponseSender
 from qinfer.backends.python_host.services import Logger
 from qinfer.backends.python_host.tensor import NUMBERS, Tensor
@@ -78,6 +78,8 @@ _TYPES = {NUMBERS[d.name]: np.dtype(d.numpy).type for d in DATATYPES.values() if
 }
 _model_dir = ""
 _REQUIRED = ("name", "data_type", "dims")
+
+_FILE = "file:"
 
 
 def set_model_dir(directory: str) -> None:
@@ -254,3 +256,46 @@ class ModelConfig:
 
 def _named(tensors: Sequence[dict[str, Any]], name: str) -> dict[str, Any] | None:
     return next((tensor for tensor in tensors if tensor["name"] == name), None)
+
+
+# The Model Loading API, executed by the worker:
+# https://github.com/triton-inference-server/python_backend#model-loading-api
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Loads or reloads a model; returns when it is ready.
+
+    Args:
+        model_name: Its name.
+        config: A configuration in JSON in place of its `config.pbtxt`.
+        files: `file:<version>/<file>` → content, in place of its files; only with `config`.
+    """
+    named, contents = [], []
+    for key, content in (files or {}).items():
+        if not key.startswith(_FILE):
+            raise TritonModelException(f"unrecognized load parameter '{key[:100]}'; 'file:…' is known")
+        named.append(text(key.removeprefix(_FILE), "the name of a file"))
+        contents.append(bytes(content))
+    asked = Manage("load", text(model_name, "model_name"), config=text(config, "config"), files=named)
+    connected().manage(asked, contents)
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002  (Triton's)
+    """Unloads a model, and those that only this ensemble uses if `unload_dependents`; waiting requests are answered."""
+    connected().manage(
+        Manage("unload", text(model_name, "model_name"), unload_dependents=bool(unload_dependents)),
+    )
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Returns whether a model can be called; an empty version is any."""
+    version = 0
+    if model_version:
+        try:
+            version = int(model_version)
+        except ValueError:
+            version = 0
+        if version < 1:
+            raise TritonModelException(
+                f"failed to get model version from specified version string '{model_version}', "
+                "version should be an integral value > 0"
+            )
+    return connected().manage(Manage("ready", text(model_name, "model_name"), version))

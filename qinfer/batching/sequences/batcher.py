@@ -20,7 +20,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
 from qinfer.errors import QinferError, SequenceLost
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 
 
 class StepOutlet(Protocol):

@@ -27,7 +27,7 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, QinferError, SequenceLost
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Lane
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 
 _DECAY = 0.98
 """The factor by which each later request lowers a request's weight, so that about 50 requests count."""

@@ -18,12 +18,11 @@ from typing import Generic
 import msgspec
 
 from qinfer.batching.policy import NEVER_S, Latency
-from qinfer.batching.sequences.direct import pick_direct
-from qinfer.batching.sequences.oldest import pick_oldest, rules_of
 from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep, StepBatch, T
+from qinfer.batching.sequences.strategies import pick_direct, pick_oldest, rules_of
 from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
-from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
+from qinfer.queue.sequences.records import SequenceId, ended_text, start_missing
 
 MOST_REMEMBERED = 10_000
 """The most broken sequences whose reason is remembered."""

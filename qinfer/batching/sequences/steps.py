@@ -7,7 +7,7 @@ import msgspec
 
 from qinfer.batching.execution import WorkItem
 from qinfer.batching.policy import NEVER_S, Item
-from qinfer.queue.sequence_records import SequenceId, StepPlace
+from qinfer.queue.sequences.records import SequenceId, StepPlace
 from qinfer.tensors import Tensor
 
 T = TypeVar("T", bound=Item)

@@ -209,7 +209,7 @@ def _repository(places: list[str] | None, mode: str, models: list[str] | None) -
 
 
 def _cache(text: str) -> str:
-    from qinfer.core.settings_cache import plan_of
+    from qinfer.core.settings_sections import plan_of
 
     try:
         plan_of(text)
@@ -219,7 +219,7 @@ def _cache(text: str) -> str:
 
 
 def _resources(texts: list[str] | None) -> tuple[str, ...]:
-    from qinfer.core.settings_rate_limit import maximum_of
+    from qinfer.core.settings_sections import maximum_of
 
     try:
         for text in texts or ():

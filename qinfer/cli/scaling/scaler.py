@@ -30,16 +30,16 @@ from qinfer.core.settings import AutoscaleSettings, RedisSettings, Settings, loa
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.readiness import is_placed
-from qinfer.models.sequence_work import SequenceWork, read_sequences
 from qinfer.models.state import KILLED, RESTARTED, SCALED_DOWN, SCALED_UP, ScalerRecord, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.work import VersionWork, read_work
 from qinfer.observe import logs
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, Throughput, Version
 from qinfer.scaling.record import RecordFile
+from qinfer.scaling.sequences import SequenceWork, read_sequences
 from qinfer.scaling.shares import RECORD_TTL_S, Peers, SharedDecision, decide_share, policy_of_all
+from qinfer.scaling.work import VersionWork, read_work
 
 logger = logging.getLogger("qinfer.autoscale")
 

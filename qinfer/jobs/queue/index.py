@@ -14,7 +14,7 @@ from typing import Any
 from qinfer.core.clock import ServerClock
 from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.queue.records import OPEN_FIELDS, JobAddress, JobRecord, Page, open_rows, record_of
-from qinfer.models.work import OpenRows
+from qinfer.models.state import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.router import Router
 

@@ -51,7 +51,7 @@ from qinfer.jobs.queue.records import (
     service_order,
     words_of,
 )
-from qinfer.models.work import OpenRows
+from qinfer.models.state import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES

@@ -14,7 +14,7 @@ from qinfer.core.settings import StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import TERMINAL, JobSpec, JobState
-from qinfer.models.work import OpenRows
+from qinfer.models.state import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument
 from qinfer.queue.deliveries import JOBS, WEBHOOKS

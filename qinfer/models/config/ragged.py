@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qinfer.models.config.message import ModelConfig, model_config_pb2
-from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
+from qinfer.models.spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
 from qinfer.tensors import CONFIG_DATATYPES
 
 _DATATYPES = (model_config_pb2.TYPE_INT32, model_config_pb2.TYPE_FP32)

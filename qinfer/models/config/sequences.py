@@ -9,7 +9,7 @@ import numpy as np
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.message import ModelConfig, model_config_pb2
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec, StateSpec
-from qinfer.queue.sequence_records import MAX_STATE_BYTES
+from qinfer.queue.sequences.records import MAX_STATE_BYTES
 from qinfer.tensors import CONFIG_DATATYPES
 
 _DEFAULT_IDLE_US = 1_000_000

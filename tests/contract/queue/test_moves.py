@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qinfer.errors import QinferError, QueueFull
-from qinfer.queue import keys, moves
+from qinfer.queue import keys, submitter
 from qinfer.queue.entries import DELAYED, Entry, Lane, Lease, Payload, RequestState, share_of
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
@@ -141,8 +141,8 @@ async def test_tenants_have_their_shares_there(queue: RedisQueue) -> None:
 
 async def test_many_are_moved_in_parts(queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each script looks at so many entries, or so many bytes, and the next goes on behind them, share by share."""
-    monkeypatch.setattr(moves, "AT_ONCE", 3)
-    monkeypatch.setattr(moves, "AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(submitter, "MOVES_AT_ONCE", 3)
+    monkeypatch.setattr(submitter, "MOVED_BYTES_AT_ONCE", 100)
     delivery = await ready(queue)
     sent = [b"%02d" % number + b"x" * (number % 5 * 20) for number in range(25)]
     for number, frame in enumerate(sent):
@@ -216,7 +216,7 @@ async def test_notes_are_kept_for_a_while(queue: RedisQueue) -> None:
 
     await submit(delivery, b"1")
     await move(delivery)
-    assert 0 < queue.on_owner("PTTL", keys.moved("digits")) <= moves.KEPT_S * 1000
+    assert 0 < queue.on_owner("PTTL", keys.moved("digits")) <= submitter.NOTES_KEPT_S * 1000
 
 
 async def test_a_stored_request_is_found_where_it_went(queue: RedisQueue) -> None:

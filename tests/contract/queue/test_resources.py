@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from qinfer.queue.resources import ExchangeOutcome, Resources, Wish
-from qinfer.queue.sequences import RENEW_OWNER
+from qinfer.queue.sequences.ownership import RENEW_OWNER
 from qinfer.testing import EmbeddedServer
 from tests.contract.conftest import RedisQueue
 from tests.support.servers.servers import Database

@@ -5,7 +5,7 @@ import pytest
 from qinfer.core.messages import Failure
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue import keys
-from qinfer.queue.sequence_records import OwnedLife, Renaming, SequenceId, StepPlace, told_id
+from qinfer.queue.sequences.records import OwnedLife, Renaming, SequenceId, StepPlace, told_id
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import LEASE_S, Gateway, first, sequences_of

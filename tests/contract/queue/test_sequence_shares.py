@@ -8,7 +8,7 @@ import pytest
 from qinfer.core.messages import Failure
 from qinfer.errors import QueueFull
 from qinfer.queue import keys
-from qinfer.queue.sequence_records import SequenceId, SlotShare, StepPlace, SubmitLimits
+from qinfer.queue.sequences.records import SequenceId, SlotShare, StepPlace, SubmitLimits
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_sequences import waits

@@ -1,4 +1,4 @@
-"""The contract of sequences (the numbered promises of `qinfer.queue.sequences`) on each server."""
+"""The contract of sequences (the numbered promises of `qinfer.queue.sequences.ownership`) on each server."""
 
 import asyncio
 import time
@@ -12,11 +12,12 @@ from pydantic import SecretStr
 from qinfer.core.messages import Failure
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QueueFull, SequenceEnded, SequenceLost
-from qinfer.queue import keys, sequences
+from qinfer.queue import keys
 from qinfer.queue.doorbell import Doorbell
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import (
+from qinfer.queue.sequences import ownership
+from qinfer.queue.sequences.records import (
     NOBODYS,
     CommittedStep,
     SequenceId,
@@ -145,7 +146,7 @@ async def test_large_tensors_do_not_change_the_order(gateway: Gateway) -> None:
 
 async def test_steps_submitted_together_are_not_overtaken(gateway: Gateway) -> None:
     """By a step that comes while a script runs, and theirs is one of the next."""
-    steps = [(SequenceId("acme", n), first(n)) for n in range(1, 2 * sequences.AT_ONCE + 2)]
+    steps = [(SequenceId("acme", n), first(n)) for n in range(1, 2 * ownership.AT_ONCE + 2)]
     early, late = steps[0][0], steps[-1][0]
     steps.append((early, later(1)))
     together = asyncio.create_task(gateway.sequences.submit_together(steps))
@@ -302,7 +303,7 @@ async def test_large_states_and_responses_replace_one_another(queue: RedisQueue,
 
 
 async def test_a_state_has_bounded_bytes(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "MAX_STATE_BYTES", 3)
+    monkeypatch.setattr(ownership, "MAX_STATE_BYTES", 3)
     worker = await Worker(gateway, "w1").join()
     await gateway.send(SEVEN, first(1000))
     await worker.own()
@@ -782,7 +783,7 @@ async def test_an_end_is_forgotten_after_minutes(later_on: Gateway, timed: Embed
     ],
 )
 def test_a_replica_that_lags_may_lose_steps_as_a_late_sync_does(changes: dict[str, Any], *, may_lose: bool) -> None:
-    assert sequences.may_lose(RedisSettings.model_validate({"url": "redis://a:1", **changes})) is may_lose
+    assert ownership.may_lose(RedisSettings.model_validate({"url": "redis://a:1", **changes})) is may_lose
 
 
 @pytest.mark.parametrize("is_fragile", [True, False])

@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.core.messages import Failure
 from qinfer.errors import QueueFull
-from qinfer.queue.sequence_records import StepPlace
+from qinfer.queue.sequences.records import StepPlace
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qinfer.queue import keys
 from qinfer.queue.entries import Entry
-from qinfer.queue.sequence_records import CommittedStep, SequenceId, StepPlace
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace
 from tests.support.sequence_protocol import NOBODY, Move, Rules, Sequence, State, Work, first_state, moves
 from tests.support.sequences import first, later, sequences_of
 from tests.support.servers.servers import Database

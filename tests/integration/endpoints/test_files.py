@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from qinfer.core.settings import Settings
-from qinfer.core.settings_endpoints import EndpointSettings
+from qinfer.core.settings_sections import EndpointSettings
 from qinfer.testing import eventually
 from qinfer_api.endpoints import files
 from tests.support.endpoints import another, canary, declare, split

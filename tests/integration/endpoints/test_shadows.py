@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from qinfer.cli.main import app
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import AuthSettings, LimitSettings
-from qinfer.core.settings_cache import CacheSettings
-from qinfer.core.settings_endpoints import EndpointSettings
+from qinfer.core.settings_sections import CacheSettings, EndpointSettings
 from qinfer.queue.entries import shadow_lane
 from qinfer.testing import eventually
 from tests.support.endpoints import shadow, split

@@ -11,7 +11,7 @@ from tritonclient.grpc.aio import InferenceServerClient, InferInput
 
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.errors import START_MISSING
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 from qinfer.testing import eventually
 from qinfer_api.rpc.protocol import LARGE_BYTES
 from tests.support.both_protocols import over_grpc

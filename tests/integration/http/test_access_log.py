@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import LogSettings, Settings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.observe.logs import ACCESS, AUDIT
 from qinfer.testing import eventually
 from qinfer_api.audit import MOST_A_SECOND, RefusedKeys

@@ -13,7 +13,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.state import DesiredState, Speed, StoredModel
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
 from tests.support.sequences import STATEFUL, first, stored

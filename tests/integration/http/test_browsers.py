@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer.core.settings_cors import CorsSettings
+from qinfer.core.settings_sections import CorsSettings
 from tests.support.foreign import output, program, tool
 from tests.support.gateway import running_gateway, settings_of
 

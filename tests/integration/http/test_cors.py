@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer.core.settings_cors import CorsSettings
+from qinfer.core.settings_sections import CorsSettings
 from tests.support.gateway import Running, running_gateway, settings_of
 
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}

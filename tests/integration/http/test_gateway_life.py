@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Settings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import SettingsError
 from qinfer.models.state import GATEWAY, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from qinfer.core.settings_trace import TraceSettings
+from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import Overloaded
 from qinfer.testing import eventually
 from qinfer_api.observe.tracing import TracedSink

@@ -22,12 +22,12 @@ from qinfer.core.settings import (
     Settings,
     StoreSettings,
 )
-from qinfer.core.settings_trace import TraceSettings
+from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.store import ControlStore
-from qinfer.queue.cached_responses import CachedResponses
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
+from qinfer.submission.caches import CachedResponses
 from qinfer.testing import eventually
 from tests.integration.labeling.test_label_studio_push import event, settings_for
 from tests.support.endpoints import BODY, declare, split

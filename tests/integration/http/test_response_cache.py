@@ -14,12 +14,12 @@ import httpx
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import BrokerUnavailable, QueueFull
-from qinfer.queue.cached_responses import CachedResponses
 from qinfer.queue.connection import Reply
 from qinfer.queue.entries import Lane
 from qinfer.queue.router import Router
+from qinfer.submission.caches import CachedResponses
 from qinfer.testing import eventually
 from tests.support.cached_models import LOCAL, REDIS, cached, caching_gateway, declare
 from tests.support.gateway import Running, running_gateway, settings_of, work

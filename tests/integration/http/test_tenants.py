@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
 from qinfer.testing import eventually

@@ -14,7 +14,7 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from qinfer.core.settings import RepositorySettings
-from qinfer.core.settings_trace import TraceSettings
+from qinfer.core.settings_sections import TraceSettings
 from qinfer_api.http.connection import MAX_CHUNKS
 from tests.support.gateway import settings_of
 from tests.support.threaded_gateway import Server

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from qinfer.core.settings import RedisSettings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client

@@ -6,8 +6,7 @@ import grpc
 import httpx
 import pytest
 
-from qinfer.core.settings_cors import CorsSettings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import CorsSettings, MetricsSettings
 from qinfer_api.observe.metrics_port import open_metrics_port
 from tests.support.gateway import Running, running_gateway, settings_of
 

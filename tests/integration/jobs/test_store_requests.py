@@ -16,15 +16,15 @@ import s3fs  # type: ignore[import-untyped]  # it has no types
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import StoreChanged
 from qinfer.jobs.check import ERROR_COLUMNS
-from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of
 from qinfer.jobs.plan import ExpectedParts, JobPlan, PartInfo, Shard, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.shard_rows import ShardReader, SourceChanged
+from qinfer.jobs.shard_rows import ShardReader, SourceChanged
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for
 from qinfer.storage.store import CommitOutcome
+from qinfer.tabular.columns.schemas import decode_schema
 from qinfer.testing import stub_spec
 from tests.support.jobs.job_proof import parquet, rows_of
 from tests.support.servers.s3_server import S3Server

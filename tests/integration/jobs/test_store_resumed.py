@@ -51,7 +51,7 @@ async def test_a_shard_in_s3_that_is_stopped_and_whose_workers_die_has_each_row_
     bucket: str, tmp_path: Path, small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two stops keep what is scored, a death has the rest scored in ranges; the part is that of an undisturbed run."""
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", small_bytes)
+    monkeypatch.setattr("qinfer.jobs.shard_rows._SMALL_BYTES", small_bytes)
     local = write_rows(tmp_path / "in.parquet", ROWS, group=150, nulls=[3, 700])
     url, store = f"{bucket}/in.parquet", store_for(bucket)
     store.write(store_for(local).read(local, 2**20), url)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from qinfer.core.settings import HttpSettings, Settings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import SettingsError
 from qinfer.observe.exposition import OPENMETRICS
 from qinfer.observe.metrics import scopes_of

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.queue import keys
-from qinfer.queue.sequence_records import SequenceId, SubmittedStep
+from qinfer.queue.sequences.records import SequenceId, SubmittedStep
 from qinfer.testing import eventually
 from tests.support import models
 from tests.support.sequence_caller import SequenceCaller, value

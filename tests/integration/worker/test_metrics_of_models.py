@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from qinfer.core.settings_cache import CacheSettings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import CacheSettings, MetricsSettings
 from qinfer.testing import eventually
 from tests.support import python_models
 from tests.support.served_models import ServedModels, models_served, tensor

@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.core.messages import Response
 from qinfer.errors import SequenceLost
-from qinfer.queue.sequence_answers import answer_rest
+from qinfer.queue.sequences.answers import answer_rest
 from qinfer.testing import eventually
 from tests.support.python_models import ACCUMULATOR, write_accumulator
 from tests.support.sequence_caller import SequenceCaller, value

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.core.settings_rate_limit import RateLimitSettings
+from qinfer.core.settings_sections import RateLimitSettings
 from qinfer.models.state import State
 from qinfer.testing import eventually
 from qinfer_workers.inference.worker import Worker

@@ -8,7 +8,7 @@ import pytest
 from qinfer.backends.base import Batch, Context
 from qinfer.backends.stub import StubBackend
 from qinfer.errors import SequenceLost
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences.ownership import Sequences
 from qinfer.testing import eventually
 from tests.support.inline_workers import InlineWorkers, failure, value
 from tests.support.sequence_scene import Sequencing

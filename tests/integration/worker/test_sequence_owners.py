@@ -12,10 +12,10 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import SequenceLost
 from qinfer.models.state import GATEWAY
 from qinfer.queue import keys
-from qinfer.queue import sequences as sequence_queue
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences import ownership
+from qinfer.queue.sequences.answers import answer_rest
+from qinfer.queue.sequences.records import SequenceId
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from tests.support.inline_workers import InlineWorkers, failure, inline_workers, value
@@ -330,7 +330,7 @@ async def test_a_state_in_an_object_store_goes_through_a_hand_over(tmp_path: Pat
 
 
 async def test_a_state_that_is_too_large_ends_its_sequence(sums: Sequencing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_queue, "MAX_STATE_BYTES", 20)
+    monkeypatch.setattr(ownership, "MAX_STATE_BYTES", 20)
     await sums.scene.worker()
 
     first, second = await sums.send(1, start=True), await sums.send(2)

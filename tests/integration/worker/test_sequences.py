@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.errors import BrokerUnavailable
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 from qinfer.testing import eventually
 from qinfer_workers.inference import version_pins
 from tests.support.inline_workers import InlineWorkers, value

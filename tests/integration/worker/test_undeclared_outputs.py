@@ -11,7 +11,7 @@ import tritonclient.http.aio as over_http
 from onnx import helper
 from tritonclient.utils import InferenceServerException
 
-from qinfer.core.settings_cache import CacheSettings
+from qinfer.core.settings_sections import CacheSettings
 from tests.support import ensembles, models, python_models
 from tests.support.served_models import ServedModels, models_served, tensor
 

@@ -142,12 +142,13 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     import pyarrow.parquet as pq
 
     from qinfer.core.store_urls import UrlGrant
-    from qinfer.jobs.columns.schemas import decode_schema, encode_schema
     from qinfer.jobs.job import JobSpec, Output
-    from qinfer.jobs.plan import JobPlan, Range, Shard, decode_plan_head, encode_plan_head
-    from qinfer.jobs.rows.source import ReadLimits
+    from qinfer.jobs.plan import JobPlan, Shard, decode_plan_head, encode_plan_head
     from qinfer.models.spec import ModelSpec, TensorSpec
     from qinfer.storage.open import store_for
+    from qinfer.tabular.columns.schemas import decode_schema, encode_schema
+    from qinfer.tabular.rows.source import ReadLimits
+    from qinfer.tabular.spec import Range
     from qinfer_workers.inference.bulk.batch_size import BatchSize
     from qinfer_workers.inference.bulk.chunks import Chunks
     from qinfer_workers.inference.bulk.shard_files import ScoringTask, ShardFiles
@@ -167,9 +168,12 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
         ranges.append(Range(url, stat.etag, number, first, rows, 0 if planned.groups is not None else first))
         first += rows
     shard = Shard(0, "part-00000.parquet", first, tuple(ranges))
-    copied = tuple(name for name in schema.names if name.startswith("k"))
     spec = JobSpec(
-        model="m", inputs=(url,), output=Output(url=f"file://{folder}/out"), error_threshold=-1.0, passthrough=copied
+        model="m",
+        inputs=(url,),
+        output=Output(url=f"file://{folder}/out"),
+        error_threshold=-1.0,
+        passthrough=tuple(name for name in schema.names if name.startswith("k")),
     )
     model = ModelSpec(
         name="m",
@@ -209,10 +213,10 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
 def _planned(file: "Stat", folder: Path, base: int) -> Planned:
     """Reads a file as an examiner does, which is a process of its own."""
     from qinfer.errors import QinferError
-    from qinfer.jobs.columns.schemas import encode_schema
-    from qinfer.jobs.rows.source import format_of, read_footer
-    from qinfer.jobs.rows.text_streams import PieceKeeper
     from qinfer.storage.open import store_for
+    from qinfer.tabular.columns.schemas import encode_schema
+    from qinfer.tabular.rows.source import format_of, read_footer
+    from qinfer.tabular.rows.text_streams import PieceKeeper
 
     kept = PieceKeeper(store_for, f"file://{folder}/kept", file.url, file.etag)
     try:

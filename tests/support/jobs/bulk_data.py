@@ -9,11 +9,12 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from qinfer.core.store_urls import UrlGrant
-from qinfer.jobs.job import Columns, JobSpec, Output
-from qinfer.jobs.plan import InputFile, Range, Shard, SourceFile
-from qinfer.jobs.rows.source import format_of, read_footer
+from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.plan import InputFile, Shard, SourceFile
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.storage.open import store_for
+from qinfer.tabular.rows.source import format_of, read_footer
+from qinfer.tabular.spec import Columns, Range
 
 JOB = "job-1"
 HASH = "model-hash"

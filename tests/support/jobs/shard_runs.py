@@ -7,14 +7,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output, encode_spec
-from qinfer.jobs.plan import JobPlan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
+from qinfer.jobs.plan import JobPlan, Shard, ShardTicket, encode_plan_head, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.models.pins import ExecutedVersion
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
+from qinfer.tabular.columns.schemas import encode_schema
+from qinfer.tabular.spec import Range
 from qinfer.testing import eventually
 
 JOB = "job1"

@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import LimitSettings
-from qinfer.core.settings_cache import CachePlan
+from qinfer.core.settings_sections import CachePlan
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError, QueueFull
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity

@@ -16,8 +16,7 @@ from qinfer.batching.assemble import assemble, key_function
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.models.config import config
-from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
-from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import BatchInputKind, BatchInputSpec, BatchOutputSpec, ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy
 from tests.support.backends import CPU, Answers, save_torchscript, tensors
 from tests.support.backends import spec as spec_of

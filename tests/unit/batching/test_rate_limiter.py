@@ -13,7 +13,7 @@ from qinfer.batching.rate_limiter import (
     needs_of,
 )
 from qinfer.core.messages import ResourceHolder
-from qinfer.core.settings_rate_limit import Maximum, maximum_of
+from qinfer.core.settings_sections import Maximum, maximum_of
 from qinfer.models.spec import Device, InstanceSpec, ResourceSpec
 
 R, S = Resource("r", 0), Resource("s", 0)

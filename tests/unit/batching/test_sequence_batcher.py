@@ -19,7 +19,7 @@ from qinfer.errors import QinferError, SequenceLost
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec, StateSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import SequenceId, StepPlace
+from qinfer.queue.sequences.records import SequenceId, StepPlace
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.testing import FakeClock, stub_spec
 from tests.support.batching import Done

@@ -18,7 +18,7 @@ from qinfer.errors import (
     SequenceEnded,
 )
 from qinfer.models.sequence_spec import DirectSpec, OldestSpec, SequenceSpec
-from qinfer.queue.sequence_records import SequenceId, start_missing
+from qinfer.queue.sequences.records import SequenceId, start_missing
 
 DIRECT = SequenceSpec(strategy=DirectSpec(), slots=2, max_rows=2, max_idle_s=5.0)
 OLDEST = SequenceSpec(strategy=OldestSpec(preferred_sizes=(2,)), slots=3, max_rows=2, max_idle_s=5.0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qinfer.batching.sequences.shares import PATIENCE_S, TURN_S, SlotTurn, turns
-from qinfer.queue.sequence_records import SlotShare
+from qinfer.batching.sequences.strategies import PATIENCE_S, TURN_S, SlotTurn, turns
+from qinfer.queue.sequences.records import SlotShare
 
 
 def share(tenant: str, held: int, waited_s: float = -1.0, weight: int = 1) -> SlotShare:

@@ -8,11 +8,10 @@ import pytest
 
 from qinfer.batching.policy import Item
 from qinfer.batching.sequences.controls import control_inputs, padded
-from qinfer.batching.sequences.direct import pick_direct
-from qinfer.batching.sequences.oldest import pick_oldest, rules_of
 from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep
+from qinfer.batching.sequences.strategies import pick_direct, pick_oldest, rules_of
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequences.records import SequenceId
 
 NOW_S = 100.0
 

@@ -14,14 +14,14 @@ from qinfer.cli.scaling.pool import ScalingPool
 from qinfer.cli.scaling.scaler import Autoscaler, Away, QueueReading, QueueWatch, crowded, policy_of, read
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
-from qinfer.models.sequence_work import SequenceWork
 from qinfer.models.state import DesiredState, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.work import VersionWork
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import RecordFile, decode
+from qinfer.scaling.sequences import SequenceWork
+from qinfer.scaling.work import VersionWork
 from qinfer.testing import FakeClock
 from tests.support.sequences import SEVEN, STATEFUL, first, stored
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from qinfer.cli.main import app
 from qinfer.errors import SettingsError
-from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import QueueObservation, ScalingDecision, ScalingPolicy, ScalingState, decide
 from qinfer.scaling.record import RecordFile, decode, traffic_of
+from qinfer.scaling.work import VersionWork
 
 BURST = Path(__file__).parents[2] / "data" / "scaling" / "burst.jsonl"
 AS_RECORDED = ("--max", "4", "--target-s", "3", "--down-after-s", "10", "--idle-s", "15", "--cooldown-s", "5")

@@ -10,7 +10,7 @@ import pytest
 import qinfer
 from qinfer import errors
 from qinfer.errors import START_MISSING
-from qinfer.queue.sequence_records import ended_text
+from qinfer.queue.sequences.records import ended_text
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 from tests.support.scripted_gateway import Server, X, answer, reply
 

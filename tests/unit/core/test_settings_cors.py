@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.core.settings import load_settings
-from qinfer.core.settings_cors import CorsSettings, origin_of
+from qinfer.core.settings_sections import CorsSettings, origin_of
 from qinfer.errors import SettingsError
 
 VARIABLE = "QINFER_CORS__ALLOW_ORIGINS"

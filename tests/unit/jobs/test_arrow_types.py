@@ -13,13 +13,13 @@ import pytest
 from qinfer.client.job_output import read_text, text_schema
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check
-from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows
-from qinfer.jobs.columns.row_errors import RowErrors
 from qinfer.jobs.job import Output, OutputFormat
+from qinfer.jobs.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.parts import PartColumns, PartMetadata, PartWriter, _as_text
-from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import find_files, format_of, read_footer
+from qinfer.jobs.shard_rows import ShardReader
+from qinfer.tabular.batches import RowErrors
+from qinfer.tabular.columns.inputs import InputColumns
+from qinfer.tabular.rows.source import find_files, format_of, read_footer
 from tests.support.jobs.bulk_data import job_of, model_of, shard_of, tensor, write
 
 TEXTS, BYTES = ["a", 'b"é', None], [b"a", b"\xff", None]

@@ -7,9 +7,10 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check, copied_columns, problems
-from qinfer.jobs.job import Columns, JobSpec, Output, OutputFormat
+from qinfer.jobs.job import JobSpec, Output, OutputFormat
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.tabular.spec import Columns
 
 Given = str | tuple[str, ...] | Columns
 

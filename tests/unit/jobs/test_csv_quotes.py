@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.schemas import decode_schema
-from qinfer.jobs.job import Csv, JobSpec, Output
+from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.csv_quotes import guessed_escape, unescaped
-from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
+from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.rows.csv_quotes import guessed_escape, unescaped
+from qinfer.tabular.spec import Csv
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 MODEL = model_of([tensor("x", "INT64", 1)])
@@ -50,9 +51,9 @@ def rows(folder: Path, **fields: Any) -> tuple[list[Any], dict[int, str]]:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("text_rows", "text_streams", "planning"):
-        name = f"qinfer.jobs.{module}" if module == "planning" else f"qinfer.jobs.rows.{module}"
+        name = f"qinfer.jobs.{module}" if module == "planning" else f"qinfer.tabular.rows.{module}"
         monkeypatch.setattr(f"{name}.BLOCK_BYTES", 256)
-    monkeypatch.setattr("qinfer.jobs.rows.text_rows.CUT_BYTES", 700)
+    monkeypatch.setattr("qinfer.tabular.rows.text_rows.CUT_BYTES", 700)
 
 
 ESCAPED = r'1,"she said \"hi\""'

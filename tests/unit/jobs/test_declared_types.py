@@ -11,18 +11,19 @@ import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.fields import select
-from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows
-from qinfer.jobs.columns.row_errors import RowErrors
-from qinfer.jobs.columns.schemas import decode_schema
-from qinfer.jobs.columns.texts import TypedColumns, type_of, typed
-from qinfer.jobs.job import COLUMN_TYPES, Csv, JobSpec, Output, decode_spec
+from qinfer.jobs.job import COLUMN_TYPES, JobSpec, Output, decode_spec
+from qinfer.jobs.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.plan import JobPlan, UnplannedJob, decode_plan, encode_plan
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
+from qinfer.tabular.batches import RowErrors
+from qinfer.tabular.columns.fields import select
+from qinfer.tabular.columns.inputs import InputColumns
+from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.columns.texts import TypedColumns, type_of, typed
+from qinfer.tabular.spec import Csv
 from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor, write
 
 DAY, NOON = datetime.date(2026, 1, 31), datetime.datetime.fromisoformat("2026-01-31T12:00:00.5")

@@ -12,15 +12,15 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check
-from qinfer.jobs.columns.fields import Fields, pick, pruned, replaced, select
-from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns
-from qinfer.jobs.columns.schemas import decode_schema
+from qinfer.jobs.outputs import OutputColumns
 from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
-from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import ReadLimits
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
+from qinfer.tabular.columns.fields import Fields, pick, pruned, replaced, select
+from qinfer.tabular.columns.inputs import InputColumns
+from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.rows.source import ReadLimits
 from tests.support.jobs.bulk_data import ANY_FILE, HASH, JOB, job_of, model_of, shard_of, tensor, write
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -9,9 +9,10 @@ import pytest
 
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Forbidden, InputMissing, InvalidRequest
-from qinfer.jobs.job import InputFormat, JobSpec, Output
+from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.planning import examine
 from qinfer.storage.open import store_for
+from qinfer.tabular.spec import InputFormat
 from qinfer.testing import stub_spec
 from tests.support.servers.s3_server import S3Server
 

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.job import Columns, Csv, decode_spec, encode_spec
+from qinfer.jobs.job import decode_spec, encode_spec
+from qinfer.tabular.spec import Columns, Csv
 
 LEAST: dict[str, Any] = {"model": "digits", "inputs": ["s3://lake/in/*.parquet"], "output": {"url": "s3://lake/out"}}
 

@@ -11,16 +11,16 @@ import pytest
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InputMissing
 from qinfer.jobs.check import ERROR_COLUMNS
-from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata
 from qinfer.jobs.plan import JobPlan, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import find_files
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for, url_to_fs
 from qinfer.storage.store import CommitOutcome
+from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.rows.source import find_files
 from tests.support.jobs.bulk_data import model_of, tensor
 from tests.support.jobs.job_proof import parquet
 from tests.support.servers.s3_server import S3Server

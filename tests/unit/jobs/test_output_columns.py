@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows, list_type
-from qinfer.jobs.columns.row_errors import Array, RowErrors
 from qinfer.jobs.job import Output
-from qinfer.jobs.rows.shard_rows import RowBatch, Segment
+from qinfer.jobs.outputs import OutputColumns, ScoredRows
 from qinfer.models.spec import TensorSpec
+from qinfer.tabular.batches import Array, RowBatch, RowErrors, Segment
+from qinfer.tabular.columns.schemas import list_type
 from qinfer.tensors import Tensor, from_numpy
 from tests.support.jobs.bulk_data import job_of, model_of, tensor
 

@@ -9,17 +9,17 @@ import pytest
 
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output, check_spec
 from qinfer.jobs.plan import JobPlan, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import ReadLimits
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import TensorSpec
 from qinfer.storage.hive import partition_values
 from qinfer.storage.open import store_for
 from qinfer.storage.store import CommitOutcome
+from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.rows.source import ReadLimits
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
 from tests.support.servers import object_stores
@@ -176,7 +176,7 @@ def test_tables_in_a_bucket_are_read_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int
 ) -> None:
     """Percent signs of their names are as they were, whichever client reads them."""
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", small_bytes)
+    monkeypatch.setattr("qinfer.jobs.shard_rows._SMALL_BYTES", small_bytes)
     table_of(tmp_path, "parquet", "c=d%20e", "c=fr")
     with object_stores.s3("partitions") as bucket:
         for name, value in bucket.environment.items():

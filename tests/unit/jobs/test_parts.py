@@ -19,13 +19,13 @@ import pytest
 
 from qinfer.client.job_output import read_text, text_schema
 from qinfer.errors import StoreNotFound
-from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.job import LEVELS, TEXT_FORMATS, Output
+from qinfer.jobs.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import RECORDS, PartInfo, Shard
-from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.storage.open import store_for
+from qinfer.tabular.columns.inputs import InputColumns
 from tests.support.jobs import parquet_bytes as raw
 from tests.support.jobs.bulk_data import HASH, JOB, job_of, model_of, shard_of, tensor, write
 

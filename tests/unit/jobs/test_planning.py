@@ -12,12 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreUnavailable
-from qinfer.jobs.columns.schemas import common_type, decode_schema
-from qinfer.jobs.job import Csv, JobSpec, Output
+from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import (
-    NO_GROUPS,
     JobPlan,
-    Range,
     SkippedFiles,
     UnplannedJob,
     decode_plan,
@@ -29,6 +26,8 @@ from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import Stat
+from qinfer.tabular.columns.schemas import common_type, decode_schema
+from qinfer.tabular.spec import NO_GROUPS, Csv, Range
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.bulk_data import write as write_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from qinfer.jobs.plan import Range, Shard
+from qinfer.jobs.plan import Shard
 from qinfer.jobs.resumption import (
     MOST_DEADLY_ROWS,
     MOST_IDLE_DEATHS,
@@ -17,6 +17,7 @@ from qinfer.jobs.resumption import (
     encode_resumption,
     rows_of,
 )
+from qinfer.tabular.spec import Range
 
 FILE = PieceFile("_resume/part/a", "00")
 

@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.errors import StoreUnavailable
-from qinfer.jobs.columns.schemas import common_type, decode_schema, encode_schema
-from qinfer.jobs.plan import Range, Shard
-from qinfer.jobs.rows.shard_rows import Segment, ShardReader, SourceChanged
-from qinfer.jobs.rows.source import ReadLimits, SourceBroken, format_of, read_footer
+from qinfer.jobs.plan import Shard
+from qinfer.jobs.shard_rows import ShardReader, SourceChanged
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat
+from qinfer.tabular.batches import Segment
+from qinfer.tabular.columns.schemas import common_type, decode_schema, encode_schema
+from qinfer.tabular.rows.source import ReadLimits, SourceBroken, format_of, read_footer
+from qinfer.tabular.spec import Range
 from tests.support.jobs.bulk_data import job_of, shard_of, write
 from tests.support.servers import object_stores
 
@@ -147,7 +149,7 @@ def test_another_type_in_the_middle_is_named(tmp_path: Path, column: dict[str, A
 
 
 def test_a_text_that_is_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.text_rows.BLOCK_BYTES", 8)
+    monkeypatch.setattr("qinfer.tabular.rows.text_rows.BLOCK_BYTES", 8)
     path = tmp_path / "a.csv"
     path.write_text("n\n1\n2\n3\n4\n5\nx\n")
 
@@ -388,7 +390,7 @@ def far_shard(folder: Path, extension: str, files: int) -> Shard:
 def test_files_that_are_far_are_read_in_order(
     tmp_path: Path, extension: str, small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", small_bytes)
+    monkeypatch.setattr("qinfer.jobs.shard_rows._SMALL_BYTES", small_bytes)
     shard = far_shard(tmp_path, extension, 20)
     far = Far(tmp_path)
 
@@ -412,7 +414,7 @@ def test_what_was_fetched_ahead_is_bounded_and_closed(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_is_not_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", 0)
+    monkeypatch.setattr("qinfer.jobs.shard_rows._SMALL_BYTES", 0)
     shard = far_shard(tmp_path, "parquet", 1)
     far = Far(tmp_path)
     far.fails = True
@@ -434,7 +436,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[object_stores.ObjectStore]:
 def test_a_bucket_is_read(
     s3: object_stores.ObjectStore, tmp_path: Path, extension: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", 1000)
+    monkeypatch.setattr("qinfer.jobs.shard_rows._SMALL_BYTES", 1000)
     for number, rows in enumerate((10, 500)):
         write(tmp_path / f"{number}.{extension}", table(rows, 10 * number), group=200)
     folder = s3.upload(tmp_path, to=extension)
@@ -452,14 +454,14 @@ def test_a_bucket_is_read(
 def test_large_objects_are_read_by_arrows_own_client_where_it_can(
     s3: object_stores.ObjectStore, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", 0)
+    monkeypatch.setattr("qinfer.jobs.shard_rows._SMALL_BYTES", 0)
     opened: list[Any] = []
 
     def open_and_tell(store: Any, url: str) -> Any:
         opened.append(open_native(store, url))
         return opened[-1]
 
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows.open_native", open_and_tell)
+    monkeypatch.setattr("qinfer.jobs.shard_rows.open_native", open_and_tell)
     if way == "fsspec":
         monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": s3.environment["AWS_ENDPOINT_URL"]})
     write(tmp_path / "a b.arrow", table(500), group=100)
@@ -472,7 +474,7 @@ def test_large_objects_are_read_by_arrows_own_client_where_it_can(
 def test_a_bucket_that_goes_away_is_not_a_damaged_file(
     s3: object_stores.ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", 0)
+    monkeypatch.setattr("qinfer.jobs.shard_rows._SMALL_BYTES", 0)
     random = np.random.default_rng(0).standard_normal(100_000)
     write(tmp_path / "a.parquet", pa.table({"n": random}), group=10_000)
     shard = shard_of(f"{s3.upload(tmp_path, to='gone')}/a.parquet")

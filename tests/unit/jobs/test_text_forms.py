@@ -16,17 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.schemas import decode_schema
-from qinfer.jobs.job import Csv, JobSpec, Output
+from qinfer.jobs.inputs import input_form
+from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import JobPlan, Shard, UnplannedJob, decode_plan, encode_plan
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.shard_rows import ShardReader, SourceChanged
-from qinfer.jobs.rows.source import SourceBroken
-from qinfer.jobs.rows.text_cuts import row_blocks
-from qinfer.jobs.rows.text_streams import InputForm
+from qinfer.jobs.shard_rows import ShardReader, SourceChanged
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
+from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.rows.source import SourceBroken
+from qinfer.tabular.rows.text_cuts import row_blocks
+from qinfer.tabular.spec import Csv
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 ROWS = 300
@@ -43,8 +44,8 @@ COMPRESS: Mapping[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.text_rows.BLOCK_BYTES", 256)
-    monkeypatch.setattr("qinfer.jobs.rows.text_rows.CUT_BYTES", 700)
+    monkeypatch.setattr("qinfer.tabular.rows.text_rows.BLOCK_BYTES", 256)
+    monkeypatch.setattr("qinfer.tabular.rows.text_rows.CUT_BYTES", 700)
 
 
 def planned(folder: Path, model: ModelSpec, *, per_part: int = SHARD_ROWS, **fields: Any) -> JobPlan:
@@ -128,7 +129,7 @@ def test_pieces_that_are_gone_are_rows_that_are_missing(tmp_path: Path) -> None:
     """Never rows of another place."""
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(csv_of().encode()))
     plan = planned(tmp_path, NUMBER)
-    store_for(f"file://{tmp_path}-out").delete_folder(InputForm.from_spec(plan.spec).kept_url)
+    store_for(f"file://{tmp_path}-out").delete_folder(input_form(plan.spec).kept_url)
 
     with pytest.raises(SourceBroken, match="rows less than it had"):
         rows_of(plan, plan.shards[-1])
@@ -177,7 +178,7 @@ def test_an_extension_may_say_too_much(tmp_path: Path) -> None:
 
 
 def test_what_is_decompressed_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.jobs.rows.text_streams.MAX_DECODED_BYTES", 3000)
+    monkeypatch.setattr("qinfer.tabular.rows.text_streams.MAX_DECODED_BYTES", 3000)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(csv_of().encode()))
 
     with pytest.raises(InvalidRequest, match=r"a\.csv\.gz'.* has more than 3000 bytes when it is decompressed"):

@@ -7,6 +7,7 @@ import pytest
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
+from qinfer.models.ensemble_checks import fit, refit
 from qinfer.models.ensemble_graph import (
     MAX_DECOUPLED,
     MAX_NESTING,
@@ -15,10 +16,8 @@ from qinfer.models.ensemble_graph import (
     ResolvedModel,
     plan_ensemble,
 )
-from qinfer.models.ensemble_shapes import fit, refit
-from qinfer.models.reshapes import Reshape
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec
-from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
+from qinfer.models.spec import EnsembleStep, ModelSpec, Reshape, TensorSpec
 
 HEAD = """
 platform: "ensemble" max_batch_size: 4

@@ -5,8 +5,7 @@ import pytest
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import normalise, parse, to_spec
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
-from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
-from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import BatchInputKind, BatchInputSpec, BatchOutputSpec, ModelSpec, TensorSpec
 
 CONFIG = """
 backend: "onnxruntime" max_batch_size: 8

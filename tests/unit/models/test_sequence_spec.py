@@ -21,7 +21,7 @@ from qinfer.models.sequence_spec import (
     check_sequence,
 )
 from qinfer.models.spec import ModelSpec
-from qinfer.queue.sequence_records import start_missing
+from qinfer.queue.sequences.records import start_missing
 from qinfer.tensors import Tensor
 
 IO = """

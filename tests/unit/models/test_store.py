@@ -8,7 +8,7 @@ import redis
 from redis.asyncio.connection import Connection
 
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.store import translated
+from qinfer.queue.stored_records import translated
 
 
 async def test_a_connection_that_is_closed_under_a_call_is_an_outage() -> None:

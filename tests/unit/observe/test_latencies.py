@@ -6,7 +6,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.observe import latencies
 from qinfer.observe.exposition import render
 from qinfer.observe.latencies import LatencyTally, SlidingWindow, quantiles

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from qinfer.core.settings import StoreSettings, TenantStores
 from qinfer.core.store_urls import UrlGrant, folders_of, is_below
 from qinfer.errors import Forbidden
-from qinfer.storage.within import readable, writable
+from qinfer.storage.open import readable, writable
 
 ALLOW = ("s3://data", "file:///srv/lake")
 

@@ -9,18 +9,16 @@ import pytest
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.settings_cache import CachePlan, plan_of
+from qinfer.core.settings_sections import CachePlan, plan_of
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.stats import CACHE_HIT_COUNT, ModelCounts
-from qinfer.queue.cached_responses import CachedResponses
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
-from qinfer.submission.cache_key import response_key
-from qinfer.submission.local_cache import LocalCache, size_of
+from qinfer.submission.caches import CachedResponses, LocalCache, response_key, size_of
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.tensors import Tensor
 from qinfer.testing import FakeClock

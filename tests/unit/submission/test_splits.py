@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch
 from qinfer.models.spec import MAX_PARTS, ModelSpec, TensorSpec
-from qinfer.models.validate import validate
 from qinfer.submission.pending import PendingCall, PendingRequests
 from qinfer.submission.splits import PartSink, Whole, check_whole, merged, parts_of
+from qinfer.submission.validate import validate
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.testing import FakeClock
 

@@ -17,7 +17,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import CHUNK_BYTES, Lane
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequences import AT_ONCE, Sequences
+from qinfer.queue.sequences.ownership import AT_ONCE, Sequences
 from qinfer.submission.pending import PendingCall
 from qinfer.tensors import Bytes, Tensor
 from qinfer.testing import eventually

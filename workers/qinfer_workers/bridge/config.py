@@ -25,7 +25,8 @@ from pydantic_core import ErrorDetails
 
 from qinfer.core.documents import Unreadable, parse, problems_of, read_limited
 from qinfer.errors import InvalidRequest, SettingsError
-from qinfer.jobs.job import Columns, JobSpec, Null, Output, check_spec
+from qinfer.jobs.job import JobSpec, Output, check_spec
+from qinfer.tabular.spec import Columns, Null
 
 BodyFormat = Literal["auto", "kserve", "row", "jsonl", "arrow", "raw"]
 """`auto` = by the content type; `row` = a JSON object, `jsonl` = one on each line, `raw` = the data of one input."""

@@ -19,12 +19,10 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.catalog import Catalog
-from qinfer.models.liveness import report_liveness
 from qinfer.models.state import BRIDGE
-from qinfer.models.store import ControlStore
-from qinfer.queue.clients import admin_client
+from qinfer.models.store import ControlStore, report_liveness
+from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
-from qinfer.queue.starting import wait_for_redis
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.reading import body_codec

@@ -29,9 +29,8 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.store import ControlStore
 from qinfer.observe import logs, tracing
-from qinfer.queue.clients import admin_client
+from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
-from qinfer.queue.starting import wait_for_redis
 from qinfer_workers.due_table import DueTable
 from qinfer_workers.health_files import open_health
 from qinfer_workers.inference.devices import gpus_here, known_as

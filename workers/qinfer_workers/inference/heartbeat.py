@@ -16,11 +16,11 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.count_pushes import CountPushes, Underway, concerns
 from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import model_metrics, stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
+from qinfer.queue.count_pushes import CountPushes, Underway, concerns
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps

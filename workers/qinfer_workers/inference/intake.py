@@ -18,10 +18,10 @@ from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferE
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT
 from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.spec import ModelSpec
-from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import SequenceId, told_id
+from qinfer.queue.sequences.records import SequenceId, told_id
+from qinfer.submission.validate import validate
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher

@@ -17,7 +17,7 @@ from qinfer.batching.rate_limiter import GLOBAL, Ledger, LimitedInstance, needs_
 from qinfer.core.messages import ResourceHolder
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
-from qinfer.core.settings_rate_limit import Maximum
+from qinfer.core.settings_sections import Maximum
 from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.spec import InstanceSpec, ModelSpec
 from qinfer.queue.lanes import Queue

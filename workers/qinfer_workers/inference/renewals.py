@@ -19,7 +19,7 @@ from qinfer.queue import keys
 from qinfer.queue.clients import Login
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import RENEW
-from qinfer.queue.sequences import RENEW_OWNER
+from qinfer.queue.sequences.ownership import RENEW_OWNER
 from qinfer_workers import renewer
 from qinfer_workers.due_table import DueTable
 from qinfer_workers.inference.publisher import LeaseKeeper

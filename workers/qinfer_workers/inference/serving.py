@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import QinferError
 from qinfer.models.routes import NAMES, lanes_of
 from qinfer.observe.latencies import latency_tally

@@ -24,13 +24,11 @@ from qinfer.errors import SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
-from qinfer.models.liveness import report_liveness
 from qinfer.models.state import BEAT, BULK
-from qinfer.models.store import ControlStore
+from qinfer.models.store import ControlStore, report_liveness
 from qinfer.observe import logs
-from qinfer.queue.clients import admin_client
+from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
-from qinfer.queue.starting import wait_for_redis
 from qinfer.storage.open import store_for
 from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import UseCase, make_app

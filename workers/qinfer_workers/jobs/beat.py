@@ -21,9 +21,8 @@ from qinfer.core.processes import protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.liveness import EVERY_S, HOLDS_S
 from qinfer.models.state import BEAT
-from qinfer.models.store import ControlStore
+from qinfer.models.store import LIVENESS_EVERY_S, LIVENESS_HOLDS_S, ControlStore
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer_workers.health_files import open_health
@@ -93,14 +92,14 @@ async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, lo
             logger.error("beat has died")
             return os.EX_SOFTWARE
         try:
-            await store.report_liveness(BEAT, name, HOLDS_S)
+            await store.report_liveness(BEAT, name, LIVENESS_HOLDS_S)
         except BrokerUnavailable:
             beat.excuse()  # a restart does not bring Redis back
         if (quiet_s := beat.quiet_s()) > longest_s:
             logger.error("beat ends", extra={"reason": f"nothing could be sent for {quiet_s:.0f} s"})
             return os.EX_SOFTWARE
         try:
-            async with asyncio.timeout(EVERY_S):
+            async with asyncio.timeout(LIVENESS_EVERY_S):
                 await stop.wait()
         except TimeoutError:
             pass

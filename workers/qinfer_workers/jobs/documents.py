@@ -10,6 +10,7 @@ import msgspec
 
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
+from qinfer.jobs.inputs import input_form
 from qinfer.jobs.manifest import (
     MANIFEST_NAME,
     SUCCESS_NAME,
@@ -34,7 +35,6 @@ from qinfer.jobs.plan import (
 )
 from qinfer.jobs.queue.records import JobRecord, spec_of
 from qinfer.jobs.resumption import pieces_folder
-from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.storage.store import BROKEN, CommitOutcome, Store
 
 StoreFor = Callable[[str], Store]
@@ -101,7 +101,7 @@ def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo]
                 continue
         store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
         store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
-        form = InputForm.from_spec(plan.spec)
+        form = input_form(plan.spec)
         if plan.spec.overwrite or plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
             store.delete_folder(form.kept_url)
         return decode_manifest(data)

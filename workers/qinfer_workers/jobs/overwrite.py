@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
+from qinfer.jobs.inputs import input_form
 from qinfer.jobs.manifest import MANIFEST_NAME, SUCCESS_NAME
 from qinfer.jobs.parts import part_of_failed
 from qinfer.jobs.plan import FAILED, PLAN_NAME, RECORDS, decode_plan_names, url_of
 from qinfer.jobs.queue.records import JobRecord, spec_of
 from qinfer.jobs.resumption import CHECKPOINTS
-from qinfer.jobs.rows.text_streams import KEPT_FOLDER, InputForm
 from qinfer.storage.store import BROKEN, Stat
+from qinfer.tabular.rows.text_streams import KEPT_FOLDER
 from qinfer_workers.jobs.documents import MAX_BYTES, PARTIAL_NAME, StoreFor, is_of
 
 _FIRST = (SUCCESS_NAME, MANIFEST_NAME, PARTIAL_NAME)
@@ -34,7 +35,7 @@ class EarlierOutput(NamedTuple):
 def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | None:
     """Lists an earlier job's files in the output folder."""
     spec = spec_of(record)
-    plan_url, form = url_of(spec.output.url, PLAN_NAME), InputForm.from_spec(spec)
+    plan_url, form = url_of(spec.output.url, PLAN_NAME), input_form(spec)
     store = store_for(plan_url)
     found = store.stat(plan_url)
     if found is None:

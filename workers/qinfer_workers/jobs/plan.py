@@ -15,7 +15,6 @@ import msgspec
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.jobs.job import JobSpec, JobState
-from qinfer.jobs.pace import pace_of
 from qinfer.jobs.plan import (
     PLAN_NAME,
     SHOWN_FILES,
@@ -28,6 +27,7 @@ from qinfer.jobs.plan import (
     url_of,
 )
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
+from qinfer.jobs.shards import pace_of
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.dependents import kind_of_ensemble, labels_of
 from qinfer.models.installation import refuse_lost

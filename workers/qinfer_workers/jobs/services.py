@@ -26,8 +26,8 @@ from qinfer.models.readiness import capacity_of
 from qinfer.models.state import DesiredState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import PUT_OFF
+from qinfer.storage.open import Within, readable, writable
 from qinfer.storage.store import Store
-from qinfer.storage.within import Within, readable, writable
 from qinfer_workers.jobs.documents import expected, read_plan
 
 logger = logging.getLogger("qinfer_workers.jobs")

@@ -11,7 +11,7 @@ from qinfer.errors import Cancelled
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import CHUNK_BYTES, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import CommittedStep, SequenceId, SequencePin, StepRequest, SubmittedStep
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, SequencePin, StepRequest, SubmittedStep
 from qinfer.tensors import from_numpy
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_responses

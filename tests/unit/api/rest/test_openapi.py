@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from qinfer.core.settings_cors import CorsSettings
+from qinfer.core.settings_sections import CorsSettings
 from scripts.reference_http import document
 
 DOCUMENT = document()

@@ -10,7 +10,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.spec import EnsembleStep
 from qinfer.queue.entries import Entry, Lane, Lease

@@ -12,13 +12,13 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.messages import SequenceFlags as Flags
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
 from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import EnsembleStep, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import SequenceId, StepPlace
+from qinfer.queue.sequences.records import SequenceId, StepPlace
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import FakeClock, stub_spec

@@ -14,11 +14,10 @@ from qinfer.core.messages import Failure, InferRequest, Response, SequenceFlags
 from qinfer.errors import BrokerUnavailable, InferenceFailed, PayloadTooLarge, QinferError, QueueFull
 from qinfer.queue.connection import CommandRefused
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import CommittedStep, SequenceId, StepPlace
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace, decode_states
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
-from qinfer.wire.states import decode_states
 from qinfer_workers.inference.sequences import publisher as step_publisher
 from qinfer_workers.inference.sequences.publisher import StepPublisher
 

@@ -14,8 +14,8 @@ from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import BrokerUnavailable, ModelNotReady, StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
-from qinfer.jobs.pace import rows_per_s
 from qinfer.jobs.plan import encode_plan
+from qinfer.jobs.shards import rows_per_s
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.pins import joint_hash
 from qinfer.models.state import DesiredState, State, StepVersion, VersionState, WorkerRecord

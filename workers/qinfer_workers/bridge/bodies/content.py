@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.job import shown
+from qinfer.tabular.spec import shown
 from qinfer.tensors import Bytes
 
 Kind = Literal["", "kserve", "json", "row", "jsonl", "arrow-stream", "arrow-file", "raw", "text"]

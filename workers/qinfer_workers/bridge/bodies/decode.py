@@ -19,10 +19,10 @@ import msgspec
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.jobs.job import shown
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.validate import validate
+from qinfer.submission.validate import validate
+from qinfer.tabular.spec import shown
 from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.json_pieces import JsonBounds
 from qinfer.wire.json_scan import LARGE_BYTES

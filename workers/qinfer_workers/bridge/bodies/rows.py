@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.casts import is_text
-from qinfer.jobs.columns.fields import pruned
-from qinfer.jobs.columns.inputs import DecodedBatch, InputColumns
-from qinfer.jobs.columns.schemas import without_views
-from qinfer.jobs.job import shown
-from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, open_arrow
-from qinfer.jobs.rows.arrow_schema import check_schema_message, field_of, unsigned
 from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.tabular.columns.casts import is_text
+from qinfer.tabular.columns.fields import pruned
+from qinfer.tabular.columns.inputs import DecodedBatch, InputColumns
+from qinfer.tabular.columns.schemas import without_views
+from qinfer.tabular.rows.arrow_footer import BLOCK, TAIL, open_arrow
+from qinfer.tabular.rows.arrow_schema import check_schema_message, field_of, unsigned
+from qinfer.tabular.spec import shown
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth, check_size
 from qinfer_workers.bridge.config import BodyOptions

@@ -18,10 +18,9 @@ import numpy as np
 
 from qinfer.backends.base import Array
 from qinfer.errors import ErrorCode
-from qinfer.jobs.columns.inputs import DecodedBatch, Piece
-from qinfer.jobs.columns.outputs import ScoredRows
-from qinfer.jobs.columns.row_errors import Indices
-from qinfer.jobs.rows.shard_rows import RowBatch
+from qinfer.jobs.outputs import ScoredRows
+from qinfer.tabular.batches import Indices, RowBatch
+from qinfer.tabular.columns.inputs import DecodedBatch, Piece
 from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3

@@ -15,24 +15,23 @@ import pyarrow as pa
 from qinfer.core.retry import Backoff
 from qinfer.core.store_urls import UrlGrant, is_below
 from qinfer.errors import Conflict, ErrorCode, QinferError, StoreNotFound, StoreUnavailable
-from qinfer.jobs.columns.fields import select
-from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns
-from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
-from qinfer.jobs.columns.schemas import decode_schema
-from qinfer.jobs.columns.texts import TypedColumns, typed
+from qinfer.jobs.inputs import input_form
 from qinfer.jobs.job import JobSpec
+from qinfer.jobs.outputs import OutputColumns
 from qinfer.jobs.parts import PartBroken, PartColumns, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import KeptPiece, RowSpan, pieces_folder, rows_of
-from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
-from qinfer.jobs.rows.source import ReadLimits
-from qinfer.jobs.rows.text_streams import InputForm
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.models.spec import ModelSpec
-from qinfer.storage.open import store_for
+from qinfer.storage.open import Within, readable, store_for, writable
 from qinfer.storage.store import CommitOutcome, Store
-from qinfer.storage.within import Within, readable, writable
+from qinfer.tabular.batches import BAD_FILE, RowBatch, RowErrors
+from qinfer.tabular.columns.fields import select
+from qinfer.tabular.columns.inputs import InputColumns
+from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.columns.texts import TypedColumns, typed
+from qinfer.tabular.rows.source import ReadLimits
 from qinfer_workers.inference.bulk.chunks import Chunk, Chunks
 from qinfer_workers.inference.bulk.pieces import fetched, store_piece
 from qinfer_workers.inference.bulk.scoring import EXECUTION_FAILED
@@ -175,7 +174,7 @@ class ShardFiles:
 
     def _reader(self, columns: Sequence[str], schema: pa.Schema) -> ShardReader:
         task = self._task
-        kept_url, inputs, outputs = InputForm.from_spec(task.spec).kept_url, task.inputs, task.outputs
+        kept_url, inputs, outputs = input_form(task.spec).kept_url, task.inputs, task.outputs
 
         def store_of(url: str) -> Store:
             return outputs(url) if is_below(url, kept_url) else inputs(url)

@@ -14,7 +14,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Execution, Responder, WorkItem, due
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response, Timing
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.observe.latencies import latency_tally

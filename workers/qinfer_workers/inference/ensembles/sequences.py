@@ -33,7 +33,7 @@ from qinfer.errors import (
 from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep
 from qinfer.models.sequence_spec import MAX_ENSEMBLE_SEQUENCES
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.sequence_records import SequenceId, start_missing
+from qinfer.queue.sequences.records import SequenceId, start_missing
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer_workers.inference.ensembles.run import StepHandle, StepSubmitter

@@ -6,8 +6,8 @@ import msgspec
 
 from qinfer.core.messages import Scalar
 from qinfer.errors import InvalidRequest
-from qinfer.models.ensemble_shapes import fit, refit
-from qinfer.models.reshapes import Reshape
+from qinfer.models.ensemble_checks import fit, refit
+from qinfer.models.spec import Reshape
 from qinfer.tensors import Tensor, element_count
 
 

@@ -18,10 +18,9 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Response
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
-from qinfer.queue.sequence_records import CommittedStep, SequenceId
-from qinfer.queue.sequences import AT_ONCE, Sequences
+from qinfer.queue.sequences.ownership import AT_ONCE, Sequences
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, encode_states
 from qinfer.wire.frame import encode_responses
-from qinfer.wire.states import encode_states
 from qinfer_workers.inference.publisher import Publisher
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@
       ▲               └── wait ◀─┘          a life that ends sends its owner a ticket, which `take_steps` returns
       └── end_lease ◀───────┘
 
-The loop owns as many sequences as there are free slots. If its lease ends, it drops all sequences. Idle, it gives up
-the lease until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
+The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
+until a sequence waits for an owner. `qinfer.queue.sequences.ownership` describes the protocol.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.batcher import SequenceBatcher, StepOutlet
 from qinfer.batching.sequences.execution import States
-from qinfer.batching.sequences.shares import SlotTurn, turns
 from qinfer.batching.sequences.steps import PendingStep
+from qinfer.batching.sequences.strategies import SlotTurn, turns
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
-from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import (
     LEFT,
     BrokerUnavailable,
@@ -38,14 +38,21 @@ from qinfer.errors import (
 )
 from qinfer.models.state import CALLERS
 from qinfer.models.store import ControlStore
-from qinfer.models.validate import validate
 from qinfer.queue import readers
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest, answer_step, is_callers
-from qinfer.queue.sequence_records import DeliveredStep, OwnedLife, SequenceId, StepPlace, UnansweredStep, told_id
+from qinfer.queue.sequences.answers import answer_rest, answer_step, is_callers
+from qinfer.queue.sequences.records import (
+    DeliveredStep,
+    OwnedLife,
+    SequenceId,
+    StepPlace,
+    UnansweredStep,
+    decode_states,
+    told_id,
+)
+from qinfer.submission.validate import validate
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
-from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.intake import LEAST_DELIVERIES, given_up
 from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease, Publisher

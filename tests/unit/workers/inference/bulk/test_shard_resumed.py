@@ -17,7 +17,7 @@ from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import FAILED, Shard
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import CHECKPOINTS, MOST_DEATHS, decode_resumption, encode_resumption, rows_of
-from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
 from qinfer.testing import eventually, stub_spec

@@ -26,17 +26,18 @@ from qinfer.core.messages import InferRequest
 from qinfer.core.settings import StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InferenceFailed, QueueFull, StoreUnavailable
-from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.plan import RECORDS, PlanHead, Range, Shard, decode_plan_head
+from qinfer.jobs.plan import RECORDS, PlanHead, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
-from qinfer.jobs.rows.source import ReadLimits
 from qinfer.models.spec import Device as DeviceSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
+from qinfer.tabular.columns.schemas import encode_schema
+from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES
+from qinfer.tabular.rows.source import ReadLimits
+from qinfer.tabular.spec import Range
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.bulk import scoring, shard_files

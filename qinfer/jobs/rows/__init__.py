@@ -1,1 +1,0 @@
-"""Input files of bulk jobs: listing, opening, and reading rows in bounded memory. Begin with `source`."""

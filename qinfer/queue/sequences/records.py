@@ -1,0 +1,247 @@
+"""Records of sequences in the queue."""
+
+from collections.abc import Sequence as Items
+from functools import lru_cache
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from qinfer.core.messages import Failure
+from qinfer.errors import BEGIN_AGAIN, START_MISSING, InvalidRequest
+from qinfer.queue.entries import Entry, Lease, Payload
+from qinfer.tensors import Bytes, Tensor
+from qinfer.wire.versions import Record
+
+MAX_STATE_BYTES = 64 * 2**20
+"""The most bytes of a state, all its parts together."""
+
+
+NOBODYS = 0
+"""The token of a life without an owner; the tokens of owners begin with 1."""
+
+
+# The length of `n` and a number of 64 bits.
+_MAX_NUMBER = 21
+
+
+class SequenceId(msgspec.Struct, frozen=True):
+    """A tenant's correlation id at a model."""
+
+    tenant: str
+    correlation_id: int | str
+
+    @property
+    def name(self) -> str:
+        """The spelling in keys."""
+        return _spell(self.tenant, self.correlation_id)
+
+    @classmethod
+    def parse(cls, name: str) -> "SequenceId":
+        """Reads a name; a damaged one matches no sequence."""
+        tenant, _, rest = name.partition(":")
+        is_number = rest[:1] == "n" and rest[1:].isdecimal() and len(rest) <= _MAX_NUMBER
+        value = int(rest[1:]) if is_number else rest[1:]
+        return cls(read_tenant(tenant), value)
+
+
+@lru_cache(maxsize=65536)
+def _spell(tenant: str, correlation_id: int | str) -> str:
+    kind = "n" if isinstance(correlation_id, int) else "t"
+    return f"{spell_tenant(tenant)}:{kind}{correlation_id}"
+
+
+def spell_tenant(tenant: str) -> str:
+    """Spells a tenant in its sequences' names."""
+    return tenant.replace("%", "%25").replace(":", "%3A")
+
+
+def read_tenant(spelled: str) -> str:
+    """Reads a tenant in a sequence's name."""
+    return spelled.replace("%3A", ":").replace("%25", "%")
+
+
+class SequencePin(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that a life keeps; an `explicit` state is in the worker's memory."""
+
+    version: int
+    generation: int = 0
+    is_explicit: bool = False
+    idle_s: float = 1.0
+
+
+class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a sequence.
+
+    Attributes:
+        start: The life's model, in its first step only.
+        number: The caller's `qinfer_step`, from 1; 0 = not numbered.
+        digest: Identifies a repeated START.
+        weight: The weight of the tenant, in the first step; 0 = unknown.
+    """
+
+    frame: Bytes
+    timeout_s: float
+    start: SequencePin | None = None
+    end: bool = False
+    number: int = 0
+    digest: str = ""
+    payload: Payload | None = None
+    weight: int = 0
+
+
+class StepPlace(msgspec.Struct, frozen=True):
+    """A step of a life, both counted from 1."""
+
+    sequence: SequenceId
+    life: int
+    number: int
+
+
+class SubmitLimits(NamedTuple):
+    """Waiting steps per sequence, and open sequences of the partition; 0 = unlimited."""
+
+    steps: int = 0
+    open: int = 0
+
+
+NO_LIMITS = SubmitLimits()
+
+
+class SubmittedStep(msgspec.Struct, frozen=True):
+    """A step's place; without `entry` its response is already stored."""
+
+    place: StepPlace
+    entry: Entry | None
+
+
+class Renaming(NamedTuple):
+    """Whether the tenant is another than the model's first, and the number that the model sees (0 = no number)."""
+
+    is_other: bool = False
+    number: int = 0
+
+
+UNCHANGED = Renaming()
+
+
+class OwnedLife(msgspec.Struct, frozen=True, kw_only=True):
+    """A life that a worker now owns; it has a `state` if steps are committed."""
+
+    sequence: SequenceId
+    life: int
+    token: int
+    committed: int
+    generation: int
+    is_explicit: bool
+    idle_s: float
+    told: Renaming = UNCHANGED
+
+
+class SlotShare(NamedTuple):
+    """A tenant with open sequences, of which `held` have a slot.
+
+    `waited_s` is the wait of its first sequence without a slot, negative without one.
+    """
+
+    tenant: str
+    weight: int
+    held: int
+    waited_s: float
+
+
+class DeliveredStep(msgspec.Struct, frozen=True):
+    """A step for the owner; without `lease` the life has ended, or only the caller has left."""
+
+    place: StepPlace
+    token: int
+    lease: Lease | None
+    is_cancelled: bool = False
+
+
+class DeliveredSteps(msgspec.Struct, frozen=True):
+    """The outcome of `Sequences.take_steps`; pass `ticket` to the next call."""
+
+    ticket: str
+    taken: Items[DeliveredStep]
+
+
+class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """An executed step; `state` is `None` if it is unchanged, or in the model's memory."""
+
+    place: StepPlace
+    token: int
+    response: Bytes
+    state: Bytes | None = None
+    idle_s: float = 0.0
+
+
+class UnansweredStep(msgspec.Struct, frozen=True):
+    """A step of an ended life: publish the failure, or its stored response, then `finish` it."""
+
+    place: StepPlace
+    entry: Entry
+    frame: bytes
+    failure: Failure | None
+
+
+class SequenceCounts(NamedTuple):
+    """Open and waiting sequences, and all handed over and lost so far."""
+
+    open: int
+    waiting: int
+    handed_over: int
+    lost: int
+
+
+_QUALIFIED = "qinfer:"
+
+
+def told_id(sequence: SequenceId, told: Renaming) -> int | str:
+    """Returns the correlation id that a model sees, unique among all tenants.
+
+    An id that looks qualified gets one more qualifier, so that no tenant can use an id of another tenant.
+    """
+    given = sequence.correlation_id
+    if told.number:
+        return told.number
+    looks_qualified = bool(sequence.tenant) and isinstance(given, str) and given.startswith(_QUALIFIED)
+    return _QUALIFIED + sequence.name if told.is_other or looks_qualified else given
+
+
+NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN_AGAIN}"
+"""The error of a repeated step without a stored response."""
+
+
+def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
+    """Returns the error for a request that is no START of a sequence that is not open (reference §3.4)."""
+    return InvalidRequest(f"inference request for sequence {correlation_id} to model '{model}' {START_MISSING}")
+
+
+def ended_text(model: str, correlation_id: int | str, number: int, reason: str) -> str:
+    """Returns the text for steps behind the one that ended the sequence."""
+    return f"sequence {correlation_id} of model '{model}' was ended at step {number}: {reason}; {BEGIN_AGAIN}"
+
+
+class _State(msgspec.Struct, array_like=True, gc=False):
+    name: str
+    datatype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    # An aligned copy.
+    data: bytes
+
+
+class _States(msgspec.Struct, array_like=True):
+    states: list[_State]
+
+
+_RECORD = Record(_States, "the state of a sequence")
+
+
+def encode_states(states: tuple[Tensor, ...]) -> bytes:
+    """Encodes a step's states, by input name."""
+    return _RECORD.encode(_States([_State(s.name, s.datatype, s.shape, bytes(s.data)) for s in states]))
+
+
+def decode_states(raw: bytes) -> tuple[Tensor, ...]:
+    """Decodes states."""
+    return tuple(Tensor(s.name, s.datatype, s.shape, s.data) for s in _RECORD.decode(raw).states)

@@ -1,0 +1,1 @@
+"""Arrow columns to tensors, and their types. Begin with `inputs`."""

@@ -1,0 +1,1 @@
+"""Files of rows: listing, opening, and reading in bounded memory. Begin with `source` and `row_files`."""

@@ -1,0 +1,154 @@
+r"""Quotes in CSV: escape characters, and rows with unbalanced quotes. Pure.
+
+Spark and PostgreSQL write `\"` for a quote within quotes, and double the escape character. Such text is rewritten with
+doubled quotes. A value with unbalanced quotes, such as `"a"b`, is ambiguous, so its row is not read.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from qinfer.tabular.rows.text_cuts import ReadableFile, quoted_value, row_blocks, row_pattern
+from qinfer.tabular.spec import Csv
+
+UNBALANCED = (
+    "the quotes of a value do not balance, so that the row could be read as several texts; set 'csv.escape' where a "
+    "character such as \\ is before quotes within values, or 'csv.quote'"
+)
+
+_BACKSLASH = "\\"
+_SPARK = re.compile(r"/part-\d{5}-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[-.]c\d{3}\.[^/]*\Z")
+_PAIR = re.compile(rb"\\.")
+_DOUBLED = re.compile(rb'[^,;\t|\r\n"]""|""[^,;\t|\r\n"]')
+
+
+class UnescapedText:
+    """CSV with doubled quotes instead of an escape character."""
+
+    def __init__(self, text: ReadableFile, csv: Csv, block_bytes: int) -> None:
+        self._text = text
+        self._blocks = row_blocks(text, "csv", csv, block_bytes)
+        self._csv = csv
+        self._rest = b""
+
+    def read(self, size: int) -> bytes:
+        """Reads up to `size` bytes."""
+        while not self._rest and (block := next(self._blocks, b"")):
+            self._rest = unescaped(block, self._csv)
+        found, self._rest = self._rest[:size], self._rest[size:]
+        return found
+
+    def close(self) -> None:
+        """Closes the text."""
+        self._text.close()
+
+
+def unescaped(rows: bytes, csv: Csv) -> bytes:
+    """Replaces escaped quotes by doubled quotes."""
+    quote, escape = csv.quote.encode(), csv.escape.encode()
+    if escape not in rows:
+        return rows
+
+    def plain(value: "re.Match[bytes]") -> bytes:
+        text = value[0]
+        return (
+            _escapes(csv).sub(lambda pair: quote * 2 if pair[1] == quote else pair[1], text) if escape in text else text
+        )
+
+    return _quoted(csv).sub(plain, rows)
+
+
+def guessed_escape(url: str, head: bytes, csv: Csv, *, is_whole: bool) -> str:
+    """Guesses the escape character of a CSV file from its first rows.
+
+    It is a backslash if rows balance only with it, or if they do and a file named like Spark's has no doubled quotes.
+    """
+    if csv.escape or csv.quote in ("", _BACKSLASH) or _BACKSLASH in (csv.delimiter, csv.decimal_point):
+        return ""
+    escaping = msgspec.structs.replace(csv, escape=_BACKSLASH)
+    rows = _whole_rows(head, escaping, is_whole=is_whole)
+    if not is_balanced(rows, escaping):
+        return ""
+    if _SPARK.search(url):
+        return "" if _DOUBLED.search(_PAIR.sub(b"", rows)) else _BACKSLASH
+    return "" if is_balanced(_whole_rows(head, csv, is_whole=is_whole), csv) else _BACKSLASH
+
+
+def is_balanced(rows: bytes, csv: Csv) -> bool:
+    """Returns whether all quotes balance."""
+    return not csv.quote or not any(is_broken for _, is_broken in _rows(rows, csv))
+
+
+def mended(rows: bytes, csv: Csv, columns: int) -> tuple[bytes, list[int]]:
+    """Empties rows with unbalanced quotes; also returns their numbers."""
+    if not csv.quote or _is_plainly_balanced(rows, csv):
+        return rows, []
+    empty = csv.delimiter.encode().join([csv.quote.encode() * 2] * columns) + b"\n"
+    found = list(_rows(rows, csv))
+    broken = [number for number, (_, is_broken) in enumerate(found) if is_broken]
+    return (b"".join(empty if is_broken else row for row, is_broken in found), broken) if broken else (rows, [])
+
+
+def _rows(text: bytes, csv: Csv) -> Iterator[tuple[bytes, bool]]:
+    """Yields rows without blank lines; an unterminated row is one line."""
+    row, strict = row_pattern(csv), _strict(csv)
+    place = 0
+    while place < len(text):
+        match = row.match(text, place) or _LINE.match(text, place)
+        assert match is not None
+        found = match[0]
+        place = match.end()
+        if found.strip(b"\r\n"):
+            yield found, strict.fullmatch(found) is None
+
+
+_LINE = re.compile(rb"[\r\n]*[^\r\n]*(?:\r\n|\n|\r|\Z)")
+
+
+def _is_plainly_balanced(rows: bytes, csv: Csv) -> bool:
+    """Detects most balanced texts fast: each quote begins or ends a value, or is next to another."""
+    data = np.frombuffer(rows, np.uint8)
+    quotes = np.flatnonzero(data == ord(csv.quote))
+    if len(quotes) % 2:
+        return False
+    ends = f"{csv.delimiter}{csv.quote}\r\n".encode()
+    before, after = quotes[::2] - 1, quotes[1::2] + 1
+    around = data[before[before >= 0]].tobytes() + data[after[after < len(data)]].tobytes()
+    return not around.translate(None, ends)
+
+
+def _whole_rows(head: bytes, csv: Csv, *, is_whole: bool) -> bytes:
+    if is_whole:
+        return head
+    return next(row_blocks(_Once(head), "csv", csv, len(head) + 1), b"")
+
+
+class _Once:
+    def __init__(self, head: bytes) -> None:
+        self._head = head
+
+    def read(self, _: int, /) -> bytes:
+        head, self._head = self._head, b""
+        return head
+
+
+@lru_cache
+def _strict(csv: Csv) -> "re.Pattern[bytes]":
+    """Matches rows in which only a delimiter or the row's end follows a closing quote."""
+    quote, delimiter, quoted = re.escape(csv.quote.encode()), re.escape(csv.delimiter.encode()), quoted_value(csv)
+    value = rb"(?>%s|(?!%s)[^%s\r\n]*+)" % (quoted, quote, delimiter)
+    return re.compile(rb"[\r\n]*+%s(?:%s%s)*+[\r\n]*" % (value, delimiter, value))
+
+
+@lru_cache
+def _quoted(csv: Csv) -> "re.Pattern[bytes]":
+    return re.compile(rb"(?:^|(?<=[%s\r\n]))%s" % (re.escape(csv.delimiter.encode()), quoted_value(csv)))
+
+
+@lru_cache
+def _escapes(csv: Csv) -> "re.Pattern[bytes]":
+    quote, escape = re.escape(csv.quote.encode()), re.escape(csv.escape.encode())
+    return re.compile(rb"%s([%s%s])" % (escape, quote, escape))

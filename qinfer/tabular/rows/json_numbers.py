@@ -1,0 +1,184 @@
+"""Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long numbers. Pure.
+
+A copied field with such numbers is text: a block's numbers are put in quotes, and pyarrow reads strings. Metadata marks
+the field, so that inputs parse it and JSON lines are written without quotes.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from qinfer.tabular.columns.as_text import json_texts
+from qinfer.tabular.columns.casts import is_number
+from qinfer.tabular.columns.texts import JSON_NUMBER, READ_AS, is_declared, leaf_of
+
+Path = tuple[str, ...]
+"""The names of the field's ancestors, then the name of the field; the items of a list have an empty name."""
+
+_LARGE = 10**15
+"""Floats from here on have an exponent."""
+
+_OF_NUMBERS = np.zeros(256, np.bool_)
+_OF_NUMBERS[np.frombuffer(b"0123456789+-.eE", np.uint8)] = True
+_BEGINS = np.zeros(256, np.bool_)
+_BEGINS[np.frombuffer(b"0123456789-", np.uint8)] = True
+
+
+def quoted(lines: bytes) -> bytes:
+    """Puts all numbers in quotes."""
+    plain = lines
+    if b"\\" in lines:  # escaped characters end no string
+        plain = lines.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    data = np.frombuffer(plain, np.uint8)
+    is_outside = np.bitwise_xor.accumulate((data == ord('"')).view(np.uint8)) == 0
+    runs = (_OF_NUMBERS[data] & is_outside).astype(np.int8)
+    edges = np.diff(runs, prepend=np.int8(0), append=np.int8(0))
+    begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    are = _BEGINS[data[begins]]  # the e of true begins no number
+    places = np.sort(np.concatenate([begins[are], ends[are]]))
+    return np.insert(np.frombuffer(lines, np.uint8), places, ord('"')).tobytes()
+
+
+def texts_of(schema: pa.Schema) -> pa.Schema:
+    """Replaces numbers by text."""
+    return pa.schema([_mapped(field, (field.name,), lambda one, _: one.with_type(pa.string())) for field in schema])
+
+
+def plain(field: pa.Field) -> pa.Field:
+    """Replaces marked texts by numbers."""
+    return _mapped(field, (field.name,), lambda one, _: _unmarked(one))
+
+
+def marked(field: pa.Field, paths: set[Path]) -> pa.Field:
+    """Replaces the numbers at some paths by marked text."""
+    return _mapped(field, (field.name,), lambda one, path: _marked(one) if path in paths else one)
+
+
+def marks(field: pa.Field) -> set[Path]:
+    """Returns the paths of marked texts."""
+    return {path for path, one in _fields(field, (field.name,)) if JSON_NUMBER in (one.metadata or {})}
+
+
+def numbers(field: pa.Field) -> dict[Path, pa.DataType]:
+    """Returns the paths and types of a field's numbers."""
+    return {path: one.type for path, one in _fields(field, (field.name,)) if is_number(one.type)}
+
+
+def changed(table: pa.Table, texts: pa.Table) -> set[Path]:
+    """Returns the paths of numbers that writing would change; `texts` has them as written."""
+    found = set()
+    for name in table.schema.names:
+        pairs = zip(_leaves(_whole(table, name), (name,)), _leaves(_whole(texts, name), (name,)), strict=False)
+        for (path, values), (_, written) in pairs:
+            if is_number(values.type) and not json_texts(values).cast(pa.string()).equals(written.cast(pa.string())):
+                found.add(path)
+    return found
+
+
+def large(table: pa.Table) -> set[Path]:
+    """Returns the paths of whole numbers that would change as floats."""
+    found = set()
+    for name in table.schema.names:
+        for path, values in _leaves(_whole(table, name), (name,)):
+            if pa.types.is_integer(values.type):
+                extremes = pc.min_max(values).as_py()
+                if max(abs(extremes["min"] or 0), abs(extremes["max"] or 0)) >= _LARGE:
+                    found.add(path)
+    return found
+
+
+def changed_in_lines(lines: bytes) -> tuple[set[Path], set[Path]]:
+    """Returns `changed` and `large` for lines with fields of several kinds."""
+    tokens: dict[Path, list[str]] = {}
+
+    def walk(value: Any, path: Path) -> None:
+        if isinstance(value, _Token):
+            tokens.setdefault(path, []).append(str(value))
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                walk(inner, (*path, name))
+        elif isinstance(value, list):
+            for item in value:
+                walk(item, (*path, ""))
+
+    for line in lines.splitlines():
+        if line and not line.isspace():
+            walk(json.loads(line, parse_float=_Token, parse_int=_Token), ())
+    texts = {path for path, found in tokens.items() if _changes(found)}
+    return texts, {path for path, found in tokens.items() if any(_is_whole(t) and abs(int(t)) >= _LARGE for t in found)}
+
+
+def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa.Schema) -> pa.Table:
+    """Reads lines; keeps marked numbers as written."""
+    raw, others = ([field for field in schema if bool(marks(field)) == is_raw] for is_raw in (True, False))
+    texts = block(quoted(lines), texts_of(pa.schema([plain(field) for field in raw])))
+    table = block(lines, pa.schema(others)) if others else texts
+    columns = []
+    for field in schema:
+        column = (texts if marks(field) else table).column(field.name)
+        columns.append(column if column.type.equals(field.type) else pc.cast(column, field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+class _Token(str):
+    __slots__ = ()
+
+
+def _changes(tokens: list[str]) -> bool:
+    values = pa.array([int(token) if all(map(_is_whole, tokens)) else float(token) for token in tokens])
+    return bool(json_texts(values).to_pylist() != tokens)
+
+
+def _is_whole(token: str) -> bool:
+    return token.lstrip("-").isdigit() and -(2**63) <= int(token) < 2**63
+
+
+def _unmarked(field: pa.Field) -> pa.Field:
+    if JSON_NUMBER not in (field.metadata or {}):
+        return field
+    return (field if is_declared(field) else field.with_type(leaf_of(field))).remove_metadata()
+
+
+def _marked(field: pa.Field) -> pa.Field:
+    if not is_number(field.type):
+        return field
+    return field.with_type(pa.string()).with_metadata({READ_AS: str(field.type), JSON_NUMBER: "1"})
+
+
+def _mapped(field: pa.Field, path: Path, change: Callable[[pa.Field, Path], pa.Field]) -> pa.Field:
+    kind = field.type
+    if pa.types.is_struct(kind):
+        return field.with_type(pa.struct([_mapped(inner, (*path, inner.name), change) for inner in kind]))
+    if pa.types.is_list(kind):
+        return field.with_type(pa.list_(_mapped(kind.value_field, (*path, ""), change)))
+    is_text = JSON_NUMBER in (field.metadata or {})
+    return change(field, path) if is_text or is_number(kind) else field
+
+
+def _fields(field: pa.Field, path: Path) -> Iterator[tuple[Path, pa.Field]]:
+    if pa.types.is_struct(field.type):
+        for inner in field.type:
+            yield from _fields(inner, (*path, inner.name))
+    elif pa.types.is_list(field.type):
+        yield from _fields(field.type.value_field, (*path, ""))
+    else:
+        yield path, field
+
+
+def _whole(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+def _leaves(array: pa.Array, path: Path) -> Iterator[tuple[Path, pa.Array]]:
+    if pa.types.is_struct(array.type):
+        for field, inner in zip(array.type, array.flatten(), strict=True):
+            yield from _leaves(inner, (*path, field.name))
+    elif pa.types.is_list(array.type):
+        yield from _leaves(array.flatten(), (*path, ""))
+    else:
+        yield path, array

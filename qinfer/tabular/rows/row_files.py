@@ -1,0 +1,229 @@
+"""One open input file of a shard: its rows as Arrow batches, in bounded memory.
+
+Rows are split before dictionaries, run lengths and other types are decoded, so that decoded rows are bounded, too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from qinfer.tabular.columns.decoded_sizes import cut
+from qinfer.tabular.columns.fields import Fields, pick, pruned, select
+from qinfer.tabular.columns.schemas import as_read, cast, common_field
+from qinfer.tabular.rows.arrow_footer import BatchSizes, open_arrow
+from qinfer.tabular.rows.parquet_rows import ParquetGroups
+from qinfer.tabular.rows.source import FileFormat, ReadLimits, SourceBroken
+from qinfer.tabular.rows.text_rows import FAULT, CsvReader, open_text
+from qinfer.tabular.rows.text_streams import TextFormat, TextStream
+from qinfer.tabular.spec import Csv, Range
+
+
+class WantedColumns(NamedTuple):
+    """Columns and struct fields to read, in order.
+
+    `columns` are named by path, in the type to return; `nested` are the files' columns that contain them.
+    """
+
+    columns: pa.Schema
+    nested: pa.Schema
+    may_lack: bool = False
+    groups: tuple[int, ...] = ()
+
+    @classmethod
+    def from_paths(cls, schema: pa.Schema, paths: Iterable[str]) -> "WantedColumns":
+        """Selects fields of a schema."""
+        chosen = tuple(dict.fromkeys(paths))
+        columns = [field.with_type(as_read(field.type)) for field in select(schema, chosen)]
+        return cls(pa.schema([(field.name, field.type) for field in columns]), pruned(schema, chosen))
+
+
+class FileRows(NamedTuple):
+    """Rows of a file; with a `fault` they are null."""
+
+    record: pa.RecordBatch
+    size_bytes: int
+    is_too_large: bool = False
+    fault: str = ""
+
+
+def open_rows(
+    content: Any, format_: FileFormat, wanted: WantedColumns, url: str, *, far: bool, limits: ReadLimits
+) -> "RowFile":
+    """Opens a Parquet or Arrow file; the rows close it."""
+    if format_ == "parquet":
+        return _Parquet(content, wanted, url, far=far, limits=limits)
+    return _Arrow(content, wanted, url, limits)
+
+
+class _Parquet:
+    def __init__(self, content: Any, wanted: WantedColumns, url: str, *, far: bool, limits: ReadLimits) -> None:
+        self._url = url
+        names = wanted.columns.names
+        self._groups = ParquetGroups(content, names, url, far=far, limits=limits, wanted=wanted.groups)
+        self._columns = _Columns(self._groups.schema, wanted, url, limits.rows_bytes)
+
+    def batches(self, wanted: Range) -> Iterator[FileRows]:
+        read = self._groups.batches(wanted)
+        for record in _within(read, wanted.first_in_group, wanted.rows, self._url):
+            yield from self._columns.decode_batch(record)
+
+    def close(self) -> None:
+        self._groups.close()
+
+
+class _Arrow:
+    def __init__(self, content: Any, wanted: WantedColumns, url: str, limits: ReadLimits) -> None:
+        self._content, self._url, self._limits = content, url, limits
+        there = open_arrow(content, limits.footer_bytes).schema
+        self._columns = _Columns(there, wanted, url, limits.rows_bytes)
+        names = pruned(there, wanted.columns.names).names
+        self._sizes = BatchSizes(content, there, names, limits.footer_bytes)
+        fields = [there.get_field_index(name) for name in names]
+        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+        self._reader = pa.ipc.open_file(content, options=options)
+
+    def batches(self, wanted: Range) -> Iterator[FileRows]:
+        if not 0 <= wanted.row_group < self._reader.num_record_batches:
+            raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
+        self._check_batch(wanted.row_group)
+        whole = self._reader.get_batch(wanted.row_group)
+        whole.validate(full=True)  # damaged offsets could point anywhere
+        for record in _within(iter([whole]), wanted.first_in_group, wanted.rows, self._url):
+            yield from self._columns.decode_batch(record)
+
+    def close(self) -> None:
+        self._content.close()
+
+    def _check_batch(self, number: int) -> None:
+        size = self._sizes.batch_bytes(number)
+        if size > self._limits.page_bytes:
+            raise SourceBroken(
+                f"record batch {number} of '{self._url}' and its dictionaries take {size} bytes when they are read, "
+                f"and may take {self._limits.page_bytes}; write record batches of fewer rows, or raise "
+                "QINFER_BULK__MAX_READ_BYTES"
+            )
+
+
+class TextRows:
+    """CSV or JSON lines from the first range's cut point."""
+
+    def __init__(
+        self, content: TextStream, format_: TextFormat, wanted: WantedColumns, url: str, limits: ReadLimits, csv: Csv
+    ) -> None:
+        self._content, self._wanted, self._url, self._limits = content, wanted, url, limits
+        self._reader = open_text(content, format_, wanted.nested, csv)
+        self._read = iter(self._reader) if self._reader is not None else iter(())
+        self._row = -1  # the first unread row
+
+    def batches(self, wanted: Range) -> Iterator[FileRows]:
+        """Reads the next range."""
+        if self._row < 0:
+            self._row = wanted.first_row - wanted.first_in_group
+            if isinstance(self._reader, CsvReader):
+                self._reader.lines += self._row
+        skip = wanted.first_row - self._row
+        for record in _within(self._read, skip, wanted.rows, self._url, self._put_back):
+            fault = (record.schema.metadata or {}).get(FAULT, b"").decode()
+            for rows in _cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes):
+                yield rows._replace(fault=fault)
+        self._row = wanted.first_row + wanted.rows
+
+    def _put_back(self, rest: pa.RecordBatch) -> None:
+        self._read = chain([rest], self._read)
+
+    def close(self) -> None:
+        """Closes the text."""
+        if self._reader is not None:
+            self._reader.close()
+        self._content.close()
+
+
+RowFile = _Parquet | _Arrow | TextRows
+"""An open input file.
+
+`batches` reads a range. It raises `SourceBroken` if the range is not in the file or values do not fit,
+`pyarrow.ArrowException` and `OSError` if the file is damaged or can't be read.
+"""
+
+
+class _Columns:
+    def __init__(self, there: pa.Schema, wanted: WantedColumns, url: str, rows_bytes: int) -> None:
+        self.wanted = wanted.columns
+        self._url = url
+        self._rows_bytes = rows_bytes
+        self._here = []
+        fields = Fields(there)
+        for field in self.wanted:
+            one = fields.field(field.name)
+            if one is None and wanted.may_lack and not fields.places(field.name):
+                continue
+            if one is None:
+                count = len(fields.places(field.name))
+                state = f"has {count} columns" if count else "lacks the column"
+                raise SourceBroken(f"'{url}' {state} '{field.name}', which the job reads")
+            found = one.with_type(as_read(one.type))
+            common = common_field(found, field)
+            if found.type != field.type and (common is None or common.type != field.type):
+                raise SourceBroken(self._type_mismatch(field, one.type))
+            self._here.append(field.name)
+
+    def decode_batch(self, record: pa.RecordBatch) -> Iterator[FileRows]:
+        for rows in _cut(pick(record, self._here), self._rows_bytes):
+            yield rows._replace(record=self._decoded(rows.record))
+
+    def _decoded(self, record: pa.RecordBatch) -> pa.RecordBatch:
+        here = dict(zip(self._here, record.columns, strict=True))
+        columns = []
+        for field in self.wanted:
+            column = here.get(field.name)
+            if column is None:
+                columns.append(pa.nulls(record.num_rows, field.type))
+                continue
+            try:
+                columns.append(column if column.type == field.type else cast(column, field.type))
+            except pa.ArrowException:
+                raise SourceBroken(self._type_mismatch(field, column.type)) from None
+        return pa.RecordBatch.from_arrays(columns, schema=self.wanted)
+
+    def _type_mismatch(self, field: pa.Field, found: pa.DataType) -> str:
+        return (
+            f"column '{field.name}' of '{self._url}' is of type {found}, which can't be made the {field.type} that it "
+            "was planned to be"
+        )
+
+
+def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
+    """Cuts a record into parts; a row that is too large loses its largest columns."""
+    for part in cut(record, max_bytes):
+        record = part.record
+        for name in part.too_large:
+            index = record.schema.get_field_index(name)
+            field = record.schema.field(index).with_nullable(True)
+            record = record.set_column(index, field, pa.nulls(1, field.type))
+        yield FileRows(record, part.size_bytes, bool(part.too_large))
+
+
+def _within(
+    read: Iterator[pa.RecordBatch],
+    skip: int,
+    rows: int,
+    url: str,
+    put_back: Callable[[pa.RecordBatch], None] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    left = rows
+    while left:
+        record = next(read, None)
+        if record is None:
+            raise SourceBroken(f"'{url}' has {left} rows less than it had when the job was planned")
+        if skip >= record.num_rows:
+            skip -= record.num_rows
+            continue
+        if put_back is not None and skip + left < record.num_rows:
+            put_back(record.slice(skip + left))
+        if skip or left < record.num_rows:
+            record = record.slice(skip, left)
+        skip = 0
+        left -= record.num_rows
+        yield record

@@ -1,0 +1,465 @@
+"""CSV and JSON lines: columns, rows, row counts and cut points.
+
+Quoted values of CSV may contain line ends; blank lines are no rows. `text_types` decides the types, `text_streams`
+decodes the text.
+
+A pyarrow reader reads ahead in its own thread, even after it is closed: never use its text again.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+
+from qinfer.tabular.rows.csv_quotes import UNBALANCED, is_balanced, mended
+from qinfer.tabular.rows.json_fields import MAX_FIELDS, JsonFields, MixedField, Path, without
+from qinfer.tabular.rows.json_numbers import (
+    changed,
+    changed_in_lines,
+    large,
+    marked,
+    marks,
+    numbers,
+    quoted,
+    read,
+    texts_of,
+)
+from qinfer.tabular.rows.text_cuts import CUT_BYTES, first_row, row_blocks
+from qinfer.tabular.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
+from qinfer.tabular.rows.text_types import TextTypes, csv_schema, joined, json_declared, json_schema, json_texts
+from qinfer.tabular.spec import Csv, Cut
+
+MAX_COLUMNS = 10_000
+
+NESTING_LIMIT = 100
+"""Guaranteed; twice the depth is refused. Between, it depends on the cuts of blocks."""
+
+_CELLS_BYTES = 8 * 2**20
+"""Decoded at a time; each line has a cell in each column."""
+_PLANNED_CELLS_BYTES = 512 * 2**20  # each colon may begin a column
+_COPIES = 4  # of cells with their texts
+_CELL_BYTES = 8
+
+_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+_ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
+_LINE_ENDS = bytes.maketrans(b"\r", b"\n")
+
+
+class Contents(NamedTuple):
+    """Columns, rows and cut points; `mixed` fields of several kinds are no columns."""
+
+    schema: pa.Schema
+    rows: int
+    cuts: tuple[Cut, ...]
+    mixed: tuple[MixedField, ...] = ()
+
+
+OnBlock = Callable[[bytes, Cut | None], None]
+"""Receives blocks of whole rows, with the cut point before."""
+
+
+def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.Schema:
+    """Returns columns from the first block; CSV is only peeked at."""
+    if format_ == "csv":
+        return _csv_schema(text.peek(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
+    lines = _Json(text, types)
+    for block in lines.blocks():
+        lines.add(block)
+        if lines.schema.names:
+            break
+    lines.finish()
+    return lines.schema
+
+
+def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
+    """Counts the rows of a text and merges its columns.
+
+    CSV columns are known from the first block. JSON fields of several kinds are left out, or raise `NotText` if the job
+    names them.
+    """
+    counting = _Csv(text, types) if format_ == "csv" else _Json(text, types)
+    cuts, begin, uncut = [Cut(0, 0)], 0, 0
+    for block in counting.blocks():
+        cut = Cut(counting.rows, begin) if uncut >= CUT_BYTES and counting.rows > 0 else None
+        if cut is not None:
+            cuts.append(cut)
+            uncut = 0
+        on_block(block, cut)
+        counting.add(block)
+        begin, uncut = begin + len(block), uncut + len(block)
+    counting.finish()
+    return Contents(counting.schema, counting.rows, tuple(cuts), tuple(counting.mixed.values()))
+
+
+class _Csv:
+    def __init__(self, text: TextStream, types: TextTypes) -> None:
+        self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
+        self.rows = 0
+        self.mixed: dict[Path, MixedField] = {}  # a column of CSV has one type
+        self._text, self._csv = text, types.form.csv
+        self._lines = 0
+        options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
+        options.column_names = [str(number) for number in range(len(self.schema))]
+        self._options = options
+
+    def blocks(self) -> Iterator[bytes]:
+        return row_blocks(self._text, "csv", self._csv, BLOCK_BYTES)
+
+    def finish(self) -> None:
+        """Does nothing: the columns are known from the beginning."""
+
+    def add(self, block: bytes) -> None:
+        if not self.schema.names:
+            return
+        try:
+            table = pyarrow.csv.read_csv(
+                pa.BufferReader(mended(block, self._csv, len(self.schema))[0]),
+                read_options=self._options,
+                parse_options=_parse_options(self._csv),
+                convert_options=pyarrow.csv.ConvertOptions(include_columns=["0"], column_types={"0": pa.binary()}),
+            )
+        except pa.ArrowInvalid as error:
+            if "Empty CSV" in str(error):  # blank lines
+                return
+            raise located(error, self._csv, self._lines) from None
+        self._lines += table.num_rows
+        self.rows = self._lines - self._csv.header
+
+
+class _Json:
+    def __init__(self, text: TextStream, types: TextTypes) -> None:
+        self.schema = pa.schema([])
+        self.rows = 0
+        self.mixed: dict[Path, MixedField] = {}
+        self._text, self._types = text, types
+        self._lines = 0
+        self._changed: set[Path] = set()
+        self._large: set[Path] = set()
+
+    def blocks(self) -> Iterator[bytes]:
+        return row_blocks(_Objects(self._text), "jsonl", Csv(), BLOCK_BYTES)
+
+    def add(self, block: bytes) -> None:
+        cells_bytes = _PLANNED_CELLS_BYTES // (_COPIES if self._types.copied else 1)
+        for part in _apart(block, cells_bytes):
+            try:
+                found, rows = self._read_fields(part)
+                self.schema = joined(self.schema, without(found, self.mixed))
+            except pa.ArrowInvalid as error:
+                rows = self._add_mixed(part, error)
+            self.rows += rows
+            self._lines += part.count(b"\n") or part.count(b"\r")
+
+    def finish(self) -> None:
+        found = {path: kind for field in self.schema for path, kind in numbers(field).items()}
+        floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
+        texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
+        texts = {path for path in texts if self._types.is_copied(_dotted(path))}
+        self.schema = json_declared(pa.schema([marked(field, texts) for field in self.schema]), self._types)
+
+    def _read_fields(self, part: bytes) -> tuple[pa.Schema, int]:
+        table = read_lines(part, None)
+        if table.num_columns > MAX_COLUMNS:
+            raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
+        schema = json_texts(json_schema(table.schema), self._types)
+        if self._types.copied and any(numbers(field) for field in schema):
+            self._changed |= changed(table, read_lines(quoted(part), texts_of(schema)))
+            self._large |= large(table)
+        return schema, table.num_rows
+
+    def _add_mixed(self, part: bytes, error: pa.ArrowInvalid) -> int:
+        """Adds lines that pyarrow refuses, or that conflict with earlier lines.
+
+        `NotText` = the job names a field of several kinds.
+        """
+        fields = JsonFields(self.schema, self._lines, self._types.declared)
+        try:
+            fields.add(part)
+        except (ValueError, RecursionError):  # no JSON, or not to this parser
+            raise error from None
+        if not fields.mixed:
+            self._check_texts(part, fields.schema(), error)
+        for field in fields.mixed:
+            if field.is_read(self._types.named):
+                raise NotText(f"{field}, and the job reads it; write it the same way in all lines")
+            self.mixed.setdefault(field.path, field)
+        if len(self.mixed) > MAX_FIELDS:
+            raise NotText(f"more than {MAX_FIELDS} of its fields have values of several kinds")
+        self.schema = without(fields.schema(), self.mixed)
+        if self._types.copied:
+            texts, whole = changed_in_lines(part)
+            self._changed |= texts
+            self._large |= whole
+        return fields.rows
+
+    def _check_texts(self, part: bytes, schema: pa.Schema, error: pa.ArrowInvalid) -> None:
+        if not self._types.declared:
+            raise error
+        read_lines(quoted(part), texts_of(schema))
+
+
+def open_text(
+    text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv
+) -> "CsvReader | NumbersReader | Any | None":
+    """Returns a reader, which keeps the text; `None` = an empty text."""
+    if format_ == "csv":
+        return CsvReader(text, types, csv)
+    if any(marks(field) for field in types):
+        return NumbersReader(text, types)
+    try:
+        return pyarrow.json.open_json(
+            _Objects(text, max_lines=_max_lines(len(types))),
+            # each thread would hold a decoded block
+            read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
+            parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
+        )
+    except pa.ArrowInvalid as error:
+        if str(error).startswith("Empty JSON"):
+            return None
+        raise
+
+
+class CsvReader:
+    """Reads CSV by blocks; rows with unbalanced quotes are null, in separate batches.
+
+    `lines` counts the lines before the next rows, without blank lines.
+    """
+
+    def __init__(self, text: TextStream, types: pa.Schema, csv: Csv) -> None:
+        self._text, self._types, self._csv = text, types, csv
+        self._names = csv_names(text.peek(BLOCK_BYTES), csv)
+        if csv.header:
+            text.read(len(first_row(text.peek(BLOCK_BYTES), csv)))
+        if text.peek(len(BOM)) == BOM:
+            text.read(len(BOM))
+        self.lines = int(csv.header)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for block in row_blocks(self._text, "csv", self._csv, BLOCK_BYTES):
+            whole, broken = mended(block, self._csv, len(self._names))
+            try:
+                table = read_block(whole, self._names, self._types, self._csv)
+            except pa.ArrowInvalid as error:
+                raise located(error, self._csv, self.lines) from None
+            self.lines += table.num_rows
+            place = 0
+            for first, rows in _runs(broken):
+                yield from table.slice(place, first - place).combine_chunks().to_batches()
+                nothing = [pa.nulls(rows, field.type) for field in self._types]
+                yield pa.RecordBatch.from_arrays(nothing, schema=self._types.with_metadata({FAULT: UNBALANCED}))
+                place = first + rows
+            yield from table.slice(place).combine_chunks().to_batches()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class NumbersReader:
+    """Reads JSON lines by blocks; keeps some numbers as written."""
+
+    def __init__(self, text: TextStream, types: pa.Schema) -> None:
+        self._text, self._types = text, types
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        objects = _Objects(self._text, max_lines=_max_lines(len(self._types)))
+        for block in row_blocks(objects, "jsonl", Csv(), BLOCK_BYTES):
+            yield from read(read_lines, block, self._types).combine_chunks().to_batches()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+FAULT = b"fault"
+"""Metadata of a batch of null rows: the reason."""
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        yield found[0], len(found)
+
+
+def csv_names(head: bytes, csv: Csv) -> list[str]:
+    """Returns a CSV file's column names from its beginning."""
+    _check_header(head, csv)
+    if csv.column_names:
+        return list(csv.column_names)
+    row = first_row(head, csv).removeprefix(BOM).strip(b"\r\n")
+    if not row:
+        return []
+    if not is_balanced(row, csv):
+        raise NotText(f"its first row can't be read: {UNBALANCED}")
+    options = pyarrow.csv.ReadOptions(use_threads=False, autogenerate_column_names=not csv.header)
+    try:
+        rows = pa.BufferReader(row + b"\n" + row)  # a file without a second row counts as empty
+        return list(pyarrow.csv.read_csv(rows, options, _parse_options(csv)).schema.names)
+    except UnicodeDecodeError:
+        raise NotText(f"its first row is no UTF-8 text; {_SET_ENCODING}") from None
+
+
+def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv: Csv) -> pa.Table:
+    """Reads CSV rows; without `types`, guesses them."""
+    try:
+        return pyarrow.csv.read_csv(
+            pa.BufferReader(block),
+            # Without threads, errors name the row.
+            pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1, column_names=list(names)),
+            _parse_options(csv),
+            pyarrow.csv.ConvertOptions(
+                column_types=types,
+                include_columns=types.names if types is not None else None,
+                include_missing_columns=types is not None,  # planning has checked which file lacks one
+                decimal_point=csv.decimal_point,
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        if "Empty CSV" in str(error):
+            return (types or pa.schema([(name, pa.null()) for name in names])).empty_table()
+        raise
+
+
+def header_of(text: TextStream, format_: TextFormat, csv: Csv) -> bytes:
+    """Returns the bytes to put before rows from within a text."""
+    return first_row(text.peek(BLOCK_BYTES), csv) if format_ == "csv" and csv.header else b""
+
+
+_SET_ENCODING = "set 'csv.encoding', such as to latin-1"
+_CSV_ERROR = re.compile(
+    r"(?:In CSV column #(?P<column>\d+): )?(?:CSV parse error: )?Row #(?P<row>\d+): (?P<what>.*)", re.DOTALL
+)
+
+
+def located(error: pa.ArrowInvalid, csv: Csv, lines: int) -> pa.ArrowInvalid:
+    """Adds the row's place in the file to a reader's CSV error."""
+    found = _CSV_ERROR.fullmatch(str(error))
+    if found is None:
+        return error
+    line = lines + int(found["row"])
+    value = f"value {int(found['column']) + 1} of " if found["column"] else ""
+    place = f"{value}row {line - csv.header}, in line {line} or, where values hold line ends, later"
+    remedy = f"; {_SET_ENCODING}" if "invalid UTF8" in found["what"] else ""
+    return pa.ArrowInvalid(f"{place}: {found['what']}{remedy}")
+
+
+def _parse_options(csv: Csv) -> pyarrow.csv.ParseOptions:
+    return pyarrow.csv.ParseOptions(
+        delimiter=csv.delimiter, quote_char=csv.quote or False, newlines_in_values=bool(csv.quote)
+    )
+
+
+def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
+    csv = types.form.csv
+    names = csv_names(head[:BLOCK_BYTES], csv)
+    if not names:
+        return pa.schema([])
+    text = TextStream(pa.BufferReader(head[len(first_row(head, csv)) if csv.header else 0 :].removeprefix(BOM)))
+    block = mended(next(row_blocks(text, "csv", csv, BLOCK_BYTES), b""), csv, len(names))[0]
+    try:
+        return csv_schema(read_block(block, names, None, csv).schema, types)
+    except pa.ArrowInvalid as error:
+        raise located(error, csv, int(csv.header)) from None
+
+
+def read_lines(part: bytes, schema: pa.Schema | None) -> pa.Table:
+    """Reads whole JSON lines; without a schema, all fields."""
+    options = pyarrow.json.ReadOptions(use_threads=False, block_size=max(1, len(part)))
+    if schema is None:
+        return pyarrow.json.read_json(pa.BufferReader(part), options)
+    try:
+        parse = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        return pyarrow.json.read_json(pa.BufferReader(part), options, parse).select(schema.names)
+    except pa.ArrowInvalid as error:
+        if "Empty JSON" in str(error):
+            return schema.empty_table()
+        raise
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(name for name in path if name)
+
+
+def _apart(block: bytes, cells_bytes: int) -> Iterator[bytes]:
+    lines = block.count(b"\n") + block.count(b"\r")
+    middle = max(block.rfind(b"\n", 0, len(block) // 2), block.rfind(b"\r", 0, len(block) // 2)) + 1
+    if lines <= _max_lines(block.count(b":"), cells_bytes) or not middle:
+        yield block
+        return
+    yield from _apart(block[:middle], cells_bytes)
+    yield from _apart(block[middle:], cells_bytes)
+
+
+def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:
+    return max(1, cells_bytes // _CELL_BYTES // max(1, columns))
+
+
+def _check_header(head: bytes, csv: Csv) -> None:
+    """Refuses a header of too many columns, each of which takes kilobytes."""
+    parts = head.split(csv.quote.encode())[::2] if csv.quote else [head]
+    row = b"".join(parts).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
+    if row.count(csv.delimiter.encode()) >= MAX_COLUMNS:
+        raise pa.ArrowInvalid(f"its first line names more than {MAX_COLUMNS} columns")
+
+
+class _Objects(ForwardOnly):
+    """Reads about `max_lines` (0 = all); refuses nulls and deep nesting, which crash pyarrow."""
+
+    def __init__(self, text: TextStream, *, max_lines: int = 0) -> None:
+        self._text = text
+        self._max_lines = max_lines
+        self._rest = b""
+        self._last = b"\n"
+        self._nesting = Nesting()
+
+    def read(self, size: int) -> bytes:
+        data = self._some_lines(self._rest or self._text.read(size))
+        self._nesting.check(data)
+        begins = data.translate(_LINE_ENDS, b" \t")
+        if b"\nn" in begins or (self._last + begins[:1]) == b"\nn":
+            raise ValueError("a line is null; each must be an object")
+        self._last = begins[-1:] or self._last
+        return data
+
+    def _some_lines(self, data: bytes) -> bytes:
+        self._rest = b""
+        while self._max_lines and len(data) > 1 and data.count(b"\n") + data.count(b"\r") > self._max_lines:
+            half = len(data) // 2
+            data, self._rest = data[:half], data[half:] + self._rest
+        return data
+
+    def close(self) -> None:
+        """Does nothing: the caller closes the text."""
+
+
+class Nesting:
+    """Refuses deep nesting, which overflows a recursive parser's stack."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._begins = b""  # an open string's quote, and backslashes that may belong to the next block
+
+    def check(self, block: bytes) -> None:
+        """Checks the next block; the parser finds other faults."""
+        text = self._begins + block
+        whole = text.rstrip(b"\\")
+        rest = text[len(whole) :] if (len(text) - len(whole)) % 2 else b""
+        if b"\\" in whole:  # without escapes each quote begins or ends a string
+            whole = whole.replace(b"\\\\", b"").replace(b'\\"', b"")
+        structure = whole.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).replace(b'""', b"")  # pairs cancel out
+        parts = structure.split(b'"')
+        self._begins = (b"" if len(parts) % 2 else b'"') + rest
+        self._follow(b"".join(parts[::2]))
+
+    def _follow(self, brackets: bytes) -> None:
+        for _ in range(NESTING_LIMIT):  # each pass removes the innermost level
+            left = brackets.replace(b"[]", b"")
+            if len(left) == len(brackets):
+                break
+            brackets = left
+        closed = brackets.count(b"]")
+        self._depth = max(self._depth - closed, 0) + len(brackets) - closed
+        if self._depth > NESTING_LIMIT or b"[]" in brackets:
+            raise ValueError(f"a line is nested deeper than {NESTING_LIMIT} levels")
