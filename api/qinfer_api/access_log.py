@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.observe.logs import ACCESS
 from qinfer.submission.pending import ResponseSink
@@ -31,7 +31,7 @@ class AccessLog:
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def noted(self, sink: ResponseSink, context: CallerContext, request: InferRequest) -> "LoggedSink":
+    def noted(self, sink: ResponseSink, context: CallerContext, request: OutgoingRequest) -> "LoggedSink":
         """Wraps a sink in one that logs the end."""
         return LoggedSink(self, sink, context, request)
 
@@ -39,7 +39,7 @@ class AccessLog:
         """Logs a request that was not queued."""
         self._write_line(code, _who(context), {"model": model[0], "version": model[1]})
 
-    def accepted(self, context: CallerContext, request: InferRequest, request_id: str) -> None:
+    def accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
         """Logs a stored request, but not its end."""
         about = {"request_id": request_id, "model": request.model, "version": request.version}
         self._write_line(ACCEPTED, _who(context), {**about, **_sent(request)})
@@ -67,7 +67,7 @@ class LoggedSink:
 
     __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
 
-    def __init__(self, log: AccessLog, inner: ResponseSink, context: CallerContext, request: InferRequest) -> None:
+    def __init__(self, log: AccessLog, inner: ResponseSink, context: CallerContext, request: OutgoingRequest) -> None:
         self._log: AccessLog | None = log
         self.inner = inner
         self.no_stream = inner.no_stream
@@ -117,7 +117,7 @@ def _who(context: CallerContext) -> dict[str, Any]:
     return {"tenant": context.tenant, "key": "" if principal is None else principal.key_id}
 
 
-def _sent(request: InferRequest) -> dict[str, Any]:
+def _sent(request: OutgoingRequest) -> dict[str, Any]:
     about = {"id": request.client_id[:_MOST_TEXT], "bytes_in": sum(tensor.nbytes for tensor in request.inputs)}
     return {**about, "endpoint": request.endpoint} if request.endpoint else about
 

@@ -11,7 +11,7 @@ import msgspec
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.clock import SystemClock
-from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
+from qinfer.core.messages import Failure, IdFactory, OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     Forbidden,
@@ -120,7 +120,7 @@ class Dispatcher:
         return context.trace
 
     @contextmanager
-    def trace_stored(self, request: InferRequest) -> Iterator[Callable[[Ending], None]]:
+    def trace_stored(self, request: OutgoingRequest) -> Iterator[Callable[[Ending], None]]:
         """Traces a request that the block stores; for a new request, the block calls the yielded function."""
         yield lambda _: None
 
@@ -133,7 +133,7 @@ class Dispatcher:
             raise Overloaded("Server exiting")
         return self._catalog.asked(*self.endpoints.stable(model, version))
 
-    def choose(self, context: CallerContext, request: InferRequest, header: Header = no_header) -> bool:
+    def choose(self, context: CallerContext, request: OutgoingRequest, header: Header = no_header) -> bool:
         """Chooses an endpoint request's target; returns whether it names one."""
         return self.endpoints.choose(request, context.tenant, header)
 
@@ -144,7 +144,7 @@ class Dispatcher:
     def submit(
         self,
         context: CallerContext,
-        request: InferRequest,
+        request: OutgoingRequest,
         sink: ResponseSink,
         within_s: float = math.inf,
         *,
@@ -189,7 +189,9 @@ class Dispatcher:
             shadow.start(request)
         return pending
 
-    def _on_refusal(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
+    def _on_refusal(
+        self, request: OutgoingRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float
+    ) -> None:
         for shadow in shadows:
             shadow.left()
         if isinstance(error, InvalidRequest | Overloaded):
@@ -197,14 +199,14 @@ class Dispatcher:
                 self.targets.failed(key_of(request), error.code, witness_of(request), given_s)
             self._add_request_id(request, error)
 
-    def _add_request_id(self, request: InferRequest, error: QinferError) -> None:
+    def _add_request_id(self, request: OutgoingRequest, error: QinferError) -> None:
         """Creates an id for a request without one."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
-    def check(self, request: InferRequest, served: ServedVersion) -> None:
+    def check(self, request: OutgoingRequest, served: ServedVersion) -> None:
         """Checks a request as `submit` does."""
         try:
             check(request, served)
@@ -233,7 +235,7 @@ class Dispatcher:
         if self.tenants is not None and context.principal is not None:
             self.tenants.failed(context.tenant, named[0], error.code)
 
-    def note_accepted(self, context: CallerContext, request: InferRequest, request_id: str) -> None:
+    def note_accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
         """Notes a stored request in log and counts."""
         if self.access is not None:
             self.access.accepted(context, request, request_id)
@@ -308,7 +310,7 @@ class Dispatcher:
         self._on_response(pending, answer)
 
 
-def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:
+def _given_s(request: OutgoingRequest, spec: ModelSpec, timeout_s: float) -> float:
     """Returns the caller's timeout, infinite if the model's configuration set it."""
     own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
     return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import msgspec
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_endpoints import EndpointSettings
 from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QinferError
 from qinfer.models.catalog import ServedVersion
@@ -59,12 +59,12 @@ class OnlineShadows:
         self._in_flight = self._bytes = 0
         self._is_closed = False
 
-    def drawn(self, request: InferRequest) -> "Sequence[Shadow]":
+    def drawn(self, request: OutgoingRequest) -> "Sequence[Shadow]":
         """Draws a request's shadows; call `start` or `left` on each."""
         targets = self._endpoints.shadows(request)
         return [shadow for target in targets if (shadow := self._shadow(target, request)) is not None]
 
-    def _shadow(self, target: Target, request: InferRequest) -> "Shadow | None":
+    def _shadow(self, target: Target, request: OutgoingRequest) -> "Shadow | None":
         key, witness = (request.endpoint, target.label), witness_of(request)
         try:
             served, size = self._endpoints.catalog.find(*target.place), tensor_bytes(request)
@@ -85,7 +85,7 @@ class OnlineShadows:
             and len(self._submission.pending) < self._max_pending
         )
 
-    def submit(self, shadow: "Shadow", request: InferRequest) -> PendingCall:
+    def submit(self, shadow: "Shadow", request: OutgoingRequest) -> PendingCall:
         """Submits a shadow of a submitted request."""
         copy = msgspec.structs.replace(
             request,
@@ -177,7 +177,7 @@ class Shadow(Inner):
         self._other: Sequence[Tensor] | None = None
         self._has_ended = False
 
-    def start(self, request: InferRequest) -> None:
+    def start(self, request: OutgoingRequest) -> None:
         """Submits the shadow, or drops it."""
         if self._has_ended:
             return

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.submission.pending import ResponseSink
 from qinfer.traffic.tally import TargetTally, key_of, witness_of
@@ -26,7 +26,7 @@ class TargetSink:
         self,
         tally: TargetTally,
         inner: ResponseSink,
-        request: InferRequest,
+        request: OutgoingRequest,
         shadows: Sequence[Shadow] = (),
         given_s: float = math.inf,
     ) -> None:

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import msgspec
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.models.catalog import ServedVersion
 from qinfer.tensors import Tensor
 
@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _by_name = attrgetter("name")
 
 
-def response_key(request: InferRequest, served: ServedVersion) -> bytes | None:
+def response_key(request: OutgoingRequest, served: ServedVersion) -> bytes | None:
     """Returns a request's key; `None` if its parameters can't be encoded."""
     spec = served.spec
     tenant = None if spec.cached_for_all else request.tenant

@@ -6,7 +6,7 @@ Abandoned shadows are removed, and workers drop those of dead workers.
 
 from collections.abc import Callable
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.validate import validate
@@ -17,7 +17,11 @@ from qinfer.traffic.endpoints import why_no_shadow
 
 
 def submit_shadow(
-    submission: Submission, served: ServedVersion, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
+    submission: Submission,
+    served: ServedVersion,
+    request: OutgoingRequest,
+    sink: Inner,
+    monotonic_s: Callable[[], float],
 ) -> PendingCall:
     """Puts a copy of a request into a shadow lane."""
     spec = served.spec

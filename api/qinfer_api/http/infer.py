@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from qinfer.core.messages import Failure, InferRequest, Response, Scalar
+from qinfer.core.messages import Failure, OutgoingRequest, Response, Scalar
 from qinfer.core.settings import Settings
 from qinfer.errors import (
     ErrorCode,
@@ -321,7 +321,7 @@ class InferCodec:
 
     def decode(
         self, target: UrlTarget, body: Bytes, json_length: str | None, tenant: str, served: ServedVersion | None = None
-    ) -> tuple[InferRequest, OutputPlan]:
+    ) -> tuple[OutgoingRequest, OutputPlan]:
         """Decodes the body of an infer request."""
         length = parse_json_length(json_length, len(body))
         if length == 0:
@@ -350,7 +350,7 @@ class InferCodec:
             return failure_reply(error)
         return HttpReply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
 
-    def routed(self, request: InferRequest, plan: OutputPlan, served: ServedVersion | None = None) -> OutputPlan:
+    def routed(self, request: OutgoingRequest, plan: OutputPlan, served: ServedVersion | None = None) -> OutputPlan:
         """Returns an endpoint request's plan, bound to its target."""
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
         return (
@@ -393,7 +393,7 @@ def bound(plan: OutputPlan, served: ServedVersion) -> OutputPlan:
     return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
-def with_headers(request: InferRequest, forwarded: Mapping[str, Scalar]) -> None:
+def with_headers(request: OutgoingRequest, forwarded: Mapping[str, Scalar]) -> None:
     """Adds forwarded headers to the parameters; refuses reserved names."""
     for name in forwarded:
         check_forwarded(name)
@@ -476,7 +476,7 @@ _LENGTH = struct.Struct("<I")
 _PLAN = OutputPlan(binary=True)
 
 
-def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
+def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[OutgoingRequest, OutputPlan]:
     """Returns a raw body's request: one row if there is a batch dimension."""
     if len(spec.inputs) != 1:
         raise _request_error(
@@ -500,7 +500,7 @@ def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[In
         shape[variable[0]] = len(body) // (fixed * DATATYPES[expected.datatype].itemsize)
     rows = (1,) if spec.max_batch_size else ()
     tensor = Tensor(expected.name, expected.datatype, (*rows, *shape), data)
-    return InferRequest(model=model, inputs=(tensor,), version=version), _PLAN
+    return OutgoingRequest(model=model, inputs=(tensor,), version=version), _PLAN
 
 
 def _request_error(text: str) -> InvalidRequest:

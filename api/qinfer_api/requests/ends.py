@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import QinferError
 from qinfer.queue.entries import RequestState
 from qinfer.traffic.tally import Key, key_of, witness_of
@@ -35,7 +35,7 @@ class StoredEnds:
         self._waiting: dict[Key, SharedLimit] = defaultdict(SharedLimit)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def accepted(self, request: InferRequest, ending: Ending, tenant: str, given_s: float = math.inf) -> None:
+    def accepted(self, request: OutgoingRequest, ending: Ending, tenant: str, given_s: float = math.inf) -> None:
         """Watches a stored request; `given_s` is the caller's timeout, infinite if the model's configuration set it."""
         key, shadows, witness = key_of(request), self._dispatcher.shadows, witness_of(request)
         if not self._waiting[key].has_room(MOST, tenant):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
+from qinfer.core.messages import Failure, IdFactory, OutgoingRequest, Response
 from qinfer.core.settings import RequestSettings
 from qinfer.errors import (
     LEFT,
@@ -127,7 +127,7 @@ class AsyncRequests:
         return error
 
     async def submit(
-        self, context: CallerContext, request: InferRequest, plan: OutputPlan, options: SubmitOptions
+        self, context: CallerContext, request: OutgoingRequest, plan: OutputPlan, options: SubmitOptions
     ) -> RequestTicket:
         """Accepts or finds a request; stamps `request` in place."""
         self.check_up(request.model, request.partition)
@@ -171,7 +171,7 @@ class AsyncRequests:
     async def _keep_target(
         self,
         context: CallerContext,
-        request: InferRequest,
+        request: OutgoingRequest,
         plan: OutputPlan,
         options: SubmitOptions,
         names: Sequence[str],
@@ -279,7 +279,7 @@ class AsyncRequests:
         return RequestTicket(record or self._first_record(found, acceptance), accepted.is_new)
 
     async def _accept(
-        self, context: CallerContext, request: InferRequest, served: ServedVersion, acceptance: Acceptance
+        self, context: CallerContext, request: OutgoingRequest, served: ServedVersion, acceptance: Acceptance
     ) -> AcceptOutcome:
         """Accepts a request; if it is not admitted, finds an earlier acceptance."""
         try:
@@ -340,7 +340,7 @@ class AsyncRequests:
     def _acceptance(
         self,
         context: CallerContext,
-        request: InferRequest,
+        request: OutgoingRequest,
         served: ServedVersion,
         plan: OutputPlan,
         options: SubmitOptions,

@@ -19,7 +19,7 @@ import msgspec
 
 from qinfer.batching.execution import WorkItem, due
 from qinfer.core.call_chain import extended
-from qinfer.core.messages import Failure, InferRequest, ResourceHolder, Response, Scalar, SequenceFlags, Timing
+from qinfer.core.messages import Failure, OutgoingRequest, ResourceHolder, Response, Scalar, SequenceFlags, Timing
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, InvalidRequest, OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import EnsemblePlan, Flow, PlanStep
 from qinfer.submission.pending import ResponseSink
@@ -50,7 +50,7 @@ class StepHandle(Protocol):
 class StepSubmitter(Protocol):
     """Submits steps to their models."""
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step; the sink gets its answer or failure later."""
         ...
 
@@ -275,7 +275,7 @@ class EnsembleRun:
             taken = reshaped(taken, step.reshapes)
         inputs = tuple([renamed(value, name, dims[name], batched=batched) for name, value in taken])
         rows = inputs[0].shape[0] if batched and inputs and inputs[0].shape else 0
-        request = InferRequest(
+        request = OutgoingRequest(
             model=model.name,
             version=step.version,
             client_id=asked.client_id,
