@@ -16,7 +16,6 @@ from qinfer.observe.logs import ACCESS
 from qinfer.submission.pending import ResponseSink
 from qinfer_api.auth import CallerContext
 from qinfer_api.status import http_status
-from qinfer_api.target_sink import TargetSink
 
 logger = logging.getLogger(ACCESS)
 
@@ -62,18 +61,34 @@ class AccessLog:
             logger.info("request", extra={**who, **about, "code": code, "status": status})
 
 
-class LoggedSink:
-    """Wraps a sink and counts its responses."""
+class SinkWrapper:
+    """The base of sinks that see a request's responses on their way to its own sink."""
 
-    __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
+    __slots__ = ("began_s", "frontend", "inner", "no_stream")
 
-    def __init__(self, log: AccessLog, inner: ResponseSink, context: CallerContext, request: OutgoingRequest) -> None:
-        self._log: AccessLog | None = log
+    def __init__(self, inner: ResponseSink) -> None:
         self.inner = inner
         self.no_stream = inner.no_stream
         self.frontend: str = getattr(inner, "frontend", "")
-        self.about = {**_who(context), **_sent(request), "model": request.model[:_MOST_TEXT], "protocol": self.frontend}
         self.began_s = time.monotonic()
+
+    def deliver(self, response: Response) -> None:
+        """Passes responses on."""
+        self.inner.deliver(response)
+
+    def left(self, request_id: str, version: int) -> None:
+        """Notes that the caller went away."""
+
+
+class LoggedSink(SinkWrapper):
+    """Counts a request's responses."""
+
+    __slots__ = ("_log", "about", "nbytes", "responses")
+
+    def __init__(self, log: AccessLog, inner: ResponseSink, context: CallerContext, request: OutgoingRequest) -> None:
+        super().__init__(inner)
+        self._log: AccessLog | None = log
+        self.about = {**_who(context), **_sent(request), "model": request.model[:_MOST_TEXT], "protocol": self.frontend}
         self.nbytes = self.responses = 0
 
     def deliver(self, response: Response) -> None:
@@ -100,14 +115,14 @@ class LoggedSink:
 
 def inner_of(sink: ResponseSink) -> ResponseSink:
     """Returns a request's own sink."""
-    while isinstance(sink, LoggedSink | TargetSink):
+    while isinstance(sink, SinkWrapper):
         sink = sink.inner
     return sink
 
 
-def wrappers_of(sink: ResponseSink) -> Iterator[LoggedSink | TargetSink]:
+def wrappers_of(sink: ResponseSink) -> Iterator[SinkWrapper]:
     """Yields the wrappers of a request's own sink."""
-    while isinstance(sink, LoggedSink | TargetSink):
+    while isinstance(sink, SinkWrapper):
         yield sink
         sink = sink.inner
 

@@ -4,8 +4,9 @@ Errors before the request is queued are raised; later ones reach the sink as a f
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from typing import Protocol
 
 import msgspec
 
@@ -36,19 +37,39 @@ from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.tally import TargetTally, key_of, witness_of
+from qinfer.traffic.tally import TargetTally
 from qinfer_api.access_log import AccessLog, wrappers_of
 from qinfer_api.auth import ANONYMOUS, Auth, CallerContext
 from qinfer_api.ordering import OrderedSink, Ordering
 from qinfer_api.quotas import Quota
-from qinfer_api.shadows import OnlineShadows, Shadow
 from qinfer_api.status import has_id, of_request, told
-from qinfer_api.target_sink import TargetSink
 
 _SHORTEST_S = 0.001  # a timeout of 0 means none
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
 """Waits for a stored request's end; provides its record and perhaps its last response."""
+
+
+class EndpointSink(ResponseSink, Protocol):
+    """The wrapped sink of a request to an endpoint; one of the two is called after the submission."""
+
+    def submitted(self, request: OutgoingRequest) -> None:
+        """Takes note that the request is in the queue."""
+        ...
+
+    def refused(self, error: QinferError) -> None:
+        """Takes note that the request was not queued."""
+        ...
+
+
+class EndpointRequests(Protocol):
+    """Counts and shadows requests to endpoints; `waiting` shadows have no answer yet."""
+
+    waiting: int
+
+    def watch(self, sink: ResponseSink, request: OutgoingRequest, given_s: float) -> EndpointSink:
+        """Wraps a request's sink; `given_s` is its caller's timeout, infinite if the configuration set it."""
+        ...
 
 
 class Dispatcher:
@@ -74,13 +95,13 @@ class Dispatcher:
         self.targets = TargetTally(self.endpoints, owner)
         self.access: AccessLog | None = None
         self.tenants: TenantTally | None = None
-        self.shadows: OnlineShadows | None = None
+        self.watched: EndpointRequests | None = None
         self.draining = False
 
     @property
     def in_flight(self) -> int:
         """Requests that wait for an answer."""
-        return len(self.submission.pending) - (0 if self.shadows is None else self.shadows.waiting)
+        return len(self.submission.pending) - (0 if self.watched is None else self.watched.waiting)
 
     @property
     def has_tenants(self) -> bool:
@@ -173,30 +194,24 @@ class Dispatcher:
             timeout_s = checked_timeout_s(asked_s, spec.max_timeout_s)
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
-        shadows = self.shadows.drawn(request) if request.endpoint and self.shadows is not None else ()
-        given_s = math.inf
-        if request.endpoint:
-            given_s = _given_s(request, spec, timeout_s)
-            sink = TargetSink(self.targets, sink, request, shadows, given_s)
+        to_endpoint = None
+        if request.endpoint and self.watched is not None:
+            sink = to_endpoint = self.watched.watch(sink, request, _given_s(request, spec, timeout_s))
         sink = sink if self.access is None else self.access.noted(sink, context, request)
         submit = self._ordering.submit if spec.preserves_order else self.submission.submit
         try:
             pending = submit(served, request, sink, timeout_s, quota)
         except QinferError as error:
-            self._on_refusal(request, error, shadows, given_s)
+            self._on_refusal(request, error, to_endpoint)
             raise
-        for shadow in shadows:
-            shadow.start(request)
+        if to_endpoint is not None:
+            to_endpoint.submitted(request)
         return pending
 
-    def _on_refusal(
-        self, request: OutgoingRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float
-    ) -> None:
-        for shadow in shadows:
-            shadow.left()
+    def _on_refusal(self, request: OutgoingRequest, error: QinferError, to_endpoint: EndpointSink | None) -> None:
+        if to_endpoint is not None:
+            to_endpoint.refused(error)
         if isinstance(error, InvalidRequest | Overloaded):
-            if request.endpoint:
-                self.targets.failed(key_of(request), error.code, witness_of(request), given_s)
             self._add_request_id(request, error)
 
     def _add_request_id(self, request: OutgoingRequest, error: QinferError) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import functools
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -34,10 +34,9 @@ from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, CallerContext
-from qinfer_api.dispatcher import Dispatcher, checked_timeout_s
+from qinfer_api.dispatcher import Dispatcher, Ending, checked_timeout_s
 from qinfer_api.http.infer import bound
 from qinfer_api.receiving import AnswerMemory, ReceivingBudget
-from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.records import (
     chosen_address,
     conflict,
@@ -52,6 +51,10 @@ from qinfer_api.status import of_request, told
 
 _GRACE_S = 5.0  # for the janitor
 _KEPT_LONGER_S = 600.0  # beyond its record
+
+
+WatchEnd = Callable[[OutgoingRequest, Ending, str, float], None]
+"""Watches the end of a request to an endpoint; gets its tenant for a `SharedLimit`, and its caller's timeout."""
 
 
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +96,7 @@ class AsyncRequests:
     targets: Targets
     waits: Waits
     kept: KeptTargets
-    ends: StoredEnds
+    watch_end: WatchEnd
     receiving: ReceivingBudget
     ids: IdFactory = field(default_factory=IdFactory)
 
@@ -321,7 +324,7 @@ class AsyncRequests:
         if request.endpoint and not self.waits.is_full(sharing):
             given_s = acceptance.timeout_s
             own_s = self._timeout_s(served, None)
-            self.ends.accepted(request, ending, sharing, given_s if given_s < own_s else math.inf)
+            self.watch_end(request, ending, sharing, given_s if given_s < own_s else math.inf)
         return accepted
 
     @contextlib.asynccontextmanager

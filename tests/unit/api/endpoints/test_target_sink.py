@@ -10,7 +10,7 @@ from qinfer.errors import ErrorCode
 from qinfer.traffic.observed import TargetCounts
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
-from qinfer_api.target_sink import TargetSink
+from qinfer_api.endpoints.shadows import TargetSink
 from tests.unit.traffic.test_observed import counts_of
 
 

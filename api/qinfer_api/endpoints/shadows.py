@@ -1,4 +1,6 @@
-"""The shadows of a gateway: copies of requests to endpoints, executed by another target and compared in a thread.
+"""Online requests to endpoints: their counts by target, and their shadows.
+
+A shadow is a copy of a request, executed by another target and compared in a thread:
 
     request ─▶ stable target ─▶ reply to the caller, and then ─┐
        └─────▶ shadow's lane ─▶ ………………………………………………………………………─┴─▶ thread: compared ─▶ counts, samples
@@ -8,6 +10,7 @@ Replies do not wait for shadows, which are lost with their gateway, and dropped 
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,16 +20,17 @@ import msgspec
 
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_endpoints import EndpointSettings
-from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QinferError
+from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, Overloaded, QinferError
 from qinfer.models.catalog import ServedVersion
-from qinfer.submission.pending import Inner, PendingCall
+from qinfer.submission.pending import Inner, PendingCall, ResponseSink
 from qinfer.submission.shadows import submit_shadow
 from qinfer.submission.submit import Submission, tensor_bytes
 from qinfer.tensors import Tensor
 from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.shadows import Differences, Found
-from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, witness_of
+from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, key_of, witness_of
+from qinfer_api.access_log import SinkWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLE
 
 
 class OnlineShadows:
-    """Draws, submits and counts shadows, leaving half of `max_in_flight` to callers; `waiting` have no answer yet."""
+    """Counts requests and their shadows; shadows leave half of `max_in_flight` to callers, `waiting` have no answer."""
 
     def __init__(
         self,
@@ -58,6 +62,10 @@ class OnlineShadows:
         self._differences: dict[Key, Differences] = {}
         self._in_flight = self._bytes = 0
         self._is_closed = False
+
+    def watch(self, sink: ResponseSink, request: OutgoingRequest, given_s: float) -> "TargetSink":
+        """Draws a request's shadows, and wraps its sink."""
+        return TargetSink(self._tally, sink, request, self.drawn(request), given_s)
 
     def drawn(self, request: OutgoingRequest) -> "Sequence[Shadow]":
         """Draws a request's shadows; call `start` or `left` on each."""
@@ -156,6 +164,65 @@ class OnlineShadows:
         """Stops comparing."""
         self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class TargetSink(SinkWrapper):
+    """Counts the end of a request by its target; its shadows get the answer after the caller.
+
+    `given_s` is the caller's timeout, infinite if the model's configuration set it.
+    """
+
+    __slots__ = ("_given_s", "_key", "_shadows", "_tally", "_version", "_witness")
+
+    def __init__(
+        self,
+        tally: TargetTally,
+        inner: ResponseSink,
+        request: OutgoingRequest,
+        shadows: "Sequence[Shadow]" = (),
+        given_s: float = math.inf,
+    ) -> None:
+        super().__init__(inner)
+        self._tally = tally
+        self._shadows = shadows
+        self._key = key_of(request)
+        self._version = request.version
+        self._witness = witness_of(request)
+        self._given_s = given_s
+
+    def submitted(self, request: OutgoingRequest) -> None:
+        """Starts the shadows."""
+        for shadow in self._shadows:
+            shadow.start(request)
+
+    def refused(self, error: QinferError) -> None:
+        """Counts a refusal, and drops the shadows."""
+        for shadow in self._shadows:
+            shadow.left()
+        if isinstance(error, InvalidRequest | Overloaded):
+            self._tally.failed(self._key, error.code, self._witness, self._given_s)
+
+    def deliver(self, response: Response) -> None:
+        """Passes responses on; counts the last."""
+        if response.final:
+            took_s = time.monotonic() - self.began_s
+            if response.version not in (self._version, 0):
+                self._tally.moved((self._key[0], f"{response.model}:{response.version}"), took_s, response)
+            elif response.failure is None:
+                self._tally.count_answered(self._key, took_s, response, self._witness)
+            else:
+                self._tally.failed(self._key, response.failure.code, self._witness, self._given_s)
+        self.inner.deliver(response)
+        if response.final:
+            for shadow in self._shadows:
+                shadow.stable_answered(response)
+
+    def left(self, request_id: str, version: int) -> None:
+        """Counts a caller that went away."""
+        del request_id, version
+        self._tally.failed(self._key, ErrorCode.CANCELLED, self._witness)
+        for shadow in self._shadows:
+            shadow.left()
 
 
 class Shadow(Inner):
