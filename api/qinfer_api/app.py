@@ -58,8 +58,7 @@ from qinfer_api.endpoints.service import EndpointService
 from qinfer_api.endpoints.shadows import OnlineShadows
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
-from qinfer_api.http.waiting import live_only, patiently
+from qinfer_api.http.server import HttpServer, bound_socket, live_only, netloc, patiently, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.routes import job_routes
@@ -78,7 +77,6 @@ from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.requests.webhooks import Webhooks, read_secret
-from qinfer_api.rest.docs_page import docs_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.management import (
     model_routes,
@@ -88,7 +86,7 @@ from qinfer_api.rest.management import (
     shared_memory_routes,
     statistics_routes,
 )
-from qinfer_api.rest.openapi import document_of
+from qinfer_api.rest.openapi import docs_routes, document_of
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling.routes import backlog_routes
 from qinfer_api.shared_memory import SharedMemory

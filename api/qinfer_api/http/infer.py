@@ -1,6 +1,10 @@
 """Decodes infer requests and encodes responses, so that fast path and routes answer alike.
 
-Nothing here waits; callers run slow calls (a large body, shared memory) in a thread.
+Nothing here waits; callers run slow calls (a large body, shared memory) in a thread. Several responses to one request
+are one JSON list, or server-sent events; each reads like a reply of infer:
+
+    list    {"responses": [each as infer would answer it]} ‖ the bytes of all binary outputs, in the responses' order
+    event   `data:` each as infer would answer it; binary outputs follow in a second `data:`, their bytes in base64
 """
 
 import asyncio
@@ -8,6 +12,7 @@ import math
 import re
 import struct
 import zlib
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from http import HTTPStatus
@@ -501,6 +506,46 @@ def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[Ou
     rows = (1,) if spec.max_batch_size else ()
     tensor = Tensor(expected.name, expected.datatype, (*rows, *shape), data)
     return OutgoingRequest(model=model, inputs=(tensor,), version=version), _PLAN
+
+
+def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> HttpReply:
+    """Encodes all responses as one reply, or the error of one."""
+    texts, outputs, target = list[bytes](), list[bytes](), ""
+    for response in responses:
+        reply = codec.encode(response, client_id, plan)
+        if reply.status != 200:
+            return reply
+        target = reply.target
+        text, binary = _parts(reply)
+        texts.append(text)
+        outputs.append(binary)
+    text, binary = b'{"responses":[%b]}' % b",".join(texts), b"".join(outputs)
+    return HttpReply(200, text + binary, len(text) if binary else None, target=target)
+
+
+def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> HttpReply:
+    """Encodes an event's data; binary outputs are a second line."""
+    reply = codec.encode(response, client_id, plan)
+    text, binary = _parts(reply)
+    data = b"%b\n%b" % (text, b64encode(binary)) if binary else text
+    return HttpReply(reply.status, data, cache=reply.cache, target=reply.target)
+
+
+def coded_refusal(failure: Failure) -> HttpReply:
+    """Returns a failure's reply with its code."""
+    body = msgspec.json.encode({"error": failure.message, "code": failure.code})
+    return msgspec.structs.replace(refusal(failure), body=body)
+
+
+def event_text(name: bytes, data: bytes, event_id: bytes = b"") -> bytes:
+    """Formats a server-sent event (WHATWG HTML, "Server-sent events")."""
+    lines = data.replace(b"\n", b"\ndata: ")
+    return b"event: %b\n%bdata: %b\n\n" % (name, b"id: %b\n" % event_id if event_id else b"", lines)
+
+
+def _parts(reply: HttpReply) -> tuple[bytes, bytes]:
+    length = reply.json_length
+    return (reply.body, b"") if length is None else (reply.body[:length], reply.body[length:])
 
 
 def _request_error(text: str) -> InvalidRequest:

@@ -43,14 +43,16 @@ from qinfer_api.http.infer import (
     HttpReply,
     UrlTarget,
     answered_by,
+    coded_refusal,
+    encode_event,
     error_reply,
+    event_text,
     failure_reply,
     header_value,
     hold,
     refusal,
     request_encoding,
 )
-from qinfer_api.http.responses import coded_refusal, encode_event, event_text
 from qinfer_api.observe.endpoint_load import FORMAT_HEADER
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.openapi import Json, body, describe_response, header, operation

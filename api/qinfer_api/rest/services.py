@@ -42,7 +42,9 @@ from qinfer_api.http.infer import (
     InferCodec,
     UrlTarget,
     decompress,
+    encode_list,
     error_reply,
+    event_text,
     failure_reply,
     forwarded,
     parse_json_length,
@@ -56,7 +58,6 @@ from qinfer_api.http.infer import (
     wants_strict,
     with_headers,
 )
-from qinfer_api.http.responses import encode_list, event_text
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, AnswerMemory, ReceivingBudget, Reservation
