@@ -141,7 +141,7 @@ class HttpConnection(asyncio.Protocol):
         self.writable = asyncio.Event()
         self.writable.set()
         self._queue: deque[Exchange] = deque()
-        self._reading: Exchange | None = None  # receives a body; `None`: it is ignored
+        self._reading: Exchange | None = None  # the request whose body arrives; `None` = bytes are dropped
         self._unparsed = _NOTHING
         self._parser = self._new_parser()
         self._is_parsing = self._is_paused = self._awaits_turn = False
@@ -155,7 +155,7 @@ class HttpConnection(asyncio.Protocol):
         self._body_left = 0  # negative without Content-Length
         self._unwritten_bytes = 0
         self._lent: list[Memory] = []  # of unread replies
-        self._later_bytes = 0  # written behind those: no sign of progress
+        self._later_bytes = 0  # written after unread replies; they show no progress of the client
         self._quiet_since_s = 0.0  # 0 = set at the next check
 
     def _new_parser(self) -> HttpRequestParser:
@@ -214,7 +214,7 @@ class HttpConnection(asyncio.Protocol):
         return False
 
     def _parse(self, piece: memoryview) -> int:
-        """Returns the bytes it took."""
+        """Parses a piece; returns how many bytes the parser took."""
         taken = len(piece)
         self._framing_bytes += taken  # the callbacks subtract body data, and reset it for a new message
         try:
@@ -296,7 +296,7 @@ class HttpConnection(asyncio.Protocol):
         return self._parser.get_http_version() != "1.1"
 
     def _dispatch_request(self) -> None:
-        """Refuses unknown transfer codings (RFC 9112 §6.1)."""
+        """Puts a request into the queue, unless its transfer coding is unknown (RFC 9112 §6.1)."""
         codings = transfer_codings(self.headers)
         if codings and codings != [b"chunked"]:
             given = b", ".join(codings).decode("latin-1")[:100]
@@ -437,7 +437,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _withdraw(self) -> bool:
-        """Returns `False` if its reply has begun."""
+        """Removes the current request from the queue; returns `False` if its reply has begun."""
         exchange, self._reading = self._reading, None
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:

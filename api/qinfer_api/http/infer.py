@@ -102,7 +102,7 @@ def wants_strict(header: str) -> bool:
 
 
 def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
-    """Compresses a reply; fast, because floats shrink little."""
+    """Compresses a reply at a fast level, because floats shrink little at any level."""
     compressor = zlib.compressobj(level=level, wbits=_WINDOW_BITS[encoding])
     return compressor.compress(body) + compressor.flush()
 

@@ -73,7 +73,7 @@ class LoadKind(Enum):
     RESIZED = "resized"
     """`instances` are added, or `surplus` of them end."""
     SAME = "same"
-    """Only the generation."""
+    """Only the generation changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
