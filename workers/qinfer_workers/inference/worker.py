@@ -36,7 +36,7 @@ from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.bulk.arbiter import JobBatcher
 from qinfer_workers.inference.bulk.ensembles import EnsembleParts
 from qinfer_workers.inference.bulk.shard_service import ShardService
-from qinfer_workers.inference.caller import FarSteps, WorkerCaller
+from qinfer_workers.inference.calls.caller import FarSteps, WorkerCaller
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner

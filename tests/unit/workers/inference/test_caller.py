@@ -38,7 +38,7 @@ from qinfer.submission.submit import PAYLOAD_MARGIN_S
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, eventually
 from qinfer.wire.frame import decode_request, encode_request, encode_responses
-from qinfer_workers.inference.caller import FRESH_S, RECHECK_S, WorkerCaller
+from qinfer_workers.inference.calls.caller import FRESH_S, RECHECK_S, WorkerCaller
 from tests.support.servers.servers import Database
 
 LANE = Lane("back", 1)

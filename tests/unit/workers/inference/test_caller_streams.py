@@ -18,8 +18,8 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
-from qinfer_workers.inference.call_answers import CallResponses
-from qinfer_workers.inference.caller import WorkerCaller
+from qinfer_workers.inference.calls.answers import CallResponses
+from qinfer_workers.inference.calls.caller import WorkerCaller
 from tests.support.servers.servers import Database
 from tests.support.streaming import StreamWorker, stream_worker
 

@@ -28,7 +28,7 @@ from qinfer.models.spec import Device, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor, from_numpy
-from qinfer_workers.inference.caller import WorkerCaller
+from qinfer_workers.inference.calls.caller import WorkerCaller
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner, PlannedAgain
 from qinfer_workers.inference.ensembles.run import EnsembleResponses, EnsembleRun, Outcome, StepHandle
 from qinfer_workers.inference.executor import InstanceBorrower

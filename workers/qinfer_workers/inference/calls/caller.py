@@ -39,8 +39,8 @@ from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.wire.frame import decode_credits, is_credits
-from qinfer_workers.inference.call_answers import EXPIRED, GRACE_S, CallAnswer, CallResponses, StreamInbox, raised
-from qinfer_workers.inference.call_traces import traced
+from qinfer_workers.inference.calls.answers import EXPIRED, GRACE_S, CallAnswer, CallResponses, StreamInbox, raised
+from qinfer_workers.inference.calls.traces import traced
 from qinfer_workers.inference.ensembles.local import LocalSteps
 
 logger = logging.getLogger(__name__)
