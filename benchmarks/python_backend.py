@@ -56,7 +56,7 @@ class Unheard(OneResponse):
         """Tells that somebody waits."""
         return False
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         """Is not called."""
         raise NotImplementedError
 

@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.observe.logs import ACCESS
 from qinfer.submission.pending import ResponseSink
 from qinfer_api.auth import CallerContext
 from qinfer_api.status import http_status
-from qinfer_api.target_sink import TargetSink
 
 logger = logging.getLogger(ACCESS)
 
@@ -32,7 +31,7 @@ class AccessLog:
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def noted(self, sink: ResponseSink, context: CallerContext, request: InferRequest) -> "LoggedSink":
+    def noted(self, sink: ResponseSink, context: CallerContext, request: OutgoingRequest) -> "LoggedSink":
         """Wraps a sink in one that logs the end."""
         return LoggedSink(self, sink, context, request)
 
@@ -40,7 +39,7 @@ class AccessLog:
         """Logs a request that was not queued."""
         self._write_line(code, _who(context), {"model": model[0], "version": model[1]})
 
-    def accepted(self, context: CallerContext, request: InferRequest, request_id: str) -> None:
+    def accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
         """Logs a stored request, but not its end."""
         about = {"request_id": request_id, "model": request.model, "version": request.version}
         self._write_line(ACCEPTED, _who(context), {**about, **_sent(request)})
@@ -63,18 +62,34 @@ class AccessLog:
             logger.info("request", extra={**who, **about, "code": code, "status": status})
 
 
-class LoggedSink:
-    """Wraps a sink and counts its responses."""
+class SinkWrapper:
+    """The base of sinks that see a request's responses on their way to its own sink."""
 
-    __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
+    __slots__ = ("began_s", "frontend", "inner", "no_stream")
 
-    def __init__(self, log: AccessLog, inner: ResponseSink, context: CallerContext, request: InferRequest) -> None:
-        self._log: AccessLog | None = log
+    def __init__(self, inner: ResponseSink) -> None:
         self.inner = inner
         self.no_stream = inner.no_stream
         self.frontend: str = getattr(inner, "frontend", "")
-        self.about = {**_who(context), **_sent(request), "model": request.model[:_MOST_TEXT], "protocol": self.frontend}
         self.began_s = time.monotonic()
+
+    def deliver(self, response: Response) -> None:
+        """Passes responses on."""
+        self.inner.deliver(response)
+
+    def left(self, request_id: str, version: int) -> None:
+        """Notes that the caller went away."""
+
+
+class LoggedSink(SinkWrapper):
+    """Counts a request's responses."""
+
+    __slots__ = ("_log", "about", "nbytes", "responses")
+
+    def __init__(self, log: AccessLog, inner: ResponseSink, context: CallerContext, request: OutgoingRequest) -> None:
+        super().__init__(inner)
+        self._log: AccessLog | None = log
+        self.about = {**_who(context), **_sent(request), "model": request.model[:_MOST_TEXT], "protocol": self.frontend}
         self.nbytes = self.responses = 0
 
     def deliver(self, response: Response) -> None:
@@ -101,14 +116,14 @@ class LoggedSink:
 
 def inner_of(sink: ResponseSink) -> ResponseSink:
     """Returns a request's own sink."""
-    while isinstance(sink, LoggedSink | TargetSink):
+    while isinstance(sink, SinkWrapper):
         sink = sink.inner
     return sink
 
 
-def wrappers_of(sink: ResponseSink) -> Iterator[LoggedSink | TargetSink]:
+def wrappers_of(sink: ResponseSink) -> Iterator[SinkWrapper]:
     """Yields the wrappers of a request's own sink."""
-    while isinstance(sink, LoggedSink | TargetSink):
+    while isinstance(sink, SinkWrapper):
         yield sink
         sink = sink.inner
 
@@ -118,7 +133,7 @@ def _who(context: CallerContext) -> dict[str, Any]:
     return {"tenant": context.tenant, "key": "" if principal is None else principal.key_id}
 
 
-def _sent(request: InferRequest) -> dict[str, Any]:
+def _sent(request: OutgoingRequest) -> dict[str, Any]:
     about = {"id": request.client_id[:_MOST_TEXT], "bytes_in": sum(tensor.nbytes for tensor in request.inputs)}
     return {**about, "endpoint": request.endpoint} if request.endpoint else about
 

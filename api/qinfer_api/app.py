@@ -49,13 +49,14 @@ from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.endpoints.ends import StoredEnds
 from qinfer_api.endpoints.files import EndpointFiles, declared_here
 from qinfer_api.endpoints.routes import endpoint_routes
 from qinfer_api.endpoints.service import EndpointService
+from qinfer_api.endpoints.shadows import OnlineShadows
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
-from qinfer_api.http.waiting import live_only, patiently
+from qinfer_api.http.server import HttpServer, bound_socket, live_only, netloc, patiently, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.routes import job_routes
@@ -68,14 +69,12 @@ from qinfer_api.observe.tracing import Tracing
 from qinfer_api.quotas import Quota
 from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.reloading import KeyFile, Reloading
-from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.routes import request_routes
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.requests.webhooks import Webhooks, read_secret
-from qinfer_api.rest.docs_page import docs_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.management import (
     model_routes,
@@ -85,10 +84,9 @@ from qinfer_api.rest.management import (
     shared_memory_routes,
     statistics_routes,
 )
-from qinfer_api.rest.openapi import document_of
+from qinfer_api.rest.openapi import docs_routes, document_of
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling.routes import backlog_routes
-from qinfer_api.shadows import OnlineShadows
 from qinfer_api.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -173,7 +171,7 @@ class Gateway:
         auth = load_auth(settings.auth, settings.http.host)
         self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self.name))
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
-        tally.in_flight = lambda: self.dispatcher.in_flight
+        self.shadows, self._ends = self._watch_endpoints(settings)
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
         self._trials = TrialStore(store)
         self._files = EndpointFiles(self._endpoints, declared_here(settings))
@@ -216,6 +214,7 @@ class Gateway:
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:
         limits, queue = settings.limits, self._delivery
         dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self.name, auth)
+        tally.in_flight = lambda: dispatcher.in_flight
         if auth is not None:
             auth.refused = RefusedKeys().note
             queue.places.weigh = auth.weight
@@ -224,15 +223,17 @@ class Gateway:
         if settings.metrics.tenants and auth is not None:
             dispatcher.tenants = TenantTally(settings.metrics.tenants, self.name)
             dispatcher.tenants.in_flight = auth.in_flight
-        of_endpoints = settings.endpoints, limits.max_in_flight
-        dispatcher.shadows = OnlineShadows(
-            dispatcher.submission, dispatcher.endpoints, dispatcher.targets, *of_endpoints
-        )
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
             dispatcher.submission.set_cache(cache)
         return dispatcher
+
+    def _watch_endpoints(self, settings: Settings) -> tuple[OnlineShadows, StoredEnds]:
+        submission, endpoints, targets = self.dispatcher.submission, self.dispatcher.endpoints, self.dispatcher.targets
+        shadows = OnlineShadows(submission, endpoints, targets, settings.endpoints, settings.limits.max_in_flight)
+        self.dispatcher.watched = shadows
+        return shadows, StoredEnds(targets, shadows)
 
     def _open_reporting(self, settings: Settings, tally: GatewayTally) -> Reporting:
         reporting = Reporting(settings, self.catalog, self._store, self._delivery, tally, self._tracing.file)
@@ -242,7 +243,7 @@ class Gateway:
 
     def _endpoint_service(self) -> EndpointService:
         dispatcher, now_s, check = self.dispatcher, self._delivery.clock.now_s, self.requests.targets.check
-        return EndpointService(self._endpoints, self._trials, dispatcher.targets, now_s, check, dispatcher.shadows)
+        return EndpointService(self._endpoints, self._trials, dispatcher.targets, now_s, check, self.shadows)
 
     def _canaries(self) -> CanaryController:
         view, observed = self.dispatcher.endpoints, self.dispatcher.targets.observed
@@ -276,7 +277,7 @@ class Gateway:
             targets=targets,
             waits=Waits(self._delivery.requests, reply_address(self.name)),
             kept=KeptTargets(self._delivery),
-            ends=StoredEnds(self.dispatcher),
+            watch_end=self._ends.watch,
             receiving=self.receiving,
         )
         return requests, janitor
@@ -361,7 +362,7 @@ class Gateway:
             self.memory.close()
             self._tasks.close()
             await self._tracing.close()
-            await self.requests.ends.close()
+            await self._ends.close()
             await self._labeling.close()
             await self._delivery.close()
             await self._store.close()
@@ -426,8 +427,7 @@ class Gateway:
     def _give_up(self) -> None:
         self.models.cancel_loads()
         self._pending.fail_all(Overloaded("Server exiting"))
-        if self.dispatcher.shadows is not None:
-            self.dispatcher.shadows.close()
+        self.shadows.close()
 
     def _serving(self) -> None:
         where = {"url": self.url} if self.rpc is None else {"url": self.url, "grpc": self.rpc.url}

@@ -4,14 +4,15 @@ An error before the request is queued is raised; a later error reaches the sink 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from typing import Protocol
 
 import msgspec
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.clock import SystemClock
-from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
+from qinfer.core.messages import Failure, IdFactory, OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     Forbidden,
@@ -36,20 +37,40 @@ from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.tally import TargetTally, key_of, witness_of
+from qinfer.traffic.tally import TargetTally
 from qinfer_api.access_log import AccessLog, wrappers_of
 from qinfer_api.auth import ANONYMOUS, Auth, CallerContext
 from qinfer_api.ordering import OrderedSink, Ordering
 from qinfer_api.quotas import Quota
-from qinfer_api.shadows import OnlineShadows, Shadow
 from qinfer_api.status import has_id, of_request, told
-from qinfer_api.target_sink import TargetSink
 
 # Not 0, which means that there is no timeout.
 _SHORTEST_S = 0.001
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
 """Opens a context that waits for the end of a stored request, and provides its record and perhaps its last response."""
+
+
+class EndpointSink(ResponseSink, Protocol):
+    """The wrapped sink of a request to an endpoint; one of the two is called after the submission."""
+
+    def submitted(self, request: OutgoingRequest) -> None:
+        """Takes note that the request is in the queue."""
+        ...
+
+    def refused(self, error: QinferError) -> None:
+        """Takes note that the request was not queued."""
+        ...
+
+
+class EndpointRequests(Protocol):
+    """Counts and shadows requests to endpoints; `waiting` shadows have no answer yet."""
+
+    waiting: int
+
+    def watch(self, sink: ResponseSink, request: OutgoingRequest, given_s: float) -> EndpointSink:
+        """Wraps a request's sink; `given_s` is its caller's timeout, infinite if the configuration set it."""
+        ...
 
 
 class Dispatcher:
@@ -75,13 +96,13 @@ class Dispatcher:
         self.targets = TargetTally(self.endpoints, owner)
         self.access: AccessLog | None = None
         self.tenants: TenantTally | None = None
-        self.shadows: OnlineShadows | None = None
+        self.watched: EndpointRequests | None = None
         self.draining = False
 
     @property
     def in_flight(self) -> int:
         """Requests that wait for an answer."""
-        return len(self.submission.pending) - (0 if self.shadows is None else self.shadows.waiting)
+        return len(self.submission.pending) - (0 if self.watched is None else self.watched.waiting)
 
     @property
     def has_tenants(self) -> bool:
@@ -121,7 +142,7 @@ class Dispatcher:
         return context.trace
 
     @contextmanager
-    def trace_stored(self, request: InferRequest) -> Iterator[Callable[[Ending], None]]:
+    def trace_stored(self, request: OutgoingRequest) -> Iterator[Callable[[Ending], None]]:
         """Traces a request that the block stores; for a new request, the block calls the yielded function."""
         yield lambda _: None
 
@@ -135,7 +156,7 @@ class Dispatcher:
             raise Overloaded("Server exiting")
         return self._catalog.asked(*self.endpoints.stable(model, version))
 
-    def choose(self, context: CallerContext, request: InferRequest, header: Header = no_header) -> bool:
+    def choose(self, context: CallerContext, request: OutgoingRequest, header: Header = no_header) -> bool:
         """Chooses an endpoint request's target; returns whether it names one."""
         return self.endpoints.choose(request, context.tenant, header)
 
@@ -146,7 +167,7 @@ class Dispatcher:
     def submit(
         self,
         context: CallerContext,
-        request: InferRequest,
+        request: OutgoingRequest,
         sink: ResponseSink,
         within_s: float = math.inf,
         *,
@@ -175,38 +196,34 @@ class Dispatcher:
             timeout_s = checked_timeout_s(asked_s, spec.max_timeout_s)
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
-        shadows = self.shadows.drawn(request) if request.endpoint and self.shadows is not None else ()
-        given_s = math.inf
-        if request.endpoint:
-            given_s = _given_s(request, spec, timeout_s)
-            sink = TargetSink(self.targets, sink, request, shadows, given_s)
+        to_endpoint = None
+        if request.endpoint and self.watched is not None:
+            sink = to_endpoint = self.watched.watch(sink, request, _given_s(request, spec, timeout_s))
         sink = sink if self.access is None else self.access.noted(sink, context, request)
         submit = self._ordering.submit if spec.preserves_order else self.submission.submit
         try:
             pending = submit(served, request, sink, timeout_s, quota)
         except QinferError as error:
-            self._on_refusal(request, error, shadows, given_s)
+            self._on_refusal(request, error, to_endpoint)
             raise
-        for shadow in shadows:
-            shadow.start(request)
+        if to_endpoint is not None:
+            to_endpoint.submitted(request)
         return pending
 
-    def _on_refusal(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
-        for shadow in shadows:
-            shadow.left()
+    def _on_refusal(self, request: OutgoingRequest, error: QinferError, to_endpoint: EndpointSink | None) -> None:
+        if to_endpoint is not None:
+            to_endpoint.refused(error)
         if isinstance(error, InvalidRequest | Overloaded):
-            if request.endpoint:
-                self.targets.failed(key_of(request), error.code, witness_of(request), given_s)
             self._add_request_id(request, error)
 
-    def _add_request_id(self, request: InferRequest, error: QinferError) -> None:
-        """Gives a request an id if it has none, and names the request in the error's text where Triton does."""
+    def _add_request_id(self, request: OutgoingRequest, error: QinferError) -> None:
+        """Creates an id for a request without one."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
-    def check(self, request: InferRequest, served: ServedVersion) -> None:
+    def check(self, request: OutgoingRequest, served: ServedVersion) -> None:
         """Checks a request as `submit` does."""
         try:
             check(request, served)
@@ -235,7 +252,7 @@ class Dispatcher:
         if self.tenants is not None and context.principal is not None:
             self.tenants.failed(context.tenant, named[0], error.code)
 
-    def note_accepted(self, context: CallerContext, request: InferRequest, request_id: str) -> None:
+    def note_accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
         """Notes a stored request in log and counts."""
         if self.access is not None:
             self.access.accepted(context, request, request_id)
@@ -310,8 +327,8 @@ class Dispatcher:
         self._on_response(pending, answer)
 
 
-def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:
-    """Returns the timeout that the caller set; infinite if the model's configuration set it."""
+def _given_s(request: OutgoingRequest, spec: ModelSpec, timeout_s: float) -> float:
+    """Returns the caller's timeout, infinite if the model's configuration set it."""
     own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
     return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import QueueFull
 from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import FULL
@@ -28,7 +28,7 @@ class Ordering:
     def submit(
         self,
         served: ServedVersion,
-        request: InferRequest,
+        request: OutgoingRequest,
         sink: ResponseSink,
         timeout_s: float,
         quota: Counter | None = None,

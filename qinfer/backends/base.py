@@ -140,7 +140,7 @@ class Context(Protocol):
         """Returns whether this item's caller has left, or wants no more responses."""
         ...
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         """Runs another model through the queue, and returns its answer; blocks the calling thread until then.
 
         Any worker may serve the model, this one included. The deadline is the earliest of the batch's items, because
@@ -154,6 +154,7 @@ class Context(Protocol):
 
         Args:
             request: Model, version (0 = the highest ready version), inputs, wanted outputs, parameters, priority.
+            made_for: The item whose traces show the call; -1 = those of all items may.
 
         Returns:
             The model's final response; it has no `failure`.
@@ -170,7 +171,7 @@ class Context(Protocol):
         """
         ...
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
         """Runs another model as `call` does, and returns its responses as they come.
 
         The last response is `final`, and may be empty. Earlier responses may have a `failure`: a decoupled model may
@@ -234,13 +235,13 @@ class OneResponse:
         del item, states
         raise InferenceFailed("a request can't be rescheduled: set 'sequence_batching { iterative_sequence: true }'")
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         """Runs another model; implemented by each context. See `Context.call`."""
         raise NotImplementedError
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
         """Runs another model that has one response."""
-        return iter((self.call(request),))
+        return iter((self.call(request, made_for),))
 
 
 class Backend(Protocol):

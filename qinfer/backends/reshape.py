@@ -101,11 +101,11 @@ class _Answers:
     def cancelled(self, item: int) -> bool:
         return self._ctx.cancelled(item)
 
-    def call(self, request: InferRequest) -> Response:
-        return self._ctx.call(request)
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
+        return self._ctx.call(request, made_for)
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
-        return self._ctx.stream(request)
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
+        return self._ctx.stream(request, made_for)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
         reshape = self._outward.get(tensor.name)

@@ -18,7 +18,16 @@ import msgspec
 from qinfer.backends.base import OTHER_ROWS, Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
 from qinfer.core.call_chain import extended
-from qinfer.core.messages import Failure, InferRequest, ResourceHolder, Response, Scalar, Timing
+from qinfer.core.messages import (
+    Failure,
+    InferRequest,
+    OutgoingRequest,
+    ResourceHolder,
+    Response,
+    Scalar,
+    Timing,
+    outgoing_call,
+)
 from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.errors import (
     Cancelled,
@@ -65,14 +74,14 @@ class WorkItem(Item, kw_only=True, eq=False, gc=False):
 class ModelCaller(Protocol):
     """Calls other models, with `Context.call`'s errors."""
 
-    def call(self, request: InferRequest, deadline_s: float) -> Response:
+    def call(self, request: OutgoingRequest, deadline_s: float) -> Response:
         """Runs a request on its model; blocks an instance's thread.
 
-        A `timeout_s` above 0 shortens the deadline; only the stamps `tenant` and `trace` count.
+        A `timeout_s` above 0 shortens the deadline.
         """
         ...
 
-    def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
+    def stream(self, request: OutgoingRequest, deadline_s: float) -> Iterator[Response]:
         """Runs a request with any number of responses, the last of them `final`.
 
         Waiting for a response blocks, and raises on failure. Dropping the iterator cancels the request.
@@ -132,31 +141,30 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         """Returns whether this item's caller has left."""
         return self.items[item].lost
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         """Runs another model; see `Context.call`."""
-        return self._call_model(request, lambda caller: caller.call)
+        return self._call_model(request, made_for, lambda caller: caller.call)
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
         """Runs another model; see `Context.stream`."""
-        return self._call_model(request, lambda caller: caller.stream)
+        return self._call_model(request, made_for, lambda caller: caller.stream)
 
-    def _call_model(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
+    def _call_model(
+        self, request: InferRequest, made_for: int, way: Callable[[ModelCaller], Callable[[OutgoingRequest, float], T]]
+    ) -> T:
         if self.caller is None:
             raise InferenceFailed("this model runs where it can't call other models")
         waited_for = [item for item in self.items if not item.lost]
         if not waited_for:
             raise Cancelled("every caller of this batch has left")
         origin, sequence = _origin(self.items, request, waited_for[0].request)
-        is_told = request.made_for >= 0
-        traced = [self.batch.requests[request.made_for]] if is_told else [item.request for item in waited_for]
-        inherited = msgspec.structs.replace(
-            request,
-            tenant=request.tenant or origin.tenant,
-            trace=request.trace or (traced[0] if is_told else origin).trace,
-            sequence=sequence,
-            holders=extended([item.request.holders for item in waited_for], self._holder()),
-            calls=next((each.calls for each in traced if each.calls is not None), None),
-        )
+        is_told = made_for >= 0
+        traced = [self.batch.requests[made_for]] if is_told else [item.request for item in waited_for]
+        inherited = outgoing_call(request, extended([item.request.holders for item in waited_for], self._holder()))
+        inherited.tenant = request.tenant or origin.tenant
+        inherited.trace = request.trace or (traced[0] if is_told else origin).trace
+        inherited.sequence = sequence
+        inherited.calls = next((each.calls for each in traced if each.calls is not None), None)
         try:
             return way(self.caller)(inherited, min(item.deadline_s for item in waited_for))
         except RequestError as error:

@@ -274,13 +274,13 @@ class _TimedContext:
         self.reschedule, self.on_taken, self.cancelled = ctx.reschedule, ctx.on_taken, ctx.cancelled
         self._clock = clock
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         with self._clock.stopped():
-            return self.inner.call(request)
+            return self.inner.call(request, made_for)
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
         with self._clock.stopped():
-            responses = self.inner.stream(request)
+            responses = self.inner.stream(request, made_for)
         return _TimedResponses(responses, self._clock)
 
     def abandon(self) -> None:

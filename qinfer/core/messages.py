@@ -131,8 +131,6 @@ MOST_CALL_BYTES = 2**20
 class InferRequest(msgspec.Struct, kw_only=True):
     """One inference request, unchecked; only the dispatcher changes it.
 
-    The fields `inputs_digest`, `step_key`, `endpoint`, `assigned`, `moves` and `made_for` are local to a process.
-
     Attributes:
         version: The model's version; the dispatcher replaces 0 by the highest ready version.
         id: The id that qinfer gives the request.
@@ -146,14 +144,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
         attempt: Executions so far.
         queue_timeout_s: The longest wait by its model's queue policy; 0 = `timeout_s`.
         payload: The tensors' bytes are stored beside the stream (claim check).
-        inputs_digest: The digest of the inputs for the response cache, if it was computed already.
-        step_key: Identifies a sequence's first request that is an ensemble's step, also when that is executed again.
-        endpoint: The endpoint that the caller named; model and version are its target's.
         spares_outputs: Named outputs may be missing, as for an ensemble's step.
-        assigned: The endpoint drew its target: the caller named none, and met no condition.
-        moves: The endpoint's stable target may answer it if its target is rolled back.
-        calls: Records of requests that its model made; local to a process.
-        made_for: The position, in the calling model's batch, of the request that this call is for; -1 = unknown.
+        calls: Traces of requests made for it; they don't travel.
     """
 
     model: str
@@ -175,19 +167,50 @@ class InferRequest(msgspec.Struct, kw_only=True):
     queue_timeout_s: float = 0.0
     payload: bool = False
     holders: tuple[ResourceHolder, ...] = ()
+    spares_outputs: bool = False
+    calls: CallTraces | None = None
+
+
+class OutgoingRequest(InferRequest, kw_only=True):
+    """A request in the process that submits it, with fields that the queue does not carry.
+
+    Attributes:
+        inputs_digest: For the response cache, if there is one already.
+        step_key: Identifies a sequence's first request that is an ensemble's step, also when that is executed again.
+        endpoint: The named one; model and version are its target's.
+        assigned: The endpoint drew its target: the caller named none, and met no condition.
+        moves: The endpoint's stable target may answer it if its target is rolled back.
+    """
+
     inputs_digest: bytes = b""
     step_key: str = ""
     endpoint: str = ""
     assigned: bool = False
     moves: bool = False
-    spares_outputs: bool = False
-    calls: CallTraces | None = None
-    made_for: int = -1
 
     @property
     def moves_by(self) -> str:
         """The endpoint that may move the request to another target while it waits."""
         return self.endpoint if self.moves else ""
+
+
+def outgoing_call(request: InferRequest, holders: tuple[ResourceHolder, ...]) -> OutgoingRequest:
+    """Returns the request that a model's call submits, without stamps other than tenant and trace."""
+    return OutgoingRequest(
+        model=request.model,
+        inputs=request.inputs,
+        version=request.version,
+        client_id=request.client_id,
+        outputs=request.outputs,
+        parameters=request.parameters,
+        priority=request.priority,
+        timeout_s=request.timeout_s,
+        tenant=request.tenant,
+        trace=request.trace,
+        sequence=request.sequence,
+        holders=holders,
+        spares_outputs=request.spares_outputs,
+    )
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

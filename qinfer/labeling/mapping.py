@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from qinfer.core.documents import Unreadable, parse, problems_of, read_limited
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, SettingsError
 from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.results import Prediction, Scoring, make_prediction
@@ -289,7 +289,7 @@ class Mapping(BaseModel):
         """
         return file_references(self.inputs, task)
 
-    def request(self, task: Task, spec: ModelSpec, files: AnyMapping[str, bytes] = _NO_FILES) -> InferRequest:
+    def request(self, task: Task, spec: ModelSpec, files: AnyMapping[str, bytes] = _NO_FILES) -> OutgoingRequest:
         """Makes the request for one task, with only the outputs that the mapping uses.
 
         Tasks are batched on the model's queue, not here.
@@ -304,7 +304,7 @@ class Mapping(BaseModel):
         """
         outputs = wanted_outputs(self.results)
         tensors = make_request(self.inputs, task, spec, files)
-        return InferRequest(
+        return OutgoingRequest(
             model=self.model, inputs=tensors, version=self.version, outputs=outputs, priority=self.priority
         )
 

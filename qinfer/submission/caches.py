@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.models.catalog import ServedVersion
 from qinfer.queue import keys
 from qinfer.queue.connection import packable
@@ -97,7 +97,7 @@ def _apart(response: Response) -> Response:
     return msgspec.structs.replace(response, request_id="", outputs=outputs, timing=None, called=())
 
 
-def response_key(request: InferRequest, served: ServedVersion) -> bytes | None:
+def response_key(request: OutgoingRequest, served: ServedVersion) -> bytes | None:
     """Returns a request's key; `None` if its parameters can't be encoded."""
     spec = served.spec
     tenant = None if spec.cached_for_all else request.tenant

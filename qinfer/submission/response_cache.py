@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from qinfer.core.clock import SystemClock
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_sections import CachePlan
 from qinfer.errors import QinferError, QueueFull
 from qinfer.models.catalog import ServedVersion
@@ -44,7 +44,9 @@ class Executes(Protocol):
 
     pending: PendingRequests
 
-    def submit(self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float) -> PendingCall:
+    def submit(
+        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float
+    ) -> PendingCall:
         """Puts a request into the queue."""
         ...
 
@@ -54,7 +56,7 @@ class Executes(Protocol):
         """Refuses a request that may not wait."""
         ...
 
-    def prepare(self, request: InferRequest, served: ServedVersion) -> None:
+    def prepare(self, request: OutgoingRequest, served: ServedVersion) -> None:
         """Checks a request, and refuses it if too many are in flight."""
         ...
 
@@ -71,7 +73,7 @@ class Flight(Inner):
     )  # fmt: skip
 
     def __init__(
-        self, cache: "ResponseCache", place: _Place, served: ServedVersion, request: InferRequest, first: PendingCall
+        self, cache: "ResponseCache", place: _Place, served: ServedVersion, request: OutgoingRequest, first: PendingCall
     ) -> None:
         self._cache = cache
         self.place = place
@@ -142,7 +144,12 @@ class ResponseCache:
         self._submission, self._table = submission, submission.pending
 
     def submit(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+        self,
+        served: ServedVersion,
+        request: OutgoingRequest,
+        sink: ResponseSink,
+        timeout_s: float,
+        quota: Counter | None,
     ) -> PendingCall | None:
         """Answers a request or lets it wait; `None` if it can't be cached."""
         started_s = self._now_s()
@@ -226,7 +233,7 @@ class ResponseCache:
             self._table.cancel(pending)
 
     def _take_off(
-        self, place: _Place, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
+        self, place: _Place, served: ServedVersion, request: OutgoingRequest, pending: PendingCall, timeout_s: float
     ) -> None:
         """Executes a request for all its callers, for up to twice the model's timeout because of later callers."""
         spec, submission = served.spec, self._submission

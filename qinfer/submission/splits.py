@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import MAX_PARTS, ModelSpec
@@ -24,7 +24,9 @@ class Submits(Protocol):
 
     pending: PendingRequests
 
-    def submit(self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float) -> PendingCall:
+    def submit(
+        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float
+    ) -> PendingCall:
         """Submits a part."""
         ...
 
@@ -108,7 +110,7 @@ class Whole:
 
 
 def submit_parts(
-    submission: Submits, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
+    submission: Submits, served: ServedVersion, request: OutgoingRequest, pending: PendingCall, timeout_s: float
 ) -> None:
     """Submits the parts of a checked request; a refusal cancels the other parts."""
     table, parts = submission.pending, parts_of(request, served.spec.max_batch_size)
@@ -123,13 +125,13 @@ def submit_parts(
         raise
 
 
-def is_large(request: InferRequest, spec: ModelSpec) -> bool:
+def is_large(request: OutgoingRequest, spec: ModelSpec) -> bool:
     """Tells whether the first input has more rows than a batch."""
     inputs = request.inputs
     return bool(spec.max_batch_size and inputs and inputs[0].shape and inputs[0].shape[0] > spec.max_batch_size)
 
 
-def check_whole(request: InferRequest, spec: ModelSpec) -> None:
+def check_whole(request: OutgoingRequest, spec: ModelSpec) -> None:
     """Raises `InvalidRequest` for a request that needs splitting."""
     if is_large(request, spec):
         raise InvalidRequest(
@@ -138,8 +140,8 @@ def check_whole(request: InferRequest, spec: ModelSpec) -> None:
         )
 
 
-def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
-    """Cuts a request into parts that share its bytes; one version executes all parts."""
+def parts_of(request: OutgoingRequest, max_rows: int) -> list[OutgoingRequest]:
+    """Cuts a request into parts that share its bytes; one version executes all."""
     rows = request.inputs[0].shape[0]
     starts = range(0, rows, max_rows)
     assert len(starts) <= MAX_PARTS, "the request was checked"

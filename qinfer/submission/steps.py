@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import QinferError
 from qinfer.models.catalog import ServedVersion
@@ -39,7 +39,12 @@ class SequenceSteps:
         self._work = asyncio.Event()
 
     def submit(
-        self, pending: PendingCall, request: InferRequest, served: ServedVersion, frame: bytes, payload: Payload | None
+        self,
+        pending: PendingCall,
+        request: OutgoingRequest,
+        served: ServedVersion,
+        frame: bytes,
+        payload: Payload | None,
     ) -> None:
         """Submits a checked step; its outcome goes to the pending requests."""
         flags = request.sequence
@@ -136,7 +141,7 @@ def _pin(served: ServedVersion) -> SequencePin:
     )
 
 
-def _digest(request: InferRequest) -> str:
+def _digest(request: OutgoingRequest) -> str:
     """Returns a request's hash, or its key: earlier steps of an ensemble may change the content at a repetition."""
     if request.step_key:
         return request.step_key

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from qinfer.core.clock import SystemClock
-from qinfer.core.messages import IdFactory, InferRequest, Response
+from qinfer.core.messages import IdFactory, OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BACKLOG_TIMED_OUT,
@@ -64,7 +64,13 @@ class LocalBatcher(Protocol):
     """A way past the lane into a batcher of this process."""
 
     def try_admit(
-        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, next_batch: bool = True
+        self,
+        served: ServedVersion,
+        request: OutgoingRequest,
+        rows: int,
+        waiting: PendingCall,
+        *,
+        next_batch: bool = True,
     ) -> bool:
         """Admits a checked and stamped request, with `next_batch` only into the next batch; returns whether it did."""
         ...
@@ -108,7 +114,7 @@ class Submission:
     def submit(
         self,
         served: ServedVersion,
-        request: InferRequest,
+        request: OutgoingRequest,
         sink: ResponseSink,
         timeout_s: float,
         quota: Counter | None = None,
@@ -162,7 +168,7 @@ class Submission:
         return pending
 
     def submit_near(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
+        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
     ) -> PendingCall:
         """Submits a plain request to a batcher of this process if nothing waits, else by `submit`."""
         spec = served.spec
@@ -173,7 +179,7 @@ class Submission:
         return pending or self.submit(served, request, sink, timeout_s)
 
     def submit_here(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
+        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
     ) -> PendingCall | None:
         """Submits to a batcher of this process, past all waiting requests; `None` if it refuses."""
         spec = served.spec
@@ -190,7 +196,7 @@ class Submission:
     def _submit_local(
         self,
         served: ServedVersion,
-        request: InferRequest,
+        request: OutgoingRequest,
         sink: ResponseSink,
         timeout_s: float,
         try_admit: Callable[..., bool],
@@ -205,7 +211,7 @@ class Submission:
         self.pending.add(pending, now_s + timeout_s)
         return pending
 
-    def enqueue(self, waiting: PendingCall, request: InferRequest, lane: Lane) -> None:
+    def enqueue(self, waiting: PendingCall, request: OutgoingRequest, lane: Lane) -> None:
         """Enqueues a pending request that a local batcher admitted and did not execute."""
         if waiting not in self.pending:
             return
@@ -223,7 +229,7 @@ class Submission:
         if refusal is not None:
             raise refusal
 
-    def prepare(self, request: InferRequest, served: ServedVersion) -> None:
+    def prepare(self, request: OutgoingRequest, served: ServedVersion) -> None:
         """Checks a request before its cached response is looked up."""
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
@@ -246,7 +252,7 @@ class Submission:
     def _submit_anew(
         self,
         pending: PendingCall,
-        request: InferRequest,
+        request: OutgoingRequest,
         served: ServedVersion,
         route: LaneRoute,
         timeout_s: float,
@@ -272,7 +278,12 @@ class Submission:
         self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
 
     def _submit_special(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+        self,
+        served: ServedVersion,
+        request: OutgoingRequest,
+        sink: ResponseSink,
+        timeout_s: float,
+        quota: Counter | None,
     ) -> PendingCall | None:
         if served.spec.is_stateful:
             if len(self.pending) >= self._max_in_flight:
@@ -285,7 +296,12 @@ class Submission:
         return self._cache.submit(served, request, sink, timeout_s, quota)
 
     def _submit_parts(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+        self,
+        served: ServedVersion,
+        request: OutgoingRequest,
+        sink: ResponseSink,
+        timeout_s: float,
+        quota: Counter | None,
     ) -> PendingCall:
         self.prepare(request, served)
         request.id, request.version, now_s = self.new_id(served), served.version, self._clock.monotonic_s()
@@ -295,7 +311,12 @@ class Submission:
         return pending
 
     def _submit_step(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+        self,
+        served: ServedVersion,
+        request: OutgoingRequest,
+        sink: ResponseSink,
+        timeout_s: float,
+        quota: Counter | None,
     ) -> PendingCall:
         """Submits a step, whose limits are checked when it is appended."""
         spec = served.spec
@@ -333,7 +354,7 @@ class Submission:
         )
 
 
-def check(request: InferRequest, served: ServedVersion) -> None:
+def check(request: OutgoingRequest, served: ServedVersion) -> None:
     """Checks a request against its model, once; usable in any thread."""
     rows = validate(request, served.spec, served.spec.max_request_rows)
     if served.spec.sequences is not None:
@@ -365,7 +386,7 @@ class StampedRequest(NamedTuple):
 
 
 def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
-    request: InferRequest,
+    request: OutgoingRequest,
     served: ServedVersion,
     *,
     address: EntryAddress,
@@ -401,7 +422,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 
 
 def _stamp(
-    request: InferRequest, served: ServedVersion, route: LaneRoute, timeout_s: float, reply_to: str = ""
+    request: OutgoingRequest, served: ServedVersion, route: LaneRoute, timeout_s: float, reply_to: str = ""
 ) -> None:
     request.version = served.version
     request.partition = route.lane.partition
@@ -424,7 +445,7 @@ class Layouts:
         """Returns the form of a kind."""
         return self._forms.get(kind)
 
-    def lay_out(self, request: InferRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
+    def lay_out(self, request: OutgoingRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
         """Encodes a stamped request; the second of its kind makes the layout known."""
         frame, payload = lay_out(request, self._inline_max_bytes)
         if kind is not None and payload is None and self._repeats.has(kind):
@@ -434,7 +455,7 @@ class Layouts:
         return frame, payload
 
 
-def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float) -> Kind | None:
+def kind_of(request: OutgoingRequest, lane: Lane, generation: int, timeout_s: float) -> Kind | None:
     """Returns the kind of an unstamped request.
 
     `None` if its frame is unique or its bytes must be checked.
@@ -458,7 +479,7 @@ def _kind_of(tensor: Tensor) -> Kind:
     return tensor.name, tensor.datatype, tensor.shape, len(tensor.data)
 
 
-def tensor_bytes(request: InferRequest) -> int:
+def tensor_bytes(request: OutgoingRequest) -> int:
     """Returns the bytes of a request's tensors."""
     size = 0
     for tensor in request.inputs:
@@ -466,7 +487,7 @@ def tensor_bytes(request: InferRequest) -> int:
     return size
 
 
-def lay_out(request: InferRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
+def lay_out(request: OutgoingRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
     """Encodes a stamped request and sets its `payload`; returns the frame, and a payload beside it."""
     size = tensor_bytes(request)
     if size <= inline_max_bytes:
@@ -489,7 +510,11 @@ def check_head(size: int) -> None:
 
 
 def submit_shadow(
-    submission: Submission, served: ServedVersion, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
+    submission: Submission,
+    served: ServedVersion,
+    request: OutgoingRequest,
+    sink: Inner,
+    monotonic_s: Callable[[], float],
 ) -> PendingCall:
     """Puts a copy of a request into the shadow lane of a model version, which workers read while idle.
 

@@ -1,7 +1,7 @@
 """The counts of canaries on trial in one gateway: integer adds for each request, and one script a second.
 
-Counts belong to a revision of the endpoint; counts of older revisions are dropped. A request is counted when it ends,
-for its tenant, and only if its target was drawn, not named by its caller (`InferRequest.assigned`).
+Counts belong to a revision of the endpoint; older ones are dropped. A request is counted when it ends, for its tenant,
+and only if its target was drawn, not named by its caller (`OutgoingRequest.assigned`).
 
 - errors: only the server's failures are bad. A caller's mistake or disconnection is not counted, nor is a missed
   deadline if the caller allowed less time than 99 % of stable's answers take.

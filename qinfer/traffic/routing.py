@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from random import random
 from typing import NamedTuple
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, ModelNotFound
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -84,7 +84,7 @@ class Endpoints:
             return name, version
         return self._version_of(routed, version) if version else routed.stable.place
 
-    def choose(self, request: InferRequest, tenant: str, header: Header = no_header) -> bool:
+    def choose(self, request: OutgoingRequest, tenant: str, header: Header = no_header) -> bool:
         """Replaces model and version of a request to an endpoint; returns whether it was one.
 
         Raises `ModelNotFound` if no target has the requested version, or `BrokerUnavailable` if the requested version
@@ -112,7 +112,7 @@ class Endpoints:
         request.generation = 0  # it may have been checked against another model
         return True
 
-    def shadows(self, request: InferRequest) -> list[Target]:
+    def shadows(self, request: OutgoingRequest) -> list[Target]:
         """Draws the shadows of a request to stable."""
         routed = self.by_name.get(request.endpoint)
         if routed is None or not routed.shadows or self.is_stale:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from itertools import accumulate
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
@@ -41,7 +41,7 @@ class TargetTally:
         self.observed = ObservedTrials()
         self._shadows: Counter[tuple[Key, ShadowOutcome]] = Counter()
 
-    def accepted(self, request: InferRequest) -> None:
+    def accepted(self, request: OutgoingRequest) -> None:
         """Counts a request stored for later."""
         self._requests[key_of(request)] += 1
 
@@ -156,13 +156,13 @@ class TargetTally:
         )
 
 
-def key_of(request: InferRequest) -> Key:
+def key_of(request: OutgoingRequest) -> Key:
     """Returns the endpoint and target of a request."""
     return request.endpoint, f"{request.model}:{request.version}"
 
 
-def witness_of(request: InferRequest) -> str | None:
-    """Returns the tenant for which a request is evidence; `None` if its caller chose the target."""
+def witness_of(request: OutgoingRequest) -> str | None:
+    """Returns the tenant for evidence; `None` = its caller chose the target."""
     return request.tenant if request.assigned else None
 
 

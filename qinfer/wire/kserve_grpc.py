@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.core.messages import OutgoingRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.frame import Repeats
@@ -103,7 +103,7 @@ class RegionPart(NamedTuple):
     byte_size: int
 
 
-def apply_request_parameters(parameters: Mapping[str, Any], request: InferRequest) -> bool:
+def apply_request_parameters(parameters: Mapping[str, Any], request: OutgoingRequest) -> bool:
     """Writes parameters into a request's fields; returns `DecodedRequest.empty_final`."""
     known: dict[str, Any] = {}
     custom: dict[str, Scalar] = {}
@@ -249,7 +249,7 @@ class DecodedRequest(NamedTuple):
     With `empty_final`, a decoupled model that ends without a last response sends an empty one (reference §2.3).
     """
 
-    request: InferRequest
+    request: OutgoingRequest
     version: str
     plan: OutputPlan
     empty_final: bool
@@ -315,7 +315,7 @@ def decode_infer(message: ParsedRequest, regions: Regions, max_bytes: int = MAX_
         inputs.append(Tensor(entry.name, entry.datatype, tuple(entry.shape), data))
     if position != len(raw):
         raise InvalidRequest(f"unexpected additional input data for model '{model}'")
-    request = InferRequest(model=model, inputs=tuple(inputs), client_id=fields.id)
+    request = OutgoingRequest(model=model, inputs=tuple(inputs), client_id=fields.id)
     empty_final = False
     if fields.parameters:
         empty_final = apply_request_parameters(fields.parameters, request)
@@ -359,7 +359,7 @@ class Repetitions:
             return None
         model, version, name, datatype, shape, outputs = known
         data = blob[begin:] if len(blob) <= _COPY_MAX_BYTES else memoryview(blob)[begin:]
-        request = InferRequest(model=model, inputs=(Tensor(name, datatype, shape, data),), outputs=outputs)
+        request = OutgoingRequest(model=model, inputs=(Tensor(name, datatype, shape, data),), outputs=outputs)
         return DecodedRequest(request, version, _PLAIN, empty_final=False)
 
     def learn(self, blob: Bytes, message: ParsedRequest, decoded: DecodedRequest) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from msgspec import UNSET
 
-from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.core.messages import OutgoingRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire import kserve_exact
@@ -71,8 +71,8 @@ def decode_infer(
     version: int,
     bounds: JsonBounds = _BOUNDS,
     regions: Regions = NO_REGIONS,
-) -> tuple[InferRequest, OutputPlan]:
-    """Decodes an infer request; `raw_request` decodes raw binary requests, of JSON length 0.
+) -> tuple[OutgoingRequest, OutputPlan]:
+    """Decodes an infer request; `raw_request` decodes raw binary ones, of JSON length 0.
 
     `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """
@@ -101,7 +101,7 @@ def decode_infer(
     plan = _BINARY_PLAN if form.binary else _STRICT_PLAN if form.strict else _JSON_PLAN
     if parsed.outputs:
         outputs, plan = _plan(parsed.outputs, regions, form)
-    request = InferRequest(model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs)
+    request = OutgoingRequest(model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs)
     if fields:
         for name, value in fields.items():
             setattr(request, name, value)

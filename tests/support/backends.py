@@ -28,6 +28,7 @@ class Answers(OneResponse):
     def __init__(self, call: Callable[[InferRequest], Response] | None = None, cancelled: Sequence[int] = ()) -> None:
         self.by_item: dict[int, tuple[Tensor, ...] | QinferError] = {}
         self.parameters: dict[int, Mapping[str, Scalar]] = {}
+        self.made_for: list[int] = []
         self._call = call
         self._cancelled = cancelled
 
@@ -47,8 +48,9 @@ class Answers(OneResponse):
     def cancelled(self, item: int) -> bool:
         return item in self._cancelled
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         assert self._call is not None
+        self.made_for.append(made_for)
         return self._call(request)
 
     def array(self, item: int = 0, output: int = 0) -> Array:

@@ -216,7 +216,7 @@ class Streamed(Answers):
     def cancelled(self, item: int) -> bool:
         return item in self._unwanted
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
         assert self._stream is not None
         return self._stream(request)
 

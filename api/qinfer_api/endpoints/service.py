@@ -14,7 +14,7 @@ from qinfer.traffic.store import unknown
 from qinfer.traffic.tally import TargetTally
 from qinfer.traffic.trial_store import TrialStore
 from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
-from qinfer_api.shadows import OnlineShadows
+from qinfer_api.endpoints.shadows import OnlineShadows
 
 _TRIES = 5
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from qinfer.core.api_keys import Scope
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import QinferError
 from qinfer.submission.pending import Memory, PendingCall
 from qinfer.wire.outputs import OutputPlan
@@ -26,7 +26,7 @@ from qinfer_api.http.infer import (
 
 logger = logging.getLogger(__name__)
 
-_NO_REQUEST = InferRequest(model="", inputs=())
+_NO_REQUEST = OutgoingRequest(model="", inputs=())
 _NO_PLAN = OutputPlan()
 _GONE = HttpReply(400, b"")
 

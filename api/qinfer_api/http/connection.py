@@ -338,7 +338,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._parser.get_http_version() != "1.1"
 
     def _dispatch_request(self) -> None:
-        """Refuses unknown transfer codings (RFC 9112 §6.1)."""
+        """Puts a request into the queue, unless its transfer coding is unknown (RFC 9112 §6.1)."""
         codings = transfer_codings(self.headers)
         if codings and codings != [b"chunked"]:
             given = b", ".join(codings).decode("latin-1")[:100]

@@ -1,6 +1,10 @@
 """Decodes infer requests and encodes responses, so that fast path and routes answer alike.
 
-Nothing here waits; callers run slow calls (a large body, shared memory) in a thread.
+Nothing here waits; callers run slow calls (a large body, shared memory) in a thread. Several responses to one request
+are one JSON list, or server-sent events; each reads like a reply of infer:
+
+    list    {"responses": [each as infer would answer it]} ‖ the bytes of all binary outputs, in the responses' order
+    event   `data:` each as infer would answer it; binary outputs follow in a second `data:`, their bytes in base64
 """
 
 import asyncio
@@ -8,6 +12,7 @@ import math
 import re
 import struct
 import zlib
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from http import HTTPStatus
@@ -17,7 +22,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from qinfer.core.messages import Failure, InferRequest, Response, Scalar
+from qinfer.core.messages import Failure, OutgoingRequest, Response, Scalar
 from qinfer.core.settings import Settings
 from qinfer.errors import (
     ErrorCode,
@@ -99,7 +104,7 @@ def wants_strict(header: str) -> bool:
 
 
 def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
-    """Compresses a reply; fast, because floats shrink little."""
+    """Compresses a reply at a fast level, because floats shrink little at any level."""
     compressor = zlib.compressobj(level=level, wbits=_WINDOW_BITS[encoding])
     return compressor.compress(body) + compressor.flush()
 
@@ -323,7 +328,7 @@ class InferCodec:
 
     def decode(
         self, target: UrlTarget, body: Bytes, json_length: str | None, tenant: str, served: ServedVersion | None = None
-    ) -> tuple[InferRequest, OutputPlan]:
+    ) -> tuple[OutgoingRequest, OutputPlan]:
         """Decodes the body of an infer request."""
         length = parse_json_length(json_length, len(body))
         if length == 0:
@@ -352,7 +357,7 @@ class InferCodec:
             return failure_reply(error)
         return HttpReply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
 
-    def routed(self, request: InferRequest, plan: OutputPlan, served: ServedVersion | None = None) -> OutputPlan:
+    def routed(self, request: OutgoingRequest, plan: OutputPlan, served: ServedVersion | None = None) -> OutputPlan:
         """Returns an endpoint request's plan, bound to its target."""
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
         return (
@@ -395,8 +400,8 @@ def bound(plan: OutputPlan, served: ServedVersion) -> OutputPlan:
     return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
-def with_headers(request: InferRequest, forwarded: Mapping[str, Scalar]) -> None:
-    """Makes forwarded headers parameters of a request; refuses reserved names."""
+def with_headers(request: OutgoingRequest, forwarded: Mapping[str, Scalar]) -> None:
+    """Adds forwarded headers to the parameters; refuses reserved names."""
     for name in forwarded:
         check_forwarded(name)
     request.parameters = {**request.parameters, **forwarded}
@@ -478,8 +483,8 @@ _LENGTH = struct.Struct("<I")
 _PLAN = OutputPlan(binary=True)
 
 
-def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
-    """Makes a request of a raw body; the body is one row if the model has a batch dimension."""
+def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[OutgoingRequest, OutputPlan]:
+    """Returns a raw body's request: one row if there is a batch dimension."""
     if len(spec.inputs) != 1:
         raise _request_error(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(spec.inputs)} inputs in "
@@ -502,7 +507,47 @@ def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[In
         shape[variable[0]] = len(body) // (fixed * DATATYPES[expected.datatype].itemsize)
     rows = (1,) if spec.max_batch_size else ()
     tensor = Tensor(expected.name, expected.datatype, (*rows, *shape), data)
-    return InferRequest(model=model, inputs=(tensor,), version=version), _PLAN
+    return OutgoingRequest(model=model, inputs=(tensor,), version=version), _PLAN
+
+
+def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> HttpReply:
+    """Encodes all responses as one reply, or the error of one."""
+    texts, outputs, target = list[bytes](), list[bytes](), ""
+    for response in responses:
+        reply = codec.encode(response, client_id, plan)
+        if reply.status != 200:
+            return reply
+        target = reply.target
+        text, binary = _parts(reply)
+        texts.append(text)
+        outputs.append(binary)
+    text, binary = b'{"responses":[%b]}' % b",".join(texts), b"".join(outputs)
+    return HttpReply(200, text + binary, len(text) if binary else None, target=target)
+
+
+def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> HttpReply:
+    """Encodes an event's data; binary outputs are a second line."""
+    reply = codec.encode(response, client_id, plan)
+    text, binary = _parts(reply)
+    data = b"%b\n%b" % (text, b64encode(binary)) if binary else text
+    return HttpReply(reply.status, data, cache=reply.cache, target=reply.target)
+
+
+def coded_refusal(failure: Failure) -> HttpReply:
+    """Returns a failure's reply with its code."""
+    body = msgspec.json.encode({"error": failure.message, "code": failure.code})
+    return msgspec.structs.replace(refusal(failure), body=body)
+
+
+def event_text(name: bytes, data: bytes, event_id: bytes = b"") -> bytes:
+    """Formats a server-sent event (WHATWG HTML, "Server-sent events")."""
+    lines = data.replace(b"\n", b"\ndata: ")
+    return b"event: %b\n%bdata: %b\n\n" % (name, b"id: %b\n" % event_id if event_id else b"", lines)
+
+
+def _parts(reply: HttpReply) -> tuple[bytes, bytes]:
+    length = reply.json_length
+    return (reply.body, b"") if length is None else (reply.body[:length], reply.body[length:])
 
 
 def _request_error(text: str) -> InvalidRequest:

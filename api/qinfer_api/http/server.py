@@ -1,4 +1,4 @@
-"""The HTTP server: sockets, TLS and shutdown."""
+"""The HTTP server: sockets, TLS and shutdown; and the port while a gateway waits for Redis."""
 
 import asyncio
 import contextlib
@@ -8,18 +8,24 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.core.settings import HttpSettings
-from qinfer.errors import SettingsError
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.queue.clients import wait_for_redis
+from qinfer.queue.connection import DOWN
 from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.cors import CorsApp
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -198,3 +204,34 @@ def _tls(http: HttpSettings) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(http.tls_certfile, http.tls_keyfile)
     return context
+
+
+async def patiently(
+    http: HttpSettings, listener: socket.socket, work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
+) -> T:
+    """Runs a start's step; serves liveness while Redis is unreachable."""
+    with contextlib.suppress(BrokerUnavailable):
+        return await work()
+    async with live_only(http, listener):
+        return await wait_for_redis(work, stop)
+
+
+@contextlib.asynccontextmanager
+async def live_only(http: HttpSettings, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves liveness until the block ends, and leaves the socket open."""
+    server = HttpServer(http, _refuse, HttpPort(http))
+    own = socket.socket(fileno=os.dup(listener.fileno()))
+    serving = asyncio.create_task(server.serve(own))
+    try:
+        yield
+    finally:
+        server.turn_away()
+        await serving
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["path"] == "/v2/health/live":
+        response = Response()
+    else:
+        response = JSONResponse({"error": DOWN}, 503, {"retry-after": "1"})
+    await response(scope, receive, send)

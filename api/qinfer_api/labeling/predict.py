@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import DeadlineExceeded, ErrorCode, InferenceFailed, Overloaded, QinferError
 from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.mapping import Mapping as TaskMapping
@@ -164,7 +164,7 @@ class _Run:
 
 async def request_of(
     mapping: TaskMapping, served: ServedVersion, task: Mapping[str, Any], fetch: Callable[[str], Awaitable[bytes]]
-) -> InferRequest:
+) -> OutgoingRequest:
     """Creates a task's request, with files."""
     names = mapping.files(task)
     contents = {name: await fetch(name) for name in names}

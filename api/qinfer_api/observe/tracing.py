@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import CallRecord, CallTraces, Failure, InferRequest, Response, Timing
+from qinfer.core.messages import CallRecord, CallTraces, Failure, OutgoingRequest, Response, Timing
 from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import ServedVersion
@@ -125,7 +125,7 @@ class TracedDispatcher(Dispatcher):
     def submit(
         self,
         context: CallerContext,
-        request: InferRequest,
+        request: OutgoingRequest,
         sink: ResponseSink,
         within_s: float = math.inf,
         *,
@@ -199,8 +199,8 @@ class TracedDispatcher(Dispatcher):
         return context.trace
 
     @contextmanager
-    def trace_stored(self, request: InferRequest) -> Iterator[Callable[[Ending], None]]:
-        """Traces the request that the block stores, when that request ends."""
+    def trace_stored(self, request: OutgoingRequest) -> Iterator[Callable[[Ending], None]]:
+        """Traces a request that is stored in the block, at its end."""
         if len(self._following) >= _MOST_FOLLOWED or (sampling := self._sample(request.model)) is None:
             yield lambda _: None
             return
@@ -258,13 +258,13 @@ class TracedSink:
     def __init__(
         self,
         sink: ResponseSink,
-        request: InferRequest,
+        request: OutgoingRequest,
         clock: ServerClock,
         span: Span | None,
         sampling: Sampling | None,
     ) -> None:
         self._sink = sink
-        self._request: InferRequest | None = request
+        self._request: OutgoingRequest | None = request
         self._clock = clock
         self._span = span
         self._sampling = sampling
@@ -316,7 +316,7 @@ class TracedSink:
         self._pending = None  # breaks a reference cycle
 
     def _end_span(
-        self, span: Span, request: InferRequest, failure: Failure | None, response: Response | None, now_s: float
+        self, span: Span, request: OutgoingRequest, failure: Failure | None, response: Response | None, now_s: float
     ) -> None:
         model = request.model[:_MOST_TEXT]
         about: dict[str, str | int] = {MODEL: model, VERSION: request.version, REQUEST_ID: request.id}
@@ -351,7 +351,7 @@ class TracedSink:
         return self._begin_s if entry is None else entry.enqueued_s
 
     def _add_trace(
-        self, sampling: Sampling, request: InferRequest, response: Response | None, end_s: float, now_s: float
+        self, sampling: Sampling, request: OutgoingRequest, response: Response | None, end_s: float, now_s: float
     ) -> None:
         timing = None if response is None else response.timing
         calls = [] if response is None else [_trace_of(call, end_s) for call in response.called]
@@ -389,7 +389,7 @@ def _trace_of(call: CallRecord, last_s: float) -> CallTrace:
     return CallTrace(about, _ascending([*stamps, ("REQUEST_END", ended_s)], ended_s), called(call.tensors), calls)
 
 
-def _about(request: InferRequest) -> dict[str, str | int]:
+def _about(request: OutgoingRequest) -> dict[str, str | int]:
     about: dict[str, str | int] = {"model_name": request.model[:_MOST_TEXT], "model_version": request.version}
     if request.client_id or request.id:
         about["request_id"] = (request.client_id or request.id)[:_MOST_TEXT]

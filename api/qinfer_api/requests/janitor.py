@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 
 from qinfer.core.retry import OutageLog
-from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
+from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.models.catalog import Catalog
 from qinfer.models.routes import NAMES
 from qinfer.observe.stats import GatewayTally
@@ -27,8 +27,9 @@ from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.entries import Entry, Lane, RequestState, Settlement
 from qinfer.queue.lanes import Queue
+from qinfer.queue.sequences.answers import answer_rest
+from qinfer.queue.sequences.ownership import AT_ONCE
 from qinfer_api.requests.records import failed_outcome
-from qinfer_api.requests.sequence_janitor import SequenceJanitor
 from qinfer_api.requests.webhooks import Webhooks
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ _BATCH = 200
 _MODELS = 100
 _ORPHANS = 20
 _ORPHANS_EVERY_S = 5.0
+_TOGETHER = 16  # models with sequences, at once
+_COUNTED = {Cancelled.code, DeadlineExceeded.code}  # counted by the gateway of the request
 
 
 class Janitor:
@@ -236,3 +239,40 @@ def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:
     return (
         request is not None and bool(request.reply_to) and entry.enqueued_s + request.timeout_s + ORPHAN_GRACE_S < now_s
     )
+
+
+class SequenceJanitor:
+    """Looks after sequences; one per gateway.
+
+    a worker's lease has ended ──▶ its sequences wait for another owner; `explicit` ones end
+    a sequence has no owner    ──▶ it ends at the deadline of its steps, or when nothing of it has waited for a while
+    a life has ended           ──▶ each remaining step gets its stored response, or the failure
+    """
+
+    def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:
+        self._queue = queue
+        self._catalog = catalog
+        self._tally = tally
+        self._models: dict[str, None] = {}  # a removed model may have sequences left
+        self._together = asyncio.Semaphore(_TOGETHER)
+
+    async def round(self) -> None:
+        """Looks after all models' sequences; raises if some are unreachable."""
+        self._models |= dict.fromkeys(self._catalog.stateful())
+        outcomes = await asyncio.gather(*map(self.look_after, self._models), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def look_after(self, model: str) -> None:
+        """Looks after the sequences of a model."""
+        sequences = self._queue.sequences(model, _PARTITION)
+        async with self._together:
+            while await sequences.reap() == AT_ONCE:
+                pass
+            while await sequences.sweep() == AT_ONCE:
+                pass
+            for request, failure in await answer_rest(self._queue, sequences):
+                if failure.code not in _COUNTED:
+                    self._tally.count_ended(model, request.version, failure.code)
+                logger.info("step not executed", extra={"model": model, "request_id": request.id, "code": failure.code})

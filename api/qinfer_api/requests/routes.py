@@ -3,7 +3,7 @@
 Events are server-sent (WHATWG HTML, "Server-sent events"):
 
     event: state          the record as data, now and at each change; the stream ends after the terminal state
-    event: response       each response of a decoupled model, while it executes and after (`qinfer_api.http.responses`)
+    event: response       each response of a decoupled model, while it executes and after (`qinfer_api.http.infer`)
     : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
 
 An event's id is `<attempts>-<state>`, then `.<responses>` if there were any. Browsers reconnect by themselves with the
@@ -27,8 +27,7 @@ from qinfer.queue.values import LARGE_BYTES, Room
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import CallerContext
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, HttpReply, UrlTarget, read_seconds, strictly
-from qinfer_api.http.responses import encode_event
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, HttpReply, UrlTarget, encode_event, read_seconds, strictly
 from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
 from qinfer_api.requests.service import RequestTicket, SubmitOptions
 from qinfer_api.rest.openapi import LAST_EVENT, describe_response, errors, followed, header, operation, query

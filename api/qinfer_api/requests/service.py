@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 import functools
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
+from qinfer.core.messages import Failure, IdFactory, OutgoingRequest, Response
 from qinfer.core.settings import RequestSettings
 from qinfer.errors import (
     LEFT,
@@ -34,10 +34,9 @@ from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, CallerContext
-from qinfer_api.dispatcher import Dispatcher, checked_timeout_s
+from qinfer_api.dispatcher import Dispatcher, Ending, checked_timeout_s
 from qinfer_api.http.infer import bound
 from qinfer_api.receiving import AnswerMemory, ReceivingBudget
-from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.records import (
     chosen_address,
     conflict,
@@ -54,6 +53,10 @@ from qinfer_api.status import of_request, told
 _GRACE_S = 5.0
 # Seconds for which the choice of a target outlives the request's record.
 _KEPT_LONGER_S = 600.0
+
+
+WatchEnd = Callable[[OutgoingRequest, Ending, str, float], None]
+"""Watches the end of a request to an endpoint; gets its tenant for a `SharedLimit`, and its caller's timeout."""
 
 
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +98,7 @@ class AsyncRequests:
     targets: Targets
     waits: Waits
     kept: KeptTargets
-    ends: StoredEnds
+    watch_end: WatchEnd
     receiving: ReceivingBudget
     ids: IdFactory = field(default_factory=IdFactory)
 
@@ -129,7 +132,7 @@ class AsyncRequests:
         return error
 
     async def submit(
-        self, context: CallerContext, request: InferRequest, plan: OutputPlan, options: SubmitOptions
+        self, context: CallerContext, request: OutgoingRequest, plan: OutputPlan, options: SubmitOptions
     ) -> RequestTicket:
         """Accepts or finds a request; stamps `request` in place."""
         self.check_up(request.model, request.partition)
@@ -173,7 +176,7 @@ class AsyncRequests:
     async def _keep_target(
         self,
         context: CallerContext,
-        request: InferRequest,
+        request: OutgoingRequest,
         plan: OutputPlan,
         options: SubmitOptions,
         names: Sequence[str],
@@ -281,7 +284,7 @@ class AsyncRequests:
         return RequestTicket(record or self._first_record(found, acceptance), accepted.is_new)
 
     async def _accept(
-        self, context: CallerContext, request: InferRequest, served: ServedVersion, acceptance: Acceptance
+        self, context: CallerContext, request: OutgoingRequest, served: ServedVersion, acceptance: Acceptance
     ) -> AcceptOutcome:
         """Accepts a request; if it is not admitted, finds an earlier acceptance."""
         try:
@@ -323,7 +326,7 @@ class AsyncRequests:
         if request.endpoint and not self.waits.is_full(sharing):
             given_s = acceptance.timeout_s
             own_s = self._timeout_s(served, None)
-            self.ends.accepted(request, ending, sharing, given_s if given_s < own_s else math.inf)
+            self.watch_end(request, ending, sharing, given_s if given_s < own_s else math.inf)
         return accepted
 
     @contextlib.asynccontextmanager
@@ -342,7 +345,7 @@ class AsyncRequests:
     def _acceptance(
         self,
         context: CallerContext,
-        request: InferRequest,
+        request: OutgoingRequest,
         served: ServedVersion,
         plan: OutputPlan,
         options: SubmitOptions,

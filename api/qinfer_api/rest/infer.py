@@ -22,7 +22,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from qinfer.core.messages import Failure, InferRequest, Response, Scalar
+from qinfer.core.messages import Failure, OutgoingRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec, TensorSpec
@@ -43,14 +43,16 @@ from qinfer_api.http.infer import (
     HttpReply,
     UrlTarget,
     answered_by,
+    coded_refusal,
+    encode_event,
     error_reply,
+    event_text,
     failure_reply,
     header_value,
     hold,
     refusal,
     request_encoding,
 )
-from qinfer_api.http.responses import coded_refusal, encode_event, event_text
 from qinfer_api.observe.endpoint_load import FORMAT_HEADER
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.openapi import Json, body, describe_response, header, operation
@@ -425,7 +427,7 @@ _ID = "id"
 
 
 class _FreeRequest(NamedTuple):
-    request: InferRequest
+    request: OutgoingRequest
     strict: bool
 
 
@@ -455,7 +457,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
                 parameters[key] = custom_parameter(key, value, "" if members is document else _CONVERTING)
     read.check()
     form = apply_parameters(flags, fields)
-    request = InferRequest(
+    request = OutgoingRequest(
         model=model,
         inputs=tuple(tensors.values()),
         version=version,

@@ -1,20 +1,26 @@
-"""The OpenAPI document, and helpers to describe routes.
+"""The OpenAPI document, helpers to describe routes, and the page `/docs`, which shows the document by Swagger UI.
 
 A body's descriptions come from its type's docstring, with the sections `Attributes` and `Example` (JSON).
 """
 
+import asyncio
 import copy
+import gzip
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.params import Security
 from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
+from qinfer_api.http.infer import response_encoding
 
 Json = dict[str, Any]
 
@@ -34,12 +40,25 @@ _MEANING = {
     503: "Not ready, overloaded, past its deadline, or shutting down: try again.",
 }
 
-
 _BASIC = "basic"
 _SCHEMES: Json = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, where the server asks for keys."},
     "apiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same key."},
     _BASIC: {"type": "http", "scheme": "basic", "description": "The same key as the password; any user name."},
+}
+
+_FILES = Path(__file__).parent / "swagger_ui"  # `scripts/swagger_ui.py` fetches them
+_KINDS = {
+    "start.js": "text/javascript; charset=utf-8",
+    "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
+    "swagger-ui.css": "text/css; charset=utf-8",
+}
+_HEADERS = {
+    # Swagger UI's style sheet has `data:` images.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
 }
 
 
@@ -191,3 +210,36 @@ def _describe(component: Json) -> None:
             component["example"] = msgspec.json.decode(text)
         for field, meaning in _ATTRIBUTE.findall(text) if name == "Attributes" else ():
             component["properties"][field]["description"] = " ".join(meaning.split())
+
+
+def docs_routes() -> APIRouter:
+    """Returns the routes of the page and its files."""
+    router = APIRouter(include_in_schema=False)
+    router.add_api_route("/docs", _page)
+    for name in _KINDS:
+        router.add_api_route(f"/docs/{name}", _part)
+    return router
+
+
+async def _page() -> HttpResponse:
+    return _response(await _read_asset("index.html"), "text/html; charset=utf-8")
+
+
+async def _part(request: Request) -> HttpResponse:
+    name = request.url.path.rpartition("/")[2]
+    if not name.startswith("swagger-ui"):
+        return _response(await _read_asset(name), _KINDS[name])
+    content, encoding = await _read_asset(f"{name}.gz"), {"vary": "accept-encoding"}
+    if response_encoding(request.headers.get("accept-encoding")) == "gzip":
+        encoding["content-encoding"] = "gzip"
+    else:
+        content = await asyncio.to_thread(gzip.decompress, content)
+    return _response(content, _KINDS[name], encoding)
+
+
+async def _read_asset(name: str) -> bytes:
+    return await asyncio.to_thread((_FILES / name).read_bytes)
+
+
+def _response(content: bytes, kind: str, more: Mapping[str, str] | None = None) -> HttpResponse:
+    return HttpResponse(content, headers={**_HEADERS, **(more or {})}, media_type=kind)

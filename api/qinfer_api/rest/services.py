@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive
 
 from qinfer.core.api_keys import Scope
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings import Settings
 from qinfer.errors import DeliveryError, Forbidden, InvalidRequest, QinferError, Unauthorized
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -42,7 +42,9 @@ from qinfer_api.http.infer import (
     InferCodec,
     UrlTarget,
     decompress,
+    encode_list,
     error_reply,
+    event_text,
     failure_reply,
     forwarded,
     parse_json_length,
@@ -56,7 +58,6 @@ from qinfer_api.http.infer import (
     wants_strict,
     with_headers,
 )
-from qinfer_api.http.responses import encode_list, event_text
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, AnswerMemory, ReceivingBudget, Reservation
@@ -104,7 +105,7 @@ def idempotency_key(request: Request) -> str | None:
     return key
 
 
-def forward_headers(services: Services, request: Request, decoded: InferRequest) -> None:
+def forward_headers(services: Services, request: Request, decoded: OutgoingRequest) -> None:
     """Adds the forwarded headers to a request's parameters."""
     if services.forward is not None:
         with_headers(decoded, forwarded(services.forward, request.scope["state"][SENT_HEADERS]))
@@ -130,8 +131,8 @@ def caller(request: Request) -> CallerContext:
     return found
 
 
-def answers(request: Request, asked: InferRequest | EntryAddress) -> None:
-    """Notes which request a reply answers: the reply names its id."""
+def answers(request: Request, asked: OutgoingRequest | EntryAddress) -> None:
+    """Notes the request whose id the reply names."""
     setattr(request.state, IN_REPLY_TO, asked)
 
 
@@ -381,10 +382,10 @@ async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, de
 
 async def decoded_infer(
     services: Services, served: ServedVersion, target: UrlTarget, request: Request, body: Bytes
-) -> tuple[InferRequest, OutputPlan]:
+) -> tuple[OutgoingRequest, OutputPlan]:
     """Decodes an infer request and chooses its target."""
 
-    def decode() -> tuple[InferRequest, OutputPlan]:
+    def decode() -> tuple[OutgoingRequest, OutputPlan]:
         length, tenant = request.headers.get(JSON_LENGTH_HEADER), caller(request).tenant
         decoded, plan = services.codec.decode(target, body, length, tenant, served)
         plan = as_accepted(request, plan)
@@ -415,7 +416,7 @@ def is_strict(request: Request) -> bool:
     return wants_strict(",".join(request.headers.getlist("accept")))
 
 
-def choose(services: Services, request: Request, decoded: InferRequest, served: ServedVersion) -> ServedVersion:
+def choose(services: Services, request: Request, decoded: OutgoingRequest, served: ServedVersion) -> ServedVersion:
     """Chooses where an endpoint's request is served."""
     services.dispatcher.choose(caller(request), decoded, request.headers.get)
     if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):

@@ -96,27 +96,26 @@ class Calls:
             parameters=call.parameters,
             timeout_s=call.timeout_us / 1e6,
             sequence=_sequence(call),
-            made_for=call.made_for,
         )
         work = self._stream if call.streams else self._call_model
         if call.streams:
             with self._lock:
                 self._open[call.number] = _OpenCall()
-        threading.Thread(target=work, args=(call.number, request, ctx), name=f"call-{self._model}", daemon=True).start()
+        threading.Thread(target=work, args=(call, request, ctx), name=f"call-{self._model}", daemon=True).start()
 
-    def _call_model(self, call: int, request: InferRequest, ctx: Context) -> None:
+    def _call_model(self, call: HostCall, request: InferRequest, ctx: Context) -> None:
         try:
-            response = ctx.call(request)
+            response = ctx.call(request, call.made_for)
         except Exception as error:  # noqa: BLE001  the boundary: the model must get an answer
-            self._return(call, _error_answer(error, request.model))
+            self._return(call.number, _error_answer(error, request.model))
             return
-        self._return(call, response)
+        self._return(call.number, response)
 
-    def _stream(self, call: int, request: InferRequest, ctx: Context) -> None:
-        open_call = self._open[call]
-        number: int | None = call
+    def _stream(self, call: HostCall, request: InferRequest, ctx: Context) -> None:
+        open_call = self._open[call.number]
+        number: int | None = call.number
         try:
-            responses = ctx.stream(request)
+            responses = ctx.stream(request, call.made_for)
             open_call.began(responses)
             while number is not None:
                 response = next(responses)
@@ -126,7 +125,7 @@ class Calls:
             if number is not None:
                 self._return(number, _error_answer(error, request.model))
         with self._lock:
-            del self._open[call]
+            del self._open[call.number]
 
     def _return(self, number: int, response: Response | HostAnswer, *, is_last: bool = True) -> None:
         if isinstance(response, HostAnswer):

@@ -353,7 +353,7 @@ async def test_a_defect_of_shadows_is_logged_and_counted_and_nothing_to_callers(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the draw, as one is submitted, and as both answers are there."""
-    monkeypatch.setattr(f"qinfer_api.shadows.{broken}", Mock(side_effect=RuntimeError("defect")))
+    monkeypatch.setattr(f"qinfer_api.endpoints.shadows.{broken}", Mock(side_effect=RuntimeError("defect")))
     digits(tmp_path, {1: "Identity", 2: "Neg"})
     async with models_served(tmp_path) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
         await scene.http.load_model("digits")
@@ -365,8 +365,7 @@ async def test_a_defect_of_shadows_is_logged_and_counted_and_nothing_to_callers(
         found = await counted(client, "reader", dropped=3)
         assert found["shadows"] == {"compared": 0, "disagreed": 0, "failed": 0, "dropped": 3}
         assert "defect" in caplog.text
-        shadows = scene.gateway.dispatcher.shadows
-        assert shadows is not None
+        shadows = scene.gateway.shadows
         assert (shadows.waiting, shadows._in_flight, shadows._bytes) == (0, 0, 0)
 
 

@@ -14,7 +14,7 @@ from qinfer.queue.values import LARGE_BYTES
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_responses
-from qinfer_api.requests import ends
+from qinfer_api.endpoints import ends
 from qinfer_api.requests.records import address_of
 from tests.support.endpoints import BODY, declare, gateways, shadow, split
 from tests.support.ensembles import scale
@@ -73,7 +73,7 @@ async def test_so_many_are_waited_for_and_the_others_are_stored_all_the_same(
     monkeypatch.setattr(ends, "MOST", 3)
     stuck = split({"model": "stuck", "version": 1, "weight": 1.0}, canary=None)
     await declare([gateway], "slow", stuck)
-    found = gateway.gateway.requests.ends
+    found = gateway.gateway._ends
     gateway.gateway.dispatcher.targets.observed.by_target["slow", "stuck:1"] = object()  # type: ignore[assignment]
     async with httpx.AsyncClient(base_url=gateway.url) as client:
         await asyncio.gather(*(send(client, "slow", BODY) for _ in range(6)))

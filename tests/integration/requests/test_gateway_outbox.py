@@ -1,6 +1,6 @@
 """Requests that a part of the gateway submits by itself, and whose ends it reads from an outbox of its own."""
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.queue.deliveries import outbox
 from qinfer.queue.entries import Ending, RequestState
 from qinfer.tensors import Tensor
@@ -16,8 +16,8 @@ KIND = outbox(BOX, 60.0)
 SUBMISSION = SubmitOptions(body_hash="h", idempotency_key="project 1, task 7", outbox=BOX, notes=b"task 7")
 
 
-def request(model: str) -> InferRequest:
-    return InferRequest(model=model, inputs=(Tensor("x", "FP32", (1, 4), bytes(16)),))
+def request(model: str) -> OutgoingRequest:
+    return OutgoingRequest(model=model, inputs=(Tensor("x", "FP32", (1, 4), bytes(16)),))
 
 
 async def ended(running: Running, model: str) -> Ending:

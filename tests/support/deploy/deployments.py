@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from qinfer.cli.main import app
-from qinfer_workers.health_files import LIVE, READY
+from qinfer_workers.liveness import LIVE, READY
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"

@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
@@ -37,7 +37,7 @@ from qinfer_api.dispatcher import Dispatcher
 
 LANE = Lane("m", 3)
 ENTRY = Entry(LANE, "1-0")
-REQUEST = InferRequest(model="m", client_id="c", inputs=(Tensor("x", "FP32", (1,), bytes(4)),))
+REQUEST = OutgoingRequest(model="m", client_id="c", inputs=(Tensor("x", "FP32", (1,), bytes(4)),))
 
 
 class Models:
@@ -280,14 +280,14 @@ async def test_a_quota_that_is_used_up_counts_for_the_model() -> None:
 @pytest.mark.parametrize(("within_s", "timeout_s"), [(2.5, 2.5), (1000.0, 60.0), (0.0, 0.001)])
 async def test_a_caller_can_shorten_the_timeout(within_s: float, timeout_s: float) -> None:
     """To what it will wait, and never to none at all; it can't lengthen it."""
-    setup, request = Setup(), InferRequest(model="m", inputs=REQUEST.inputs)
+    setup, request = Setup(), OutgoingRequest(model="m", inputs=REQUEST.inputs)
 
     setup.dispatcher.submit(ANONYMOUS, request, setup.sink, within_s)
 
     assert request.timeout_s == timeout_s
 
 
-def submit_alike(setup: Setup, count: int) -> list[InferRequest]:
+def submit_alike(setup: Setup, count: int) -> list[OutgoingRequest]:
     """Submits requests that differ in their elements only."""
     requests = [request_of(Tensor("x", "FP32", (1,), struct.pack("<f", number))) for number in range(count)]
     for request in requests:
@@ -295,8 +295,8 @@ def submit_alike(setup: Setup, count: int) -> list[InferRequest]:
     return requests
 
 
-def request_of(tensor: Tensor) -> InferRequest:
-    return InferRequest(model="m", inputs=(tensor,))
+def request_of(tensor: Tensor) -> OutgoingRequest:
+    return OutgoingRequest(model="m", inputs=(tensor,))
 
 
 async def test_requests_that_are_alike_reach_the_queue_as_the_first_did() -> None:

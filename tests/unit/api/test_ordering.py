@@ -6,7 +6,7 @@ from typing import Any, Self, cast
 
 import pytest
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.core.settings_sections import CachePlan
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError, QueueFull
@@ -118,7 +118,7 @@ class Setup:
     ) -> PendingCall:
         sink = self.sinks[name] = kind(name, self.answered)
         asked_s = fields.pop("asked_s", None)
-        request = InferRequest(model=model, version=version, **{"inputs": (tensor("x"),), **fields})
+        request = OutgoingRequest(model=model, version=version, **{"inputs": (tensor("x"),), **fields})
         return self.dispatcher.submit(ANONYMOUS, request, sink, asked_s=asked_s)
 
     def respond(self, *requests: PendingCall, **fields: Any) -> None:

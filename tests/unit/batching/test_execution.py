@@ -8,7 +8,7 @@ import pytest
 from qinfer.backends.base import Batch, Context
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.execution import Execution, WorkItem
-from qinfer.core.messages import CallTraces, InferRequest, ResourceHolder, Response
+from qinfer.core.messages import CallTraces, InferRequest, OutgoingRequest, ResourceHolder, Response
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -27,15 +27,15 @@ class Called:
 
     def __init__(self, error: QinferError | None = None) -> None:
         self.error = error
-        self.calls: list[tuple[InferRequest, float]] = []
+        self.calls: list[tuple[OutgoingRequest, float]] = []
 
-    def call(self, request: InferRequest, deadline_s: float) -> Response:
+    def call(self, request: OutgoingRequest, deadline_s: float) -> Response:
         self.calls.append((request, deadline_s))
         if self.error is not None:
             raise self.error
         return Response(request_id="1")
 
-    def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
+    def stream(self, request: OutgoingRequest, deadline_s: float) -> Iterator[Response]:
         return iter((self.call(request, deadline_s),))
 
 
@@ -97,7 +97,7 @@ def test_a_call_is_part_of_the_trace_of_its_request(made_for: int, traced: int |
     for position, calls in traces.items():
         run.items[position].request.calls = calls
 
-    run.call(InferRequest(model="back", inputs=(), made_for=made_for))
+    run.call(InferRequest(model="back", inputs=()), made_for)
 
     ((called, _),) = caller.calls
     assert called.calls is (None if traced is None else traces[traced])

@@ -49,7 +49,7 @@ class Ctx(OneResponse):
     def respond(self, *_: object, **__: object) -> None:
         return
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         TIMES[0]()
         return Response(request_id="", model="other", version=1)
 
@@ -147,7 +147,7 @@ def test_waiting_for_the_next_response_of_a_called_model_stops_the_clock(now: Ti
     one, seen = clock(), []
 
     class Streams(Ctx):
-        def stream(self, request: InferRequest) -> Iterator[Response]:
+        def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
             for _ in range(2):
                 now.now_s += 60.0
                 yield Response(request_id="", model="other", version=1)
@@ -178,7 +178,7 @@ def test_a_call_is_cancelled_by_its_iterator() -> None:
     called = Called()
 
     class Streams(Ctx):
-        def stream(self, request: InferRequest) -> Iterator[Response]:
+        def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
             return called
 
     def work(ctx: Context) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import Routes
@@ -24,12 +24,14 @@ def served(batching: BatchingSpec | None = None, lane_capacity: int = 50) -> Ser
     return ServedVersion(spec=spec, version=3, generation=7, lane=routes.default.lane, routes=routes)
 
 
-def request(size: int = 8, **changes: object) -> InferRequest:
+def request(size: int = 8, **changes: object) -> OutgoingRequest:
     inputs = (Tensor("x", "UINT8", (size,), bytes(size)),)
-    return InferRequest(**{"model": "m", "inputs": inputs, "reply_to": "reply:g", **changes})  # type: ignore[arg-type]  # any of its fields
+    return OutgoingRequest(**{"model": "m", "inputs": inputs, "reply_to": "reply:g", **changes})  # type: ignore[arg-type]  # any of its fields
 
 
-def stamped(of: InferRequest, by: ServedVersion, max_waiting: int = 0, inline_max_bytes: int = 100) -> StampedRequest:
+def stamped(
+    of: OutgoingRequest, by: ServedVersion, max_waiting: int = 0, inline_max_bytes: int = 100
+) -> StampedRequest:
     return prepare(
         of,
         by,

@@ -11,7 +11,7 @@ from qinfer.backends.base import Batch
 from qinfer.batching import execution as responding
 from qinfer.batching.execution import Execution, Responder, WorkItem
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import InferRequest, OutgoingRequest, Response
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.logs import EVERY_S, ErrorLogger
@@ -195,8 +195,8 @@ def test_a_sink_that_is_traced_gets_its_answer(
 ) -> None:
     """Whoever delivers has more to deliver: nothing is raised. Of two traces that are made, each is tried."""
     monkeypatch.setattr(gateway_tracing, "_FENCE", ErrorLogger(logger, "traces lost"))
-    sink, sampling, item = Kept(), BrokenSampling(), pending()
-    traced = TracedSink(sink, item.request, ServerClock(FakeClock(), 0.0), BrokenSpan(), sampling)
+    sink, sampling, request = Kept(), BrokenSampling(), OutgoingRequest(model="m", inputs=())
+    traced = TracedSink(sink, request, ServerClock(FakeClock(), 0.0), BrokenSpan(), sampling)
     answer = Response(request_id="r1", model="m", version=1)
 
     traced.deliver(answer)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_sections import CachePlan, plan_of
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.config import normalise, parse, to_json
@@ -35,7 +35,7 @@ def served(**fields: object) -> ServedVersion:
 
 
 def key(model: ServedVersion | None = None, **fields: object) -> bytes | None:
-    request = InferRequest(model="m", inputs=(A, B), tenant="t")
+    request = OutgoingRequest(model="m", inputs=(A, B), tenant="t")
     return response_key(msgspec.structs.replace(request, **fields), model or served())
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 import pytest
 
 from qinfer.core.api_keys import ApiKey, hash_key
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotReady, QueueFull, QuotaExceeded
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -99,7 +99,7 @@ class Setup:
 
     def submit(self, size: int = 4, timeout_s: float = 0.0, context: CallerContext = ANONYMOUS) -> PendingCall:
         x = Tensor("x", "UINT8", (1, size), bytes(size))
-        request = InferRequest(model="m", client_id="c", inputs=(x,), timeout_s=timeout_s)
+        request = OutgoingRequest(model="m", client_id="c", inputs=(x,), timeout_s=timeout_s)
         return self.dispatcher.submit(context, request, self)
 
     async def submit_and_fetch(self) -> tuple[PendingCall, Lease]:

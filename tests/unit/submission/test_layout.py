@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from qinfer.core.messages import CallTraces, IdFactory, InferRequest, Scalar, SequenceFlags
+from qinfer.core.messages import CallTraces, IdFactory, OutgoingRequest, Scalar, SequenceFlags
 from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Lane
 from qinfer.submission import submit as submission
@@ -19,14 +19,14 @@ LANE = Lane("m", 3, partition=1)
 IDS = IdFactory()
 
 
-def request(*sizes: int, **changes: Any) -> InferRequest:
+def request(*sizes: int, **changes: Any) -> OutgoingRequest:
     """A stamped request with inputs of so many bytes."""
     inputs = tuple(Tensor(f"x{n}", "UINT8", (1, size), bytes([n + 1]) * size) for n, size in enumerate(sizes))
     fields = {"version": 3, "timeout_s": 2.0, "reply_to": "reply:me", "partition": 1, "generation": 5, **changes}
-    return InferRequest(model="m", inputs=fields.pop("inputs", inputs), id=IDS.request_id("m", 1), **fields)
+    return OutgoingRequest(model="m", inputs=fields.pop("inputs", inputs), id=IDS.request_id("m", 1), **fields)
 
 
-def kind(one: InferRequest, *, lane: Lane = LANE, generation: int = 5) -> submission.Kind | None:
+def kind(one: OutgoingRequest, *, lane: Lane = LANE, generation: int = 5) -> submission.Kind | None:
     return kind_of(one, lane, generation, one.timeout_s)
 
 

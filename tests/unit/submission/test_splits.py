@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch
 from qinfer.models.spec import MAX_PARTS, ModelSpec, TensorSpec
 from qinfer.submission.pending import PendingCall, PendingRequests
@@ -20,8 +20,8 @@ X = TensorSpec(name="x", datatype="FP32", dims=(1,))
 SPEC = ModelSpec(name="m", backend="stub", inputs=(X,), outputs=(), max_batch_size=4, splits=True)
 
 
-def request(rows: int) -> InferRequest:
-    return InferRequest(model="m", inputs=(from_numpy("x", np.zeros((rows, 1), "f4")),))
+def request(rows: int) -> OutgoingRequest:
+    return OutgoingRequest(model="m", inputs=(from_numpy("x", np.zeros((rows, 1), "f4")),))
 
 
 def answer(*values: float, **fields: object) -> Response:
@@ -38,7 +38,7 @@ def test_parts_are_the_request_again(texts: list[list[bytes]], max_rows: int) ->
     numbers = np.arange(len(texts) * 2, dtype="f8").reshape(len(texts), 2)
     whole = (from_numpy("n", numbers), from_numpy("t", np.array(texts, object)))
 
-    parts = parts_of(InferRequest(model="m", inputs=whole), max_rows)
+    parts = parts_of(OutgoingRequest(model="m", inputs=whole), max_rows)
 
     sizes = [part.inputs[0].shape[0] for part in parts]
     assert sizes[:-1] == [max_rows] * (len(parts) - 1)
@@ -50,7 +50,7 @@ def test_parts_are_the_request_again(texts: list[list[bytes]], max_rows: int) ->
 
 def test_all_parts_are_one_versions() -> None:
     """None is moved to another one while it waits."""
-    request = InferRequest(model="m", inputs=(from_numpy("n", np.zeros((3, 1))),), endpoint="e", moves=True)
+    request = OutgoingRequest(model="m", inputs=(from_numpy("n", np.zeros((3, 1))),), endpoint="e", moves=True)
 
     assert [part.moves_by for part in parts_of(request, 1)] == ["", "", ""]
 

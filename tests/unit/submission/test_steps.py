@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from qinfer.core.messages import InferRequest, Response, SequenceFlags
+from qinfer.core.messages import OutgoingRequest, Response, SequenceFlags
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotReady, QueueFull
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -88,7 +88,7 @@ class Scene:
     ) -> "Asked":
         x = Tensor("x", "UINT8", (1, size), bytes([value]) * size)
         sequence = SequenceFlags(of, start=start, end=end, step=step)
-        request = InferRequest(model="sum", client_id="c", inputs=(x,), sequence=sequence)
+        request = OutgoingRequest(model="sum", client_id="c", inputs=(x,), sequence=sequence)
         asked = Asked()
         asked.pending = self.dispatcher.submit(ANONYMOUS, request, asked, within_s)
         return asked

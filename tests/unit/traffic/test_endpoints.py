@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import BrokerUnavailable, InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.traffic.endpoints import Endpoint, Role, misfit, read_endpoint, read_sticky
@@ -120,7 +120,7 @@ def test_what_a_canary_was_chosen_for_may_be_moved(weight: float, version: int, 
     """Not what stable gets anyway, and not what names the version whose answer it wants."""
     view = Endpoints(Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4))))
     view.show(DeclaredEndpoints({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=weight)]})}, 1))
-    request = InferRequest(id="r", model="e", inputs=(), version=version)
+    request = OutgoingRequest(id="r", model="e", inputs=(), version=version)
 
     assert view.choose(request, "")
 
@@ -138,7 +138,7 @@ def test_a_request_is_assigned_if_its_target_was_drawn(
     view = Endpoints(Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4))))
     tried = target(weight=0.5, when=[{"parameters": {"n": 3}}])
     view.show(DeclaredEndpoints({"e": read_endpoint({"name": "e", "targets": [STABLE, tried]})}, 1))
-    request = InferRequest(model="e", inputs=(), version=version, parameters=parameters)
+    request = OutgoingRequest(model="e", inputs=(), version=version, parameters=parameters)
 
     view.choose(request, "")
 
@@ -151,13 +151,13 @@ def test_a_process_that_was_stopped_asks_no_canary() -> None:
     view = Endpoints(catalog)
     view.show(DeclaredEndpoints({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=1)]})}, 1))
     view.heard_s = time.monotonic()
-    request = InferRequest(id="r", model="e", inputs=())
+    request = OutgoingRequest(id="r", model="e", inputs=())
     assert view.choose(request, "")
     assert request.version == 4
 
     view.heard_s -= DEAF_AFTER_S
-    request = InferRequest(id="r", model="e", inputs=())
+    request = OutgoingRequest(id="r", model="e", inputs=())
     assert view.choose(request, "")
     assert (request.version, view.unheard) == (3, 1)
     with pytest.raises(BrokerUnavailable, match="answers only by its stable target, m:3"):
-        view.choose(InferRequest(id="r", model="e", inputs=(), version=4), "")
+        view.choose(OutgoingRequest(id="r", model="e", inputs=(), version=4), "")

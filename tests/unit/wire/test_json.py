@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
-from qinfer.core.messages import InferRequest, Response, SequenceFlags
+from qinfer.core.messages import OutgoingRequest, Response, SequenceFlags
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.kserve_json import decode_infer, elements, encode_infer
@@ -26,7 +26,7 @@ def _body(*inputs: dict[str, Any], **more: Any) -> bytes:
     return json.dumps({"inputs": inputs, **more}).encode()
 
 
-def _decode(body: bytes, json_length: int | None = None) -> tuple[InferRequest, OutputPlan]:
+def _decode(body: bytes, json_length: int | None = None) -> tuple[OutgoingRequest, OutputPlan]:
     return decode_infer(body, json_length, "m", 0)
 
 
@@ -156,7 +156,7 @@ def test_the_request_is_carried_over() -> None:
 
     request, plan = decode_infer(body, None, "m", 4)
 
-    assert request == InferRequest(
+    assert request == OutgoingRequest(
         model="m",
         version=4,
         client_id="mine",

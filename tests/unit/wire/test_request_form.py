@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.core.messages import CallTraces, IdFactory, InferRequest, ResourceHolder, SequenceFlags
+from qinfer.core.messages import CallTraces, IdFactory, OutgoingRequest, ResourceHolder, SequenceFlags
 from qinfer.errors import QinferError
 from qinfer.tensors import Bytes, Tensor, pack_bytes
 from qinfer.wire import frame as request_form
@@ -23,11 +23,11 @@ GOLDEN = Path(__file__).parent / "golden"
 IDS = IdFactory()
 
 
-def request(*sizes: int, **changes: Any) -> InferRequest:
+def request(*sizes: int, **changes: Any) -> OutgoingRequest:
     """A stamped request with inputs of so many bytes."""
     inputs = tuple(Tensor(f"x{n}", "UINT8", (1, size), bytes([n + 1]) * size) for n, size in enumerate(sizes))
     fields = {"id": IDS.request_id("model", 1), "version": 3, "timeout_s": 2.0, "reply_to": "reply:me", **changes}
-    return InferRequest(model="model", inputs=fields.pop("inputs", inputs), generation=5, **fields)
+    return OutgoingRequest(model="model", inputs=fields.pop("inputs", inputs), generation=5, **fields)
 
 
 def outcome(decode: Any, frame: Bytes) -> object:

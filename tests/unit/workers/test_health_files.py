@@ -10,7 +10,7 @@ import pytest
 from qinfer.errors import SettingsError
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.testing import eventually
-from qinfer_workers.health_files import HealthFiles
+from qinfer_workers.liveness import HealthFiles
 
 
 def record(state: State) -> WorkerRecord:

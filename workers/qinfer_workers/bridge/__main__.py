@@ -20,8 +20,7 @@ from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observe import logs
 from qinfer_workers.bridge.config import BridgeConfig, load_config
 from qinfer_workers.bridge.program import check, open_links, serve
-from qinfer_workers.health_files import open_health
-from qinfer_workers.liveness import exit_process
+from qinfer_workers.liveness import exit_process, open_health
 
 logger = logging.getLogger("qinfer_workers.bridge")
 

@@ -7,7 +7,7 @@ targets in one model; the stable target replaces targets in other models.
 from collections.abc import Iterator
 from contextlib import suppress
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import ModelNotReady, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.traffic.choice import Header
@@ -37,7 +37,7 @@ class RouteVersions:
             BrokerUnavailable: The route names a canary's version, and endpoints can't be followed.
         """
         route, endpoints = self._route, self._endpoints
-        asked = InferRequest(model=route.model, version=route.version, inputs=())
+        asked = OutgoingRequest(model=route.model, version=route.version, inputs=())
         if route.version:
             endpoints.choose(asked, route.tenant)
         else:
@@ -49,7 +49,7 @@ class RouteVersions:
             )
         return endpoints.catalog.accepting(asked.model, asked.version)
 
-    def choose(self, request: InferRequest, header: Header, stable: ServedVersion) -> ServedVersion:
+    def choose(self, request: OutgoingRequest, header: Header, stable: ServedVersion) -> ServedVersion:
         """Returns the version that executes a message, or else `stable`."""
         route, endpoints = self._route, self._endpoints
         if route.version:

@@ -32,7 +32,6 @@ from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
 from qinfer_workers.due_table import DueTable
-from qinfer_workers.health_files import open_health
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader
@@ -41,6 +40,7 @@ from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.watchdog import ExecutionWatchdog
 from qinfer_workers.inference.worker import Worker
+from qinfer_workers.liveness import open_health
 
 logger = logging.getLogger("qinfer_workers.inference")
 

@@ -1,7 +1,7 @@
 """The watchdog of a worker's executions: warns of late executions, and ends those over their model's limit.
 
     interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
-    another                            the worker gives back everything else, and ends
+    another                            the worker gives back everything else, and ends abruptly
 
 If a model holds the GIL, the renewer process ends the worker (`qinfer_workers.due_table`).
 """
@@ -11,17 +11,22 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qinfer.backends.base import Backend
-from qinfer.batching.execution import TOLD
+from qinfer.batching.execution import TOLD, WorkItem
 from qinfer.batching.watched import ExecutionClock, Lateness, TimeLimits, WatchedBackend, lateness
+from qinfer.core.retry import PATIENCE_S
+from qinfer.errors import ExecutionOverdue, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import Executing
 from qinfer.observe.stats import OVERDUE
-from qinfer_workers.due_table import DueTable
+from qinfer_workers.due_table import GRACE_S, DueTable
+from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.serving import LaneBatcher
+from qinfer_workers.liveness import exit_process
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +35,15 @@ LOOK_S = 0.25
 SHOWN_S = 1.0
 """The duration below which an execution is not in the heartbeat."""
 
+STATUS = 70
+"""The exit code, EX_SOFTWARE of sysexits.h."""
+
 _STARVED_S = 1.0
 """A look that comes later than this ends no execution, because the whole process may have stalled."""
+
+_SETTLE_S = 1.0
+_OTHERS_S = GRACE_S - 2 * _SETTLE_S
+"""Time for batches of other instances."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
@@ -171,6 +183,40 @@ class ExecutionWatchdog:
                     changed()
             except Exception:
                 logger.exception("the watchdog failed to look")
+
+
+def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
+    """Returns the error of an execution over its limit."""
+    return ExecutionOverdue(clock.limit.text(clock.model))
+
+
+def fail_overdue(batcher: LaneBatcher, item: WorkItem, error: ExecutionOverdue) -> None:
+    """Answers an item that is late even alone."""
+    if (streams := batcher.model.streams) is not None:
+        streams.cancel(item, error)
+    else:
+        batcher.fail([item], error)
+
+
+async def end_worker(
+    pauses: Sequence[Coroutine[Any, Any, Any]], publisher: Publisher, retire: Callable[[], Awaitable[None]]
+) -> None:
+    """Gives back unexecuted items, publishes finished ones, exits."""
+    tasks = [asyncio.ensure_future(pause) for pause in pauses]
+    await asyncio.wait(tasks, timeout=_OTHERS_S)
+    with suppress(TimeoutError, QinferError):
+        async with asyncio.timeout(_SETTLE_S):
+            await publisher.finish_accepted()
+            await retire()
+    logger.error("worker ends: an instance hangs", extra={"status": STATUS})
+    exit_process(STATUS)
+
+
+def cut_short(drain: asyncio.Timeout, away_s: float) -> None:
+    """Ends a drain if Redis is away for too long."""
+    if away_s >= PATIENCE_S and not drain.expired():
+        logger.warning("drain cut short: nothing executes, and redis is away", extra={"away_s": round(away_s, 1)})
+        drain.reschedule(asyncio.get_running_loop().time())
 
 
 def _format_reasons(unready: dict[Key, str]) -> dict[str, str]:

@@ -36,21 +36,19 @@ from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.bulk.arbiter import JobBatcher
 from qinfer_workers.inference.bulk.ensembles import EnsembleParts
 from qinfer_workers.inference.bulk.shard_service import ShardService
-from qinfer_workers.inference.caller import FarSteps, WorkerCaller
-from qinfer_workers.inference.cancels import CancelWatch
+from qinfer_workers.inference.calls.caller import FarSteps, WorkerCaller
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.giving_up import cut_short, end_worker, fail_overdue, overdue_error
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import LeaseIntake
 from qinfer_workers.inference.limited_executors import PermitExecutor
 from qinfer_workers.inference.loader import LoadedVersion, Loader
 from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models
-from qinfer_workers.inference.publisher import HeldWork, LeaseKeeper, Publisher, Renewals
+from qinfer_workers.inference.publisher import CancelWatch, HeldWork, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.rate_limiter import open_limiter
 from qinfer_workers.inference.sequences.service import Parts
 from qinfer_workers.inference.sequences.services import SequenceServices
@@ -59,6 +57,7 @@ from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.unread_streams import UnreadStreams
 from qinfer_workers.inference.version_pins import VersionPins
+from qinfer_workers.inference.watchdog import cut_short, end_worker, fail_overdue, overdue_error
 
 logger = logging.getLogger(__name__)
 

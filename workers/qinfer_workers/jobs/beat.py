@@ -25,9 +25,8 @@ from qinfer.models.state import BEAT
 from qinfer.models.store import LIVENESS_EVERY_S, LIVENESS_HOLDS_S, ControlStore
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
-from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import plain_app
-from qinfer_workers.liveness import exit_process
+from qinfer_workers.liveness import exit_process, open_health
 
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 

@@ -15,7 +15,7 @@ from qinfer.queue.sequences.records import CommittedStep, SequenceId, SequencePi
 from qinfer.tensors import from_numpy
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_responses
-from qinfer_api.requests.sequence_janitor import SequenceJanitor
+from qinfer_api.requests.janitor import SequenceJanitor
 from tests.support.servers.servers import Database
 
 SEVEN = SequenceId("", 7)

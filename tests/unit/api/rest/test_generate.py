@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InvalidRequest, MalformedJson
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
@@ -23,11 +23,11 @@ SPEC = ModelSpec(name="m", backend="b", inputs=INPUTS, outputs=INPUTS)
 BATCHED = ModelSpec(name="m", backend="b", inputs=INPUTS, outputs=INPUTS, max_batch_size=8)
 
 
-def read(body: Any, spec: ModelSpec = SPEC) -> InferRequest:
+def read(body: Any, spec: ModelSpec = SPEC) -> OutgoingRequest:
     return read_generate(json.dumps(body).encode(), "m", 2, spec, JsonBounds()).request
 
 
-def arrays(request: InferRequest) -> dict[str, Any]:
+def arrays(request: OutgoingRequest) -> dict[str, Any]:
     return {tensor.name: to_numpy(tensor).tolist() for tensor in request.inputs}
 
 

@@ -74,12 +74,11 @@ def test_a_model_calls_another(tmp_path: Path) -> None:
 
 def test_a_call_is_made_for_the_request_whose_trace_it_has(tmp_path: Path) -> None:
     """As Triton's `trace=request.trace()`; one without, and one of an earlier batch, are for none of them."""
-    asked: list[InferRequest] = []
 
     def other(request: InferRequest) -> Response:
-        asked.append(request)
         return Response(request_id="", outputs=request.inputs)
 
+    answers = [Answers(other), Answers(other)]
     code = """
 for trace in (requests[1].trace(), None, getattr(self, "kept", None)):
     call(requests[0], trace=trace).exec()
@@ -87,10 +86,10 @@ self.kept = requests[0].trace()
 return [reply(x(request)) for request in requests]
 """
     with loaded(tmp_path, execute(code) + CALL) as backend:
-        ask(backend, Answers(other), 1, 2)
-        ask(backend, Answers(other), 3, 4)
+        ask(backend, answers[0], 1, 2)
+        ask(backend, answers[1], 3, 4)
 
-    assert [request.made_for for request in asked] == [1, -1, -1, 1, -1, -1]
+    assert [each.made_for for each in answers] == [[1, -1, -1], [1, -1, -1]]
 
 
 def test_large_tensors_of_calls(tmp_path: Path) -> None:

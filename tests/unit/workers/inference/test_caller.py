@@ -12,7 +12,7 @@ import pytest
 
 from qinfer.backends.base import AnsweredNotFound
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, InferRequest, OutgoingRequest, Response, outgoing_call
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     AlreadyExists,
@@ -38,7 +38,7 @@ from qinfer.submission.submit import PAYLOAD_MARGIN_S
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, eventually
 from qinfer.wire.frame import decode_request, encode_request, encode_responses
-from qinfer_workers.inference.caller import FRESH_S, RECHECK_S, WorkerCaller
+from qinfer_workers.inference.calls.caller import FRESH_S, RECHECK_S, WorkerCaller
 from tests.support.servers.servers import Database
 
 LANE = Lane("back", 1)
@@ -122,7 +122,7 @@ class Scene:
                 await self.delivery.publish(request.reply_to, encode_responses(self.publish_responses(request)))
                 await self.delivery.finish([lease.entry])
 
-    async def call(self, request: InferRequest | None = None, timeout_s: float = 30.0) -> Response:
+    async def call(self, request: OutgoingRequest | None = None, timeout_s: float = 30.0) -> Response:
         """Calls from a thread."""
         deadline_s = self.delivery.clock.now_s() + timeout_s
         return await asyncio.to_thread(self.caller.call, request or asked(), deadline_s)
@@ -140,9 +140,9 @@ class Scene:
         await self.caller.discard()
 
 
-def asked(**fields: object) -> InferRequest:
+def asked(**fields: object) -> OutgoingRequest:
     inputs = (from_numpy("x", np.ones((1, 2), "<f4")),)
-    return msgspec.structs.replace(InferRequest(model="back", inputs=inputs), **fields)
+    return msgspec.structs.replace(OutgoingRequest(model="back", inputs=inputs), **fields)
 
 
 @asynccontextmanager
@@ -171,9 +171,19 @@ async def test_the_answer_comes_back() -> None:
 
 async def test_the_request_is_stamped_anew() -> None:
     """Whatever stamps it came with; the caller's own object stays as it was."""
-    request = asked(id="mine", client_id="c", reply_to="reply:gateway", generation=3, attempt=2, tenant="t", trace="r")
+    request = InferRequest(
+        model="back",
+        inputs=asked().inputs,
+        id="mine",
+        client_id="c",
+        reply_to="reply:gateway",
+        generation=3,
+        attempt=2,
+        tenant="t",
+        trace="r",
+    )
     async with scene() as one:
-        await one.call(request, timeout_s=30.0)
+        await one.call(outgoing_call(request, ()), timeout_s=30.0)
 
         (sent,) = one.requests
     assert sent.id.endswith(".0.back")

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.queue.entries import Lane
@@ -19,9 +19,9 @@ async def test_large_outputs_of_what_a_batcher_gave_back_are_read_from_its_lane(
     """It was to join a batch of this process; from then on it counts as any request in the lane."""
     async with scene() as one:
         answers: asyncio.Queue[Response] = asyncio.Queue()
-        taken: list[tuple[InferRequest, Any]] = []
+        taken: list[tuple[OutgoingRequest, Any]] = []
 
-        def try_admit(_: ServedVersion, request: InferRequest, __: int, waiting: PendingCall, **___: object) -> bool:
+        def try_admit(_: ServedVersion, request: OutgoingRequest, __: int, waiting: PendingCall, **___: object) -> bool:
             taken.append((request, waiting))
             return True
 
@@ -52,7 +52,7 @@ async def test_steps_of_jobs_pass_the_response_cache_by() -> None:
         await one.model("kept", config=f"{CONFIG} response_cache {{ enable: true }}")
         asked_of_cache: list[str] = []
 
-        def cached(_: ServedVersion, request: InferRequest, *__: object) -> PendingCall:
+        def cached(_: ServedVersion, request: OutgoingRequest, *__: object) -> PendingCall:
             asked_of_cache.append(request.model)
             return PendingCall(request.id, "", request.model, 1, cast(Any, None), 0.0)
 

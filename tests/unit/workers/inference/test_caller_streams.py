@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from qinfer.core.messages import Failure, InferRequest
+from qinfer.core.messages import Failure, InferRequest, OutgoingRequest
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import Cancelled, InferenceFailed, InvalidRequest, StreamBroken
 from qinfer.models.catalog import Catalog
@@ -18,8 +18,8 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
-from qinfer_workers.inference.call_answers import CallResponses
-from qinfer_workers.inference.caller import WorkerCaller
+from qinfer_workers.inference.calls.answers import CallResponses
+from qinfer_workers.inference.calls.caller import WorkerCaller
 from tests.support.servers.servers import Database
 from tests.support.streaming import StreamWorker, stream_worker
 
@@ -38,7 +38,7 @@ class Scene:
 
     async def stream(self) -> tuple[CallResponses, InferRequest]:
         """Calls from a thread, and has the worker take the request."""
-        request = InferRequest(model="flow", inputs=(from_numpy("x", np.ones((1, 2), "<f4")),))
+        request = OutgoingRequest(model="flow", inputs=(from_numpy("x", np.ones((1, 2), "<f4")),))
         deadline_s = self.queue.clock.now_s() + 30.0
         responses = await asyncio.to_thread(self.caller.stream, request, deadline_s)
         (taken,) = await self.worker.fetched()
@@ -193,7 +193,7 @@ async def test_a_worker_that_ends_ends_its_calls() -> None:
 
 async def test_a_call_for_one_answer_refuses_a_decoupled_model() -> None:
     """With Triton's text, and without executing it."""
-    request = InferRequest(model="flow", inputs=(from_numpy("x", np.ones((1, 2), "<f4")),))
+    request = OutgoingRequest(model="flow", inputs=(from_numpy("x", np.ones((1, 2), "<f4")),))
     async with scene() as one:
         with pytest.raises(InferenceFailed, match="Please use 'decoupled=True' argument to the 'exec'"):
             await asyncio.to_thread(one.caller.call, request, one.queue.clock.now_s() + 30.0)

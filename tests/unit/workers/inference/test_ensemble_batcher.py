@@ -9,7 +9,7 @@ import numpy as np
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import InferRequest, OutgoingRequest, Response
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.spec import EnsembleStep
@@ -42,7 +42,7 @@ class Scene:
     async def _follow(self) -> None:
         """Waits for nothing."""
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> "Scene":
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> "Scene":
         del step, request, timeout_s
         self.sinks.append(sink)
         return self

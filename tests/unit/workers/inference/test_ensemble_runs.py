@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qinfer.batching.execution import WorkItem
-from qinfer.core.messages import Failure, InferRequest, Response, Scalar, SequenceFlags
+from qinfer.core.messages import Failure, InferRequest, OutgoingRequest, Response, Scalar, SequenceFlags
 from qinfer.errors import InferenceFailed, QueueFull
 from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
@@ -33,7 +33,7 @@ def number_of(tensors: Iterable[Tensor]) -> float:
 class Open:
     """A step that was submitted: its request, its sink, and what was done with it."""
 
-    def __init__(self, step: PlanStep, request: InferRequest, sink: ResponseSink) -> None:
+    def __init__(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink) -> None:
         self.model, self.request, self.sink = step.model.name, request, sink
         self.number = number_of(request.inputs)
         self.taken_bytes = 0
@@ -89,7 +89,7 @@ class Scene:
     def _model(self, name: str) -> ModelSpec:
         return replace(stub_spec(), name=name, decoupled=name.startswith("s"))
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> Open:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> Open:
         assert timeout_s == 8.0
         if step.model.name in self.refused:
             raise QueueFull("full")

@@ -10,7 +10,7 @@ import pytest
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, InferRequest, OutgoingRequest, Response
 from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
@@ -38,7 +38,7 @@ def spec_of(name: str) -> ModelSpec:
 class Open:
     """A step of the plan that was submitted."""
 
-    def __init__(self, step: PlanStep, request: InferRequest, sink: ResponseSink, *, is_near: bool) -> None:
+    def __init__(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, *, is_near: bool) -> None:
         self.model, self.request, self.is_near = step.model.name, request, is_near
         self._sink = sink
         self.is_taken = step.model.is_stateful
@@ -63,7 +63,7 @@ class Way:
     def __init__(self, opened: list[Open], *, is_near: bool) -> None:
         self._opened, self._is_near = opened, is_near
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> Open:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> Open:
         assert timeout_s > 0
         self._opened.append(Open(step, request, sink, is_near=self._is_near))
         return self._opened[-1]

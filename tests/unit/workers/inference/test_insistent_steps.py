@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import (
     TIMED_OUT,
     BrokerUnavailable,
@@ -28,13 +28,13 @@ class Way:
 
     def __init__(self, *, refusals: int = 0) -> None:
         self.refusals = refusals
-        self.requests: list[InferRequest] = []
+        self.requests: list[OutgoingRequest] = []
         self.sink: ResponseSink
         self.is_taken = False
         self.cancelled = 0
         self.submitted: Way | None = None
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> "Way":
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> "Way":
         assert timeout_s > 0
         if self.refusals:
             self.refusals -= 1
@@ -65,8 +65,8 @@ class Taker:
         self.came.append(response)
 
 
-def asked() -> InferRequest:
-    return InferRequest(model="stub", inputs=(), timeout_s=2.5)
+def asked() -> OutgoingRequest:
+    return OutgoingRequest(model="stub", inputs=(), timeout_s=2.5)
 
 
 async def test_a_step_is_submitted_again() -> None:

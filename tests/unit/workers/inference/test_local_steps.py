@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import WorkItem as Item
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import Routes
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -54,7 +54,7 @@ class Fakes:
     def give_back(self, items: Sequence[Item]) -> None:
         self.given_back += [item.request.id for item in items]
 
-    def enqueue(self, waiting: PendingCall, request: InferRequest, lane: Lane) -> None:
+    def enqueue(self, waiting: PendingCall, request: OutgoingRequest, lane: Lane) -> None:
         self.enqueued.append((waiting.request_id, lane))
 
 
@@ -76,13 +76,13 @@ def waiting(name: str) -> PendingCall:
 
 
 def take(local: LocalSteps, name: str, rows: int = 1) -> bool:
-    request = InferRequest(model=SPEC.name, inputs=(), id=name, timeout_s=5.0)
+    request = OutgoingRequest(model=SPEC.name, inputs=(), id=name, timeout_s=5.0)
     return local.try_admit(SERVED, request, rows, waiting(name))
 
 
 def fetched(name: str) -> Item:
     """Returns an item that came by the lane."""
-    request = InferRequest(model=SPEC.name, inputs=(), id=name)
+    request = OutgoingRequest(model=SPEC.name, inputs=(), id=name)
     return Item(
         rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=Lease(Entry(LANE, "1-0"), "w", b""), request=request
     )

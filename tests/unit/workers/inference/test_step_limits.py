@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QueueFull
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.submission.pending import ResponseSink
@@ -43,7 +43,7 @@ class Scene:
         self.came: dict[str, list[Response]] = {}
         self.is_full = False
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> Step:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> Step:
         del step
         if self.is_full:
             raise QueueFull("full")
@@ -60,7 +60,7 @@ class Scene:
             def deliver(self, response: Response) -> None:
                 scene.came.setdefault(name, []).append(response)
 
-        request = InferRequest(model="m", id=name, inputs=(from_numpy("x", np.zeros(1, "<f4")),))
+        request = OutgoingRequest(model="m", id=name, inputs=(from_numpy("x", np.zeros(1, "<f4")),))
         return self.limits.over(self).submit_step(step, request, Taker(), timeout_s)  # type: ignore[return-value]
 
     def publish_responses(self, name: str, *, final: bool = True) -> None:

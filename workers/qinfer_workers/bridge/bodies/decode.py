@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
@@ -116,7 +116,7 @@ _ARROW_FILE = b"ARROW1"  # https://arrow.apache.org/docs/format/Columnar.html#ip
 class DecodedMessage(NamedTuple):
     """A message as a validated request."""
 
-    request: InferRequest
+    request: OutgoingRequest
     reply: ReplyEncoding
     rows: int
 
@@ -180,7 +180,7 @@ class BodyCodec:
             inputs: tuple[Tensor, ...] = (self._raw.tensor(body),)
         else:
             inputs = self._rows.decode(body, kind)
-        request = InferRequest(model=self.spec.name, inputs=inputs, version=self._version)
+        request = OutgoingRequest(model=self.spec.name, inputs=inputs, version=self._version)
         return DecodedMessage(request, self._replies[self._form(kind)], validate(request, self.spec))
 
     def _kind(self, body: Bytes, content: Content, headers: Mapping[str, object] | None) -> tuple[Kind, int | None]:

@@ -21,14 +21,14 @@ from qinfer.backends.base import Array, Batch, Context
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Failure, InferRequest
+from qinfer.core.messages import Failure, InferRequest, OutgoingRequest
 from qinfer.errors import Cancelled, ErrorCode, InferenceFailed, QinferError
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor, from_numpy
-from qinfer_workers.inference.caller import WorkerCaller
+from qinfer_workers.inference.calls.caller import WorkerCaller
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner, PlannedAgain
 from qinfer_workers.inference.ensembles.run import EnsembleResponses, EnsembleRun, Outcome, StepHandle
 from qinfer_workers.inference.executor import InstanceBorrower
@@ -58,7 +58,7 @@ class BulkSteps:
     def __init__(self, caller: WorkerCaller) -> None:
         self._caller = caller
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step."""
         batching = step.model.batching
         request.priority = 0 if batching is None else batching.priority_levels

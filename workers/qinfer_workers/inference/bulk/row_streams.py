@@ -97,13 +97,13 @@ class RowStreams:
         """Returns whether the row is abandoned."""
         return self._is_over or self._rows[item].error is not None or self._calls.cancelled(item)
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
         """Runs another model."""
-        return self._calls.call(request)
+        return self._calls.call(request, made_for)
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
         """Runs another decoupled model."""
-        return self._calls.stream(request)
+        return self._calls.stream(request, made_for)
 
     def wait(self, progress: Callable[[], None]) -> None:
         """Waits for final responses; late rows fail."""

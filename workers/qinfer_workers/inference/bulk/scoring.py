@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch, OneResponse
@@ -20,7 +19,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Answer, ModelCaller, Responder, new_batch_id
 from qinfer.core.call_chain import extended
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import InferRequest, ResourceHolder, Response, Scalar
+from qinfer.core.messages import InferRequest, OutgoingRequest, ResourceHolder, Response, Scalar, outgoing_call
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
@@ -300,13 +299,17 @@ class _BulkContext(OneResponse):
         del item
         return self._scorer.chunks.is_stopped
 
-    def call(self, request: InferRequest) -> Response:
+    def call(self, request: InferRequest, made_for: int = -1) -> Response:
+        del made_for
         return self._call_model(request, lambda caller: caller.call)
 
-    def stream(self, request: InferRequest) -> Iterator[Response]:
+    def stream(self, request: InferRequest, made_for: int = -1) -> Iterator[Response]:
+        del made_for
         return self._call_model(request, lambda caller: caller.stream)
 
-    def _call_model(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
+    def _call_model(
+        self, request: InferRequest, way: Callable[[ModelCaller], Callable[[OutgoingRequest, float], T]]
+    ) -> T:
         purpose = self._scorer.purpose
         caller, spec = purpose.model.caller, purpose.model.spec
         if caller is None:
@@ -314,11 +317,9 @@ class _BulkContext(OneResponse):
         if self._scorer.chunks.is_stopped:
             raise Cancelled("the batch was abandoned")
         self._token = self._token or new_batch_id()
-        whose = msgspec.structs.replace(
-            request,
-            tenant=request.tenant or purpose.tenant,
-            holders=extended([()], ResourceHolder(self._token, spec.name, {}, purpose.model.version)),
-        )
+        holder = ResourceHolder(self._token, spec.name, {}, purpose.model.version)
+        whose = outgoing_call(request, extended([()], holder))
+        whose.tenant = request.tenant or purpose.tenant
         try:
             return way(caller)(whose, purpose.clock.now_s() + spec.default_timeout_s)
         except RequestError as error:

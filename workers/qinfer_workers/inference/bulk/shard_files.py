@@ -1,5 +1,10 @@
-"""A shard's files: one thread reads its rows, another writes and commits its part. All calls block."""
+"""A shard's files: one thread reads its rows, another writes and commits its part. All calls block.
 
+The pieces of an unfinished shard lie in the folder `_resume`. Readers never mistake a piece for a part: they skip the
+folder, and its metadata names more rows than it has.
+"""
+
+import hashlib
 import os
 import secrets
 import threading
@@ -14,14 +19,14 @@ import pyarrow as pa
 
 from qinfer.core.retry import Backoff
 from qinfer.core.store_urls import UrlGrant, is_below
-from qinfer.errors import Conflict, ErrorCode, QinferError, StoreNotFound, StoreUnavailable
+from qinfer.errors import Conflict, ErrorCode, QinferError, StoreError, StoreNotFound, StoreUnavailable
 from qinfer.jobs.inputs import input_form
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.outputs import OutputColumns
 from qinfer.jobs.parts import PartBroken, PartColumns, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.jobs.resumption import KeptPiece, RowSpan, pieces_folder, rows_of
+from qinfer.jobs.resumption import KeptPiece, PieceFile, RowSpan, pieces_folder, rows_of
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import Within, readable, store_for, writable
@@ -33,7 +38,6 @@ from qinfer.tabular.columns.schemas import decode_schema
 from qinfer.tabular.columns.texts import TypedColumns, typed
 from qinfer.tabular.rows.source import ReadLimits
 from qinfer_workers.inference.bulk.chunks import Chunk, Chunks
-from qinfer_workers.inference.bulk.pieces import fetched, store_piece
 from qinfer_workers.inference.bulk.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
@@ -257,7 +261,7 @@ class ShardFiles:
         )
         try:
             for piece in pieces:
-                with fetched(task.outputs, task.spec.output.url, piece, self._spooled()) as paths:
+                with fetch_piece(task.outputs, task.spec.output.url, piece, self._spooled()) as paths:
                     writer.add(paths, piece.rows, piece.errors)
             return self._commit_at_last(writer, chunks)
         finally:
@@ -351,3 +355,46 @@ def _first_failed(chunk: Chunk) -> str:
             return f"row {segment.first_row + first - passed} of '{segment.url}': {message}"
         passed += segment.rows
     raise AssertionError(first)
+
+
+class PieceLost(StoreError):
+    """A piece is gone, or damaged."""
+
+
+def store_piece(
+    store_for: Callable[[str], Store], output_url: str, folder: str, writer: PartWriter, faults: Sequence[str]
+) -> KeptPiece:
+    """Stores a piece under new names."""
+    name = secrets.token_hex(8)
+    files = []
+    for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file_name = f"{folder}/{name}{suffix}"
+        url = url_of(output_url, file_name)
+        store_for(url).commit_if_absent(path, url)
+        files.append(PieceFile(file_name, digest))
+    return KeptPiece(writer.rows, writer.errors, files[0], files[1] if len(files) > 1 else None, tuple(faults))
+
+
+@contextmanager
+def fetch_piece(
+    store_for: Callable[[str], Store], output_url: str, piece: KeptPiece, path: Path
+) -> Iterator[Sequence[Path]]:
+    """Fetches and checks the files of a piece."""
+    files = [piece.good] if piece.failed is None else [piece.good, piece.failed]
+    paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
+    try:
+        for file, target in zip(files, paths, strict=True):
+            url = url_of(output_url, file.name)
+            try:
+                store_for(url).fetch(url, target)
+            except StoreNotFound:
+                raise PieceLost(f"'{url}' is gone") from None
+            with target.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                    raise PieceLost(f"'{url}' has other content than was written")
+        yield paths
+    finally:
+        for target in paths:
+            target.unlink(missing_ok=True)

@@ -28,10 +28,9 @@ from qinfer_workers.inference.bulk.arbiter import Turn
 from qinfer_workers.inference.bulk.chunks import Chunks
 from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion
 from qinfer_workers.inference.bulk.ensembles import EnsembleExecutor
-from qinfer_workers.inference.bulk.pieces import PieceLost
 from qinfer_workers.inference.bulk.resuming import Resuming
 from qinfer_workers.inference.bulk.scoring import BorrowedInstance, Purpose, Scorer
-from qinfer_workers.inference.bulk.shard_files import ScoringTask, ShardFiles, TooManyFailed, streamed_bytes
+from qinfer_workers.inference.bulk.shard_files import PieceLost, ScoringTask, ShardFiles, TooManyFailed, streamed_bytes
 from qinfer_workers.inference.bulk.shard_loop import STALLED_S
 from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor, in_thread
 

@@ -10,7 +10,7 @@ import asyncio
 
 import msgspec
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.core.retry import pause_s
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, ErrorCode, QinferError
 from qinfer.models.ensemble_graph import PlanStep
@@ -31,7 +31,7 @@ class RetryingSteps:
         self.failures = _OF_STORED if is_stored else _AWAY
         self.loop = asyncio.get_running_loop()
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step, repeatedly if that may help."""
         insisted = _RetriedStep(self, step, request, sink)
         insisted.submit_first(timeout_s)
@@ -45,7 +45,7 @@ class _RetriedStep:
     )  # fmt: skip
     no_stream = ""
 
-    def __init__(self, way: RetryingSteps, step: PlanStep, request: InferRequest, sink: ResponseSink) -> None:
+    def __init__(self, way: RetryingSteps, step: PlanStep, request: OutgoingRequest, sink: ResponseSink) -> None:
         self._way = way
         self._step = step
         self._request = request

@@ -10,7 +10,7 @@ As in Triton, it holds for the whole process (core #482).
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.submission.pending import ResponseSink, Timer
@@ -76,7 +76,7 @@ class _LimitedSteps:
         self._steps = steps
         self._limits = limits
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         until_s = self._limits.now_s() + timeout_s
 
         def submit(taker: ResponseSink) -> StepHandle:

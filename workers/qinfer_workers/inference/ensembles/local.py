@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from qinfer.batching import execution
 from qinfer.batching.batcher import Batcher, Outlet
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -24,6 +24,7 @@ from qinfer.submission.submit import Submission
 class LocalItem(execution.WorkItem, kw_only=True, eq=False, gc=False):
     """A step in a local batcher; its lease only names the lane."""
 
+    request: OutgoingRequest
     waiting: PendingCall
 
 
@@ -49,7 +50,13 @@ class LocalSteps:
         self._leases: dict[Lane, Lease] = {}
 
     def try_admit(
-        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, next_batch: bool = True
+        self,
+        served: ServedVersion,
+        request: OutgoingRequest,
+        rows: int,
+        waiting: PendingCall,
+        *,
+        next_batch: bool = True,
     ) -> bool:
         """Admits a step if its batcher is here."""
         batcher = self._batcher_of(served.spec.name, served.version)

@@ -7,6 +7,7 @@ Each response of a decoupled step becomes a branch (`_Branch`) that goes through
     branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ EnsembleResponses.send, in the step's order
 
 A response is taken when its branch has left, so that the step's window bounds the responses here.
+Names and shapes of tensors change between the steps; bytes are never copied.
 """
 
 import time
@@ -19,12 +20,13 @@ import msgspec
 
 from qinfer.batching.execution import WorkItem, due
 from qinfer.core.call_chain import extended
-from qinfer.core.messages import Failure, InferRequest, ResourceHolder, Response, Scalar, SequenceFlags, Timing
+from qinfer.core.messages import Failure, OutgoingRequest, ResourceHolder, Response, Scalar, SequenceFlags, Timing
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, InvalidRequest, OutputMismatch, QinferError
+from qinfer.models.ensemble_checks import fit, refit
 from qinfer.models.ensemble_graph import EnsemblePlan, Flow, PlanStep
+from qinfer.models.spec import Reshape
 from qinfer.submission.pending import ResponseSink
-from qinfer.tensors import Tensor
-from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
+from qinfer.tensors import Tensor, element_count
 
 MAX_BRANCHES = 16
 """The default of `max_inflight_requests` for decoupled steps."""
@@ -50,7 +52,7 @@ class StepHandle(Protocol):
 class StepSubmitter(Protocol):
     """Submits steps to their models."""
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step; the sink gets its answer or failure later."""
         ...
 
@@ -65,6 +67,14 @@ class EnsembleResponses(Protocol):
 
 Outcome = tuple[Tensor, ...] | Failure
 """The outputs (none if decoupled), or the failure."""
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A tensor, with its response's parameters; `rows` = 0: no batch dimension."""
+
+    tensor: Tensor
+    rows: int
+    parameters: Mapping[str, Scalar] = {}
 
 
 class StepTimes(msgspec.Struct):
@@ -275,7 +285,7 @@ class EnsembleRun:
             taken = reshaped(taken, step.reshapes)
         inputs = tuple([renamed(value, name, dims[name], batched=batched) for name, value in taken])
         rows = inputs[0].shape[0] if batched and inputs and inputs[0].shape else 0
-        request = InferRequest(
+        request = OutgoingRequest(
             model=model.name,
             version=step.version,
             client_id=asked.client_id,
@@ -358,3 +368,25 @@ class _StepSink:
 
     def deliver(self, response: Response) -> None:
         self._take(response, self._rows)
+
+
+def renamed(value: Value, name: str, dims: tuple[int, ...], *, batched: bool) -> Tensor:
+    """Returns a tensor as a model's input, or as the ensemble's output."""
+    tensor = value.tensor
+    return Tensor(name, tensor.datatype, fit(tensor.shape, value.rows, dims, batched=batched), tensor.data)
+
+
+def reshaped(values: list[tuple[str, Value]], reshapes: Mapping[str, tuple[Reshape, ...]]) -> list[tuple[str, Value]]:
+    """Returns tensors in the shapes that ensembles on their way give them."""
+    found = []
+    for name, value in values:
+        tensor = value.tensor
+        shape, rows = refit(tensor.shape, value.rows, reshapes.get(name, ()))
+        if element_count(shape) != element_count(tensor.shape):
+            raise InvalidRequest(
+                f"'{name}' gets {tensor.datatype}{list(tensor.shape)}, but an ensemble's configuration reshapes it to "
+                f"{list(shape)}"
+            )
+        reshaped_tensor = Tensor(tensor.name, tensor.datatype, shape, tensor.data)
+        found.append((name, Value(reshaped_tensor, rows, value.parameters)))
+    return found

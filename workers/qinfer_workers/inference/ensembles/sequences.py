@@ -17,7 +17,7 @@ from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.sequences.batcher import StepOutlet
 from qinfer.batching.sequences.execution import States
 from qinfer.batching.sequences.steps import PendingStep
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.errors import (
     LEFT,
@@ -238,7 +238,7 @@ class _NumberedSteps:
         taken = [model for model, step in self._submitted.items() if step.is_taken]
         return self._counts | {model: self._counts[model] + 1 for model in taken}
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         if not step.model.is_stateful:
             return self._steps.submit_step(step, request, sink, timeout_s)
         model, flags = step.model.name, self.item.request.sequence

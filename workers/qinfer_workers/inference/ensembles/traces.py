@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from qinfer.batching.execution import WorkItem
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep
 from qinfer.observe.logs import ErrorLogger
 from qinfer.observe.tracing import ATTEMPT, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer, of_tenant
@@ -84,7 +84,7 @@ class _TracedSteps:
         self._trace = trace
         self._steps = steps
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         traced: _TracedSink | None = None
         with _FENCE:  # the step runs without it
             traced = _TracedSink(self._trace, step, sink, self._trace.start(step))

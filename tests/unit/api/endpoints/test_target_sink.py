@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.traffic.observed import TargetCounts
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
-from qinfer_api.target_sink import TargetSink
+from qinfer_api.endpoints.shadows import TargetSink
 from tests.unit.traffic.test_observed import counts_of
 
 
@@ -29,7 +29,7 @@ def counted(
     """Returns the counts of a request for version 4, and what they are evidence of: of that version, and of stable."""
     tally, canary, stable = TargetTally(Endpoints(None), "g"), counts_of(), counts_of(is_stable=True)  # type: ignore[arg-type]
     tally.observed.by_target = {("e", "m:4"): canary, ("e", "m:3"): stable}
-    request = InferRequest(model="m", version=4, inputs=(), endpoint="e", tenant="acme", assigned=assigned)
+    request = OutgoingRequest(model="m", version=4, inputs=(), endpoint="e", tenant="acme", assigned=assigned)
     TargetSink(tally, Sink(), request, **fields).deliver(answer)
     return tally, canary, stable
 

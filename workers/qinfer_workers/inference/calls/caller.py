@@ -16,10 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import msgspec
-
 from qinfer.core.call_chain import depth_of, endless, level_of, names_of
-from qinfer.core.messages import Credit, Failure, InferRequest, ResourceHolder, Response
+from qinfer.core.messages import Credit, Failure, OutgoingRequest, ResourceHolder, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
@@ -41,8 +39,8 @@ from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.wire.frame import decode_credits, is_credits
-from qinfer_workers.inference.call_answers import EXPIRED, GRACE_S, CallAnswer, CallResponses, StreamInbox, raised
-from qinfer_workers.inference.call_traces import traced
+from qinfer_workers.inference.calls.answers import EXPIRED, GRACE_S, CallAnswer, CallResponses, StreamInbox, raised
+from qinfer_workers.inference.calls.traces import traced
 from qinfer_workers.inference.ensembles.local import LocalSteps
 
 logger = logging.getLogger(__name__)
@@ -121,10 +119,10 @@ class WorkerCaller:
         """Caches responses of called models."""
         self._submission.set_cache(cache)
 
-    def call(self, request: InferRequest, deadline_s: float) -> Response:
+    def call(self, request: OutgoingRequest, deadline_s: float) -> Response:
         """Implements `ModelCaller.call`."""
         deadline_s = self._deadline_s(request, deadline_s)
-        request = self._aimed(request, deadline_s)
+        self._aim(request, deadline_s)
         served = self._checked(request, deadline_s)
         if served.spec.decoupled:
             raise InferenceFailed(_DECOUPLED.format(model=request.model))
@@ -137,10 +135,10 @@ class WorkerCaller:
             raise InferenceFailed(f"model '{request.model}' gave several responses; a call takes one")
         return response
 
-    def stream(self, request: InferRequest, deadline_s: float) -> CallResponses:
+    def stream(self, request: OutgoingRequest, deadline_s: float) -> CallResponses:
         """Implements `ModelCaller.stream`."""
         deadline_s = self._deadline_s(request, deadline_s)
-        request = self._aimed(request, deadline_s)
+        self._aim(request, deadline_s)
         served = self._checked(request, deadline_s)
         inbox = StreamInbox(self._submission.pending.cancel)
         self._submit_request(served, request, inbox, deadline_s)
@@ -157,7 +155,7 @@ class WorkerCaller:
     def submit_step(
         self,
         step: PlanStep,
-        request: InferRequest,
+        request: OutgoingRequest,
         sink: ResponseSink,
         timeout_s: float,
         *,
@@ -208,38 +206,33 @@ class WorkerCaller:
     def _now_s(self) -> float:
         return self._queue.clock.now_s()
 
-    def _deadline_s(self, request: InferRequest, deadline_s: float) -> float:
+    def _deadline_s(self, request: OutgoingRequest, deadline_s: float) -> float:
         if threading.get_ident() == self._loop_thread:
             raise InferenceFailed("a batch that the event loop executes can't call another model")
         return min(deadline_s, self._now_s() + request.timeout_s) if request.timeout_s else deadline_s
 
     def _submit_request(
-        self, served: ServedVersion, request: InferRequest, answer: CallAnswer | StreamInbox, deadline_s: float
+        self, served: ServedVersion, request: OutgoingRequest, answer: CallAnswer | StreamInbox, deadline_s: float
     ) -> None:
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
         if timeout_s <= 0:
             raise DeadlineExceeded(EXPIRED)
-        # The submission changes the copy. `timeout_s` has the request's own timeout.
-        request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
+        request.timeout_s = 0.0  # the deadline includes it
         check(request, served)
         try:
             self._loop.call_soon_threadsafe(self._submit, served, request, answer, timeout_s)
         except RuntimeError:  # the loop is closed
             raise Cancelled(_ENDING) from None
 
-    def _aimed(self, request: InferRequest, deadline_s: float) -> InferRequest:
+    def _aim(self, request: OutgoingRequest, deadline_s: float) -> None:
         endpoints = self.endpoints
         if endpoints is None:
-            return request
+            return
         if not self._is_following_endpoints or self._now_s() - self._refreshed_at > FRESH_S:
             self._outcome(self._on_loop(self._within(self._refresh_models(), deadline_s)), deadline_s)
-        if request.model not in endpoints.view.by_name:
-            return request
-        aimed = msgspec.structs.replace(request)
-        endpoints.view.choose(aimed, aimed.tenant)
-        return aimed
+        endpoints.view.choose(request, request.tenant)
 
-    def _checked(self, request: InferRequest, deadline_s: float) -> ServedVersion:
+    def _checked(self, request: OutgoingRequest, deadline_s: float) -> ServedVersion:
         holders = request.holders
         if depth_of(holders) > self._max_depth:
             raise InferenceFailed(
@@ -255,7 +248,7 @@ class WorkerCaller:
                 raise InferenceFailed(reason)
         return served
 
-    def _endless(self, request: InferRequest, served: ServedVersion) -> str:
+    def _endless(self, request: OutgoingRequest, served: ServedVersion) -> str:
         """Returns why a request would wait for itself, or ""."""
         spec, version = served.spec, served.version
         if served.wait_s or spec.steps:
@@ -278,7 +271,7 @@ class WorkerCaller:
             raise Cancelled(_ENDING) from None
 
     def _submit(
-        self, served: ServedVersion, request: InferRequest, answer: CallAnswer | StreamInbox, timeout_s: float
+        self, served: ServedVersion, request: OutgoingRequest, answer: CallAnswer | StreamInbox, timeout_s: float
     ) -> None:
         if self._is_closed:
             answer.fail(Cancelled(_ENDING))
@@ -296,7 +289,7 @@ class WorkerCaller:
             self._called(served.lane)
 
     def _submit_held(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float
+        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float
     ) -> PendingCall | None:
         """Submits a call past the lane, where requests that wait for its callers may be ahead; `None` = use it."""
         limiter, spec = self.limiter, served.spec
@@ -396,7 +389,9 @@ class FarSteps(NamedTuple):
 
     caller: WorkerCaller
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> "WaitingStep":
+    def submit_step(
+        self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float
+    ) -> "WaitingStep":
         """Submits a step through its lane."""
         return self.caller.submit_step(step, request, sink, timeout_s, near=False)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from qinfer.core.messages import CalledTensor, CallRecord, CallTraces, InferRequest, Response
+from qinfer.core.messages import CalledTensor, CallRecord, CallTraces, OutgoingRequest, Response
 from qinfer.observe.logs import ErrorLogger
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor
@@ -22,7 +22,9 @@ MOST_BYTES = 64 * 1024
 """The most bytes of a call's tensors; further tensors are left out."""
 
 
-def traced(request: InferRequest, sink: ResponseSink, now_s: Callable[[], float]) -> tuple[InferRequest, ResponseSink]:
+def traced(
+    request: OutgoingRequest, sink: ResponseSink, now_s: Callable[[], float]
+) -> tuple[OutgoingRequest, ResponseSink]:
     """Returns a call's request and sink, with a note if it serves a traced request."""
     if request.calls is None:
         return request, sink
@@ -31,7 +33,9 @@ def traced(request: InferRequest, sink: ResponseSink, now_s: Callable[[], float]
 
 
 class _NotingSink:
-    def __init__(self, sink: ResponseSink, request: InferRequest, into: CallTraces, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, sink: ResponseSink, request: OutgoingRequest, into: CallTraces, now_s: Callable[[], float]
+    ) -> None:
         self.no_stream = sink.no_stream
         self._sink = sink
         self._request = request

@@ -6,16 +6,15 @@ request is watched is decided when it is accepted, before its end is known, so t
 
 import asyncio
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import QinferError
 from qinfer.queue.entries import RequestState
-from qinfer.traffic.tally import Key, key_of, witness_of
-from qinfer_api.dispatcher import Dispatcher, Ending
-from qinfer_api.shadows import Shadow
+from qinfer.traffic.tally import Key, TargetTally, key_of, witness_of
+from qinfer_api.dispatcher import Ending
+from qinfer_api.endpoints.shadows import OnlineShadows, Shadow
 from qinfer_api.shared_limit import SharedLimit
 
 logger = logging.getLogger(__name__)
@@ -30,18 +29,19 @@ SHADOW_WAIT_S = 60.0
 class StoredEnds:
     """Watches the ends of stored requests; each gateway has one."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, targets: TargetTally, shadows: OnlineShadows) -> None:
+        self._targets = targets
+        self._shadows = shadows
         self._waiting: dict[Key, SharedLimit] = defaultdict(SharedLimit)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def accepted(self, request: InferRequest, ending: Ending, tenant: str, given_s: float = math.inf) -> None:
+    def watch(self, request: OutgoingRequest, ending: Ending, tenant: str, given_s: float) -> None:
         """Watches a stored request; `given_s` is the caller's timeout, infinite if the model's configuration set it."""
-        key, shadows, witness = key_of(request), self._dispatcher.shadows, witness_of(request)
+        key, witness = key_of(request), witness_of(request)
         if not self._waiting[key].has_room(MOST, tenant):
             return
-        drawn = shadows.drawn(request) if shadows is not None else ()
-        is_evidence = witness is not None and key in self._dispatcher.targets.observed.by_target
+        drawn = self._shadows.drawn(request)
+        is_evidence = witness is not None and key in self._targets.observed.by_target
         if not drawn and not is_evidence:
             return
         loop = asyncio.get_running_loop()
@@ -70,7 +70,7 @@ class StoredEnds:
                 waiting, shadows = shadows, ()
                 for shadow in waiting:
                     shadow.left() if response is None else shadow.stable_answered(response)
-                on_trial = self._dispatcher.targets.observed.by_target.get(key)
+                on_trial = self._targets.observed.by_target.get(key)
                 if witness is None or on_trial is None or record is None or not record.state.is_terminal:
                     return
                 if response is not None:

@@ -1,4 +1,6 @@
-"""The shadows of a gateway: copies of requests to endpoints, executed by another target and compared in a thread.
+"""Online requests to endpoints: their counts by target, and their shadows.
+
+A shadow is a copy of a request, executed by another target and compared in a thread:
 
     request ─▶ stable target ─▶ reply to the caller, and then ─┐
        └─────▶ shadow's lane ─▶ ………………………………………………………………………─┴─▶ thread: compared ─▶ counts, samples
@@ -8,6 +10,7 @@ Replies do not wait for shadows, which are lost with their gateway, and dropped 
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,17 +18,18 @@ from contextlib import suppress
 
 import msgspec
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_sections import EndpointSettings
-from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QinferError
+from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, Overloaded, QinferError
 from qinfer.models.catalog import ServedVersion
-from qinfer.submission.pending import Inner, PendingCall
+from qinfer.submission.pending import Inner, PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, submit_shadow, tensor_bytes
 from qinfer.tensors import Tensor
 from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.shadows import Differences, Found
-from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, witness_of
+from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, key_of, witness_of
+from qinfer_api.access_log import SinkWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +40,7 @@ _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLE
 
 
 class OnlineShadows:
-    """Draws, submits and counts shadows, and leaves half of `max_in_flight` to callers.
-
-    `waiting` counts the shadows without an answer.
-    """
+    """Counts requests and their shadows; shadows leave half of `max_in_flight` to callers, `waiting` have no answer."""
 
     def __init__(
         self,
@@ -61,12 +62,16 @@ class OnlineShadows:
         self._in_flight = self._bytes = 0
         self._is_closed = False
 
-    def drawn(self, request: InferRequest) -> "Sequence[Shadow]":
+    def watch(self, sink: ResponseSink, request: OutgoingRequest, given_s: float) -> "TargetSink":
+        """Draws a request's shadows, and wraps its sink."""
+        return TargetSink(self._tally, sink, request, self.drawn(request), given_s)
+
+    def drawn(self, request: OutgoingRequest) -> "Sequence[Shadow]":
         """Draws a request's shadows; call `start` or `left` on each."""
         targets = self._endpoints.shadows(request)
         return [shadow for target in targets if (shadow := self._shadow(target, request)) is not None]
 
-    def _shadow(self, target: Target, request: InferRequest) -> "Shadow | None":
+    def _shadow(self, target: Target, request: OutgoingRequest) -> "Shadow | None":
         key, witness = (request.endpoint, target.label), witness_of(request)
         try:
             served, size = self._endpoints.catalog.find(*target.place), tensor_bytes(request)
@@ -87,7 +92,7 @@ class OnlineShadows:
             and len(self._submission.pending) < self._max_pending
         )
 
-    def submit(self, shadow: "Shadow", request: InferRequest) -> PendingCall:
+    def submit(self, shadow: "Shadow", request: OutgoingRequest) -> PendingCall:
         """Submits a shadow of a submitted request."""
         copy = msgspec.structs.replace(
             request,
@@ -160,6 +165,65 @@ class OnlineShadows:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+class TargetSink(SinkWrapper):
+    """Counts the end of a request by its target; its shadows get the answer after the caller.
+
+    `given_s` is the caller's timeout, infinite if the model's configuration set it.
+    """
+
+    __slots__ = ("_given_s", "_key", "_shadows", "_tally", "_version", "_witness")
+
+    def __init__(
+        self,
+        tally: TargetTally,
+        inner: ResponseSink,
+        request: OutgoingRequest,
+        shadows: "Sequence[Shadow]" = (),
+        given_s: float = math.inf,
+    ) -> None:
+        super().__init__(inner)
+        self._tally = tally
+        self._shadows = shadows
+        self._key = key_of(request)
+        self._version = request.version
+        self._witness = witness_of(request)
+        self._given_s = given_s
+
+    def submitted(self, request: OutgoingRequest) -> None:
+        """Starts the shadows."""
+        for shadow in self._shadows:
+            shadow.start(request)
+
+    def refused(self, error: QinferError) -> None:
+        """Counts a refusal, and drops the shadows."""
+        for shadow in self._shadows:
+            shadow.left()
+        if isinstance(error, InvalidRequest | Overloaded):
+            self._tally.failed(self._key, error.code, self._witness, self._given_s)
+
+    def deliver(self, response: Response) -> None:
+        """Passes responses on; counts the last."""
+        if response.final:
+            took_s = time.monotonic() - self.began_s
+            if response.version not in (self._version, 0):
+                self._tally.moved((self._key[0], f"{response.model}:{response.version}"), took_s, response)
+            elif response.failure is None:
+                self._tally.count_answered(self._key, took_s, response, self._witness)
+            else:
+                self._tally.failed(self._key, response.failure.code, self._witness, self._given_s)
+        self.inner.deliver(response)
+        if response.final:
+            for shadow in self._shadows:
+                shadow.stable_answered(response)
+
+    def left(self, request_id: str, version: int) -> None:
+        """Counts a caller that went away."""
+        del request_id, version
+        self._tally.failed(self._key, ErrorCode.CANCELLED, self._witness)
+        for shadow in self._shadows:
+            shadow.left()
+
+
 class Shadow(Inner):
     """One shadow; takes both targets' answers in any order.
 
@@ -179,7 +243,7 @@ class Shadow(Inner):
         self._other: Sequence[Tensor] | None = None
         self._has_ended = False
 
-    def start(self, request: InferRequest) -> None:
+    def start(self, request: OutgoingRequest) -> None:
         """Submits the shadow, or drops it."""
         if self._has_ended:
             return
