@@ -155,6 +155,9 @@ class Batcher:
     keeps_for_calls = True
     """Whether nested requests go first."""
 
+    places_ahead = True
+    """Whether a batch may be formed while all instances are busy."""
+
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
     ) -> None:
@@ -356,14 +359,30 @@ class Batcher:
         self._look_until_s = min(self._look_until_s, min(self._asked_at_s, now_s) + LOOK_S)
         return now_s < self._look_until_s
 
+    @property
+    def _may_be_ahead(self) -> bool:
+        return self._rules.ahead and not self._lent.count and self._nested.depth == 1
+
+    @property
+    def _next_has_room(self) -> bool:
+        is_full = self._waiting_rows >= self._rules.max_rows if self._rules.merge else self._pending
+        return not (is_full or self._bisection)
+
+    @property
+    def _fetches_ahead(self) -> bool:
+        """Whether more requests may join the next batch while all instances are busy."""
+        if self._idle_count() < 0 or self._bisection:
+            return False
+        may_join = (self._may_be_ahead and self._next_has_room) or self._rules.may_grow(self._waiting_rows)
+        return may_join or self._can_be_overtaken
+
     def _slots(self) -> FreeSlots:
         idle = self._idle_count()
-        may_be_ahead = self._rules.ahead and not self._lent.count and self._nested.depth == 1
-        return FreeSlots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
+        return FreeSlots(max(idle, 0), 1 if idle >= 0 and self.places_ahead and self._may_be_ahead else 0)
 
-    def _pump(self, *, more: bool = False) -> None:
+    def _pump(self, now_s: float | None = None, *, more: bool = False) -> None:
         """Starts and expires due items, then sets fetch gate and timer."""
-        now_s = self._clock.now_s()
+        now_s = self._clock.now_s() if now_s is None else now_s
         wake_at_s = NEVER_S
         self._drop_lost()
         if now_s >= self._ahead_until_s:
@@ -403,7 +422,7 @@ class Batcher:
         open_at_s = again_at_s = NEVER_S
         is_idle = self._idle_count() > 0
         if self._lent.count and not (is_idle or self.expected_ends or self.paused):
-            return self._wait_for_lent(now_s)
+            return self._wait_for_instance(now_s)
         if not (self.paused or is_idle) and self._latency.known:
             expected_s, last_s = min(self.expected_ends.values()), max(self.expected_ends.values())
             margin_s = max(OVERDUE_S, self._latency.estimate_s(1))
@@ -418,9 +437,7 @@ class Batcher:
                 is_idle = self._idle_count() > 0
             else:
                 again_at_s = overdue_at_s
-                has_room = self._rules.may_grow(self._waiting_rows) or self._can_be_overtaken
-                is_placed = self._idle_count() < 0
-                if (self._slots().ahead or has_room) and not (is_placed or self._bisection):
+                if self._fetches_ahead:
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
         if is_idle and not self.paused:
@@ -432,10 +449,11 @@ class Batcher:
         self._fetchable.clear()
         return min(again_at_s, open_at_s)
 
-    def _wait_for_lent(self, now_s: float) -> float:
-        is_open, again_at_s = self._lent.decide_fetch(now_s, len(self._pending))
+    def _wait_for_instance(self, now_s: float) -> float:
+        is_open, again_at_s = self._lent.decide_fetch(now_s, len(self._pending) + len(self._bisection))
         (self._fetchable.set if is_open else self._fetchable.clear)()
-        self._fetch_wait_s = NEVER_S
+        # A fetch ends before the requests are given back: it would not see them.
+        self._fetch_wait_s = max(again_at_s - now_s, 0.001)
         if self._lent.is_overdue:
             self._give_back()
         return again_at_s

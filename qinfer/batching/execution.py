@@ -87,7 +87,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         apart: It is part of a batch that raised: don't merge its items with others.
         earlier: Responses before the final ones, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
-        holder: The resources that it holds, if limited.
         gives_way: Its calls were refused to free the instance; it runs again.
     """
 
@@ -102,7 +101,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
     error: QinferError | None = None
     rows_again: int = 0
-    holder: ResourceHolder | None = None
     gives_way: bool = False
     begin_ns: int = 0
     respond_ns: int = 0
@@ -165,8 +163,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     def _holder(self) -> ResourceHolder:
         request = self.items[0].request
-        if self.holder is not None:
-            return msgspec.structs.replace(self.holder, version=request.version)
         return ResourceHolder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:

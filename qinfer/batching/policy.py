@@ -405,7 +405,7 @@ FETCH_EVERY_S = 0.003
 
 
 class LentInstances:
-    """Decides how to fetch while all instances are lent for bulk work; pure arithmetic.
+    """Decides how to fetch while no idle instance can begin: all are lent for bulk work, or lack resources.
 
     Requests make one batch, fetched in a few steps. After `PATIENCE_S` they go back to the queue (`is_overdue`).
     """
@@ -421,7 +421,11 @@ class LentInstances:
         """Lends instances; a negative count returns them."""
         self.count += count
         if count < 0 or not self.count:
-            self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
+            self.reset()
+
+    def reset(self) -> None:
+        """Ends the wait."""
+        self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
 
     def decide_fetch(self, now_s: float, waiting: int) -> tuple[bool, float]:
         """Returns whether to fetch now, and when to look again."""

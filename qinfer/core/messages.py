@@ -58,7 +58,7 @@ class ResourceHolder(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         token: Unique among all workers; empty = it holds nothing: an ensemble, or a decoupled model whose `execute` has
             returned.
-        units: Its units of global resources.
+        units: Empty; earlier workers wrote their units of global resources.
         depth: Its place in the chain of calls, from 1.
     """
 
