@@ -22,7 +22,7 @@ from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, strings_of, takes_long
 from qinfer.batching.execution import Execution, ModelCaller, Observer, Responder, WorkItem
 from qinfer.batching.nested import NestedRequests
-from qinfer.batching.policy import NEVER_S, FreeSlots, LatencyModel, LentInstances, Rules
+from qinfer.batching.policy import NEVER_S, FetchGate, FreeSlots, LatencyModel, LentInstances, Rules
 from qinfer.batching.streams import StreamedExecution, WorkerStreams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
@@ -74,17 +74,11 @@ class Bisection(deque[list[WorkItem]]):
         return min((item.deadline_s for batch in self for item in batch), default=NEVER_S)
 
 
-FETCH_LEAD_S = 0.003
-"""A fetch's lead before an expected end: a few round trips."""
-
 LOOK_S = 0.002
 """The time after which a fetch has found no requests."""
 
 FIRST = "p1"
 """The lane of the highest level."""
-
-OVERDUE_S = 0.05
-"""An execution late by this, or by its expected duration if longer, gives back the batch behind it."""
 
 
 _ALL_WAIT = (
@@ -419,35 +413,29 @@ class Batcher:
             self._answer_items(self._responder, self._unanswered.pop(0))
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
-        open_at_s = again_at_s = NEVER_S
-        is_idle = self._idle_count() > 0
-        if self._lent.count and not (is_idle or self.expected_ends or self.paused):
+        if self._lent.count and not (self._idle_count() > 0 or self.expected_ends or self.paused):
             return self._wait_for_instance(now_s)
-        if not (self.paused or is_idle) and self._latency.known:
-            expected_s, last_s = min(self.expected_ends.values()), max(self.expected_ends.values())
-            margin_s = max(OVERDUE_S, self._latency.estimate_s(1))
-            overdue_at_s = expected_s + margin_s
-            if now_s >= overdue_at_s:
-                # The executions' end is unknown: idle workers may have the items behind them.
-                if self._idle_count() < 0 or now_s >= last_s + margin_s:
-                    self._recall()
-                else:
-                    again_at_s = last_s + margin_s
-                self._give_back()
-                is_idle = self._idle_count() > 0
-            else:
-                again_at_s = overdue_at_s
-                if self._fetches_ahead:
-                    open_at_s = expected_s - FETCH_LEAD_S
-                    self._fetch_wait_s = FETCH_LEAD_S
-        if is_idle and not self.paused:
-            open_at_s = now_s
-            self._fetch_wait_s = max(wake_at_s - now_s, 0.001) if self._look_until_s == NEVER_S else 0.0
-        if open_at_s <= now_s:
-            self._fetchable.set()
-            return again_at_s
-        self._fetchable.clear()
-        return min(again_at_s, open_at_s)
+        gate = self._decide_gate(now_s, wake_at_s)
+        if gate.gives_back:
+            if gate.recalls:
+                self._recall()
+            self._give_back()
+            gate = self._decide_gate(now_s, wake_at_s)
+        if gate.open_at_s > now_s:
+            self._fetchable.clear()
+            return min(gate.again_at_s, gate.open_at_s)
+        self._fetchable.set()
+        self._fetch_wait_s = gate.wait_s
+        return gate.again_at_s
+
+    def _decide_gate(self, now_s: float, wake_at_s: float) -> FetchGate:
+        idle = self._idle_count()
+        if self.paused or (idle <= 0 and not self._latency.known):
+            return policy.CLOSED
+        if idle > 0:
+            return FetchGate(now_s, max(wake_at_s - now_s, 0.001) if self._look_until_s == NEVER_S else 0.0)
+        ends_s, usual_s = self.expected_ends.values(), self._latency.estimate_s(1)
+        return policy.decide_gate(now_s, ends_s, usual_s, is_placed=idle < 0, fetches_ahead=self._fetches_ahead)
 
     def _wait_for_instance(self, now_s: float) -> float:
         is_open, again_at_s = self._lent.decide_fetch(now_s, len(self._pending) + len(self._bisection))
