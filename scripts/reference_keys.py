@@ -460,16 +460,6 @@ ROWS = (
         "the request",
         ({"key": "<hash>"},),
     ),
-    *(
-        Row(spell, kind, "four leases of a worker that has models with global resources", holds, ({},))
-        for spell, kind, holds in (
-            (keys.resource_leases, "sorted set", "the ends of the leases of the workers that use global resources"),
-            (keys.resource_units, "hash", "the units of global resources that each worker holds"),
-            (keys.resource_maxima, "hash", "the total number of units, as each worker states it"),
-            (keys.resource_line, "sorted set", "the units that workers wait for, by the beginning of the wait"),
-            (keys.resource_news, "stream", "tells workers of units that were freed, or that others wait for"),
-        )
-    ),
     Row(
         keys.quota,
         "hash",

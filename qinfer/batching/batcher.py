@@ -22,7 +22,7 @@ from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, strings_of, takes_long
 from qinfer.batching.execution import Execution, ModelCaller, Observer, Responder, WorkItem
 from qinfer.batching.nested import NestedRequests
-from qinfer.batching.policy import NEVER_S, FreeSlots, LatencyModel, LentInstances, Rules
+from qinfer.batching.policy import NEVER_S, FetchGate, FreeSlots, LatencyModel, LentInstances, Rules
 from qinfer.batching.streams import StreamedExecution, WorkerStreams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
@@ -74,17 +74,11 @@ class Bisection(deque[list[WorkItem]]):
         return min((item.deadline_s for batch in self for item in batch), default=NEVER_S)
 
 
-FETCH_LEAD_S = 0.003
-"""A fetch's lead before an expected end: a few round trips."""
-
 LOOK_S = 0.002
 """The time after which a fetch has found no requests."""
 
 FIRST = "p1"
 """The lane of the highest level."""
-
-OVERDUE_S = 0.05
-"""An execution late by this, or by its expected duration if longer, gives back the batch behind it."""
 
 
 _ALL_WAIT = (
@@ -154,6 +148,9 @@ class Batcher:
 
     keeps_for_calls = True
     """Whether requests of calling models go first (`NestedRequests`)."""
+
+    places_ahead = True
+    """Whether a batch may be formed while all instances are busy."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -356,14 +353,30 @@ class Batcher:
         self._look_until_s = min(self._look_until_s, min(self._asked_at_s, now_s) + LOOK_S)
         return now_s < self._look_until_s
 
+    @property
+    def _may_be_ahead(self) -> bool:
+        return self._rules.ahead and not self._lent.count and self._nested.depth == 1
+
+    @property
+    def _next_has_room(self) -> bool:
+        is_full = self._waiting_rows >= self._rules.max_rows if self._rules.merge else self._pending
+        return not (is_full or self._bisection)
+
+    @property
+    def _fetches_ahead(self) -> bool:
+        """Whether more requests may join the next batch while all instances are busy."""
+        if self._idle_count() < 0 or self._bisection:
+            return False
+        may_join = (self._may_be_ahead and self._next_has_room) or self._rules.may_grow(self._waiting_rows)
+        return may_join or self._can_be_overtaken
+
     def _slots(self) -> FreeSlots:
         idle = self._idle_count()
-        may_be_ahead = self._rules.ahead and not self._lent.count and self._nested.depth == 1
-        return FreeSlots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
+        return FreeSlots(max(idle, 0), 1 if idle >= 0 and self.places_ahead and self._may_be_ahead else 0)
 
-    def _pump(self, *, more: bool = False) -> None:
+    def _pump(self, now_s: float | None = None, *, more: bool = False) -> None:
         """Starts and expires due items, then sets fetch gate and timer."""
-        now_s = self._clock.now_s()
+        now_s = self._clock.now_s() if now_s is None else now_s
         wake_at_s = NEVER_S
         self._drop_lost()
         if now_s >= self._ahead_until_s:
@@ -400,42 +413,35 @@ class Batcher:
             self._answer_items(self._responder, self._unanswered.pop(0))
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
-        open_at_s = again_at_s = NEVER_S
-        is_idle = self._idle_count() > 0
-        if self._lent.count and not (is_idle or self.expected_ends or self.paused):
-            return self._wait_for_lent(now_s)
-        if not (self.paused or is_idle) and self._latency.known:
-            expected_s, last_s = min(self.expected_ends.values()), max(self.expected_ends.values())
-            margin_s = max(OVERDUE_S, self._latency.estimate_s(1))
-            overdue_at_s = expected_s + margin_s
-            if now_s >= overdue_at_s:
-                # The executions' end is unknown: idle workers may have the items behind them.
-                if self._idle_count() < 0 or now_s >= last_s + margin_s:
-                    self._recall()
-                else:
-                    again_at_s = last_s + margin_s
-                self._give_back()
-                is_idle = self._idle_count() > 0
-            else:
-                again_at_s = overdue_at_s
-                has_room = self._rules.may_grow(self._waiting_rows) or self._can_be_overtaken
-                is_placed = self._idle_count() < 0
-                if (self._slots().ahead or has_room) and not (is_placed or self._bisection):
-                    open_at_s = expected_s - FETCH_LEAD_S
-                    self._fetch_wait_s = FETCH_LEAD_S
-        if is_idle and not self.paused:
-            open_at_s = now_s
-            self._fetch_wait_s = max(wake_at_s - now_s, 0.001) if self._look_until_s == NEVER_S else 0.0
-        if open_at_s <= now_s:
-            self._fetchable.set()
-            return again_at_s
-        self._fetchable.clear()
-        return min(again_at_s, open_at_s)
+        if self._lent.count and not (self._idle_count() > 0 or self.expected_ends or self.paused):
+            return self._wait_for_instance(now_s)
+        gate = self._decide_gate(now_s, wake_at_s)
+        if gate.gives_back:
+            if gate.recalls:
+                self._recall()
+            self._give_back()
+            gate = self._decide_gate(now_s, wake_at_s)
+        if gate.open_at_s > now_s:
+            self._fetchable.clear()
+            return min(gate.again_at_s, gate.open_at_s)
+        self._fetchable.set()
+        self._fetch_wait_s = gate.wait_s
+        return gate.again_at_s
 
-    def _wait_for_lent(self, now_s: float) -> float:
-        is_open, again_at_s = self._lent.decide_fetch(now_s, len(self._pending))
+    def _decide_gate(self, now_s: float, wake_at_s: float) -> FetchGate:
+        idle = self._idle_count()
+        if self.paused or (idle <= 0 and not self._latency.known):
+            return policy.CLOSED
+        if idle > 0:
+            return FetchGate(now_s, max(wake_at_s - now_s, 0.001) if self._look_until_s == NEVER_S else 0.0)
+        ends_s, usual_s = self.expected_ends.values(), self._latency.estimate_s(1)
+        return policy.decide_gate(now_s, ends_s, usual_s, is_placed=idle < 0, fetches_ahead=self._fetches_ahead)
+
+    def _wait_for_instance(self, now_s: float) -> float:
+        is_open, again_at_s = self._lent.decide_fetch(now_s, len(self._pending) + len(self._bisection))
         (self._fetchable.set if is_open else self._fetchable.clear)()
-        self._fetch_wait_s = NEVER_S
+        # A fetch ends before the requests are given back: it would not see them.
+        self._fetch_wait_s = max(again_at_s - now_s, 0.001)
         if self._lent.is_overdue:
             self._give_back()
         return again_at_s

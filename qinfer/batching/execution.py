@@ -96,7 +96,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         apart: Whether it is part of a batch that raised: its items must not be merged with others.
         earlier: Responses before the final responses, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
-        holder: The resources that the execution holds, if the rate limiter limits its model.
         gives_way: Its calls were refused to free the instance; it runs again.
     """
 
@@ -111,7 +110,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
     error: QinferError | None = None
     rows_again: int = 0
-    holder: ResourceHolder | None = None
     gives_way: bool = False
     begin_ns: int = 0
     respond_ns: int = 0
@@ -173,8 +171,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     def _holder(self) -> ResourceHolder:
         request = self.items[0].request
-        if self.holder is not None:
-            return msgspec.structs.replace(self.holder, version=request.version)
         return ResourceHolder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:

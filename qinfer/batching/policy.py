@@ -1,4 +1,4 @@
-"""The batching policy decides which requests run together, and when: one pure function, `decide`.
+"""The batching policy: pure functions that decide which requests run together (`decide`) and when to fetch.
 
 It owns Triton's walk over the queue (reference §3.3, steps 4 and 5), its priorities and queue policies, and the
 deadline rules of docs/explanation/batching.md. It keeps no state and reads no clock.
@@ -9,7 +9,7 @@ deadline rules of docs/explanation/batching.md. It keeps no state and reads no c
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -397,6 +397,53 @@ def _next_timeout_s(live: Sequence[T], now_s: float) -> float:
     return min((item.queue_deadline_s for item in live if item.queue_deadline_s > now_s), default=NEVER_S)
 
 
+FETCH_LEAD_S = 0.003
+"""A fetch's lead before an expected end: a few round trips."""
+
+OVERDUE_S = 0.05
+"""An execution late by this, or by its usual duration if longer, gives back the batch behind it."""
+
+
+class FetchGate(msgspec.Struct, frozen=True):
+    """A decision about the next fetch.
+
+    Attributes:
+        open_at_s: When it may begin; `NEVER_S` = not before an event.
+        wait_s: How long it may wait for requests.
+        again_at_s: When to decide again without an event.
+        gives_back: Idle workers may have the waiting requests: give these back, then decide again.
+        recalls: They may have the batches that have not begun, too.
+    """
+
+    open_at_s: float = NEVER_S
+    wait_s: float = NEVER_S
+    again_at_s: float = NEVER_S
+    gives_back: bool = False
+    recalls: bool = False
+
+
+CLOSED = FetchGate()
+"""No fetch before an event."""
+
+
+def decide_gate(
+    now_s: float, ends_s: Collection[float], usual_s: float, *, is_placed: bool, fetches_ahead: bool
+) -> FetchGate:
+    """Decides when busy instances fetch: just before the first of their expected ends, if requests may be ahead.
+
+    The end of an overdue execution is unknown: neither requests nor a placed batch wait behind it. If all are overdue,
+    batches that an instance has not begun don't wait, either.
+    """
+    margin_s = max(OVERDUE_S, usual_s)
+    first_s, last_s = min(ends_s), max(ends_s)
+    if now_s < first_s + margin_s:
+        open_at_s = first_s - FETCH_LEAD_S if fetches_ahead else NEVER_S
+        return FetchGate(open_at_s, FETCH_LEAD_S, again_at_s=first_s + margin_s)
+    if is_placed or now_s >= last_s + margin_s:
+        return FetchGate(gives_back=True, recalls=True)
+    return FetchGate(again_at_s=last_s + margin_s, gives_back=True)
+
+
 PATIENCE_S = 0.25
 """The longest wait for a lent instance; most bulk batches take a tenth of it."""
 
@@ -405,7 +452,7 @@ FETCH_EVERY_S = 0.003
 
 
 class LentInstances:
-    """Decides how to fetch while all instances are lent for bulk work; pure arithmetic.
+    """Decides how to fetch while no idle instance can begin: all are lent for bulk work, or lack resources.
 
     Requests make one batch, fetched in a few steps. After `PATIENCE_S` they go back to the queue (`is_overdue`).
     """
@@ -421,7 +468,11 @@ class LentInstances:
         """Lends instances; a negative count returns them."""
         self.count += count
         if count < 0 or not self.count:
-            self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
+            self.reset()
+
+    def reset(self) -> None:
+        """Ends the wait."""
+        self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
 
     def decide_fetch(self, now_s: float, waiting: int) -> tuple[bool, float]:
         """Returns whether to fetch now, and when to look again."""

@@ -3,26 +3,27 @@
 It owns Triton's rules (docs/user_guide/rate_limiter.md of its server): an execution needs all resources of its instance
 at once, and the waiting instance with the lowest *score* (executions x priority) goes first. Pure.
 
-    wait ─▶ waiting ─▶ decide ─▶ granted ─▶ execution ─▶ release_grant ─▶ decide …
+    wait ─▶ waiting ─▶ ready ─▶ begin ─▶ execution ─▶ end
 
 Three rules go beyond Triton's, where the first waiting instance blocks all others (issue #8358 of its server):
 
-- An instance that can't go yet reserves its units: it blocks only instances that need the same units, and never
-  starves.
-- A *callee*, whose model is called by an execution that holds resources, goes before all other instances.
+- An instance that can't go yet reserves its units: it blocks only instances that need the same ones, and never starves.
+- A *callee*, whose model is called by an execution that holds resources, goes before all others.
 - A callee uses its caller's units of a resource that both need.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qinfer.core.messages import ResourceHolder
-from qinfer.core.settings_sections import Maximum
+from qinfer.core.settings_rate_limit import Maximum
 from qinfer.models.spec import InstanceSpec
 
 GLOBAL = -1
-"""The device of shared resources."""
+"""The device of resources that a worker has once."""
 
 
 class Resource(NamedTuple):
@@ -35,9 +36,8 @@ class Resource(NamedTuple):
 Needs = Mapping[Resource, int]
 """Resource → units, at least 1."""
 
-
-Own = Needs | None
-"""Units to take; `None` = the instance waits for units that a caller holds."""
+Sources = Mapping[Resource, str]
+"""Resource → the token of the caller whose units are used; empty = the worker's own."""
 
 
 def needs_of(group: InstanceSpec) -> dict[Resource, int]:
@@ -49,9 +49,11 @@ def needs_of(group: InstanceSpec) -> dict[Resource, int]:
 def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource, int]:
     """Returns the units of each needed resource: as configured, or the largest need.
 
-    If any maximum is configured, a resource without one has 0 units, as in Triton.
+    With any maximum configured, others are 0, as in Triton.
     """
-    most = _largest(needs)
+    most: dict[Resource, int] = {}
+    for resource, count in itertools.chain.from_iterable(one.items() for one in needs):
+        most[resource] = max(most.get(resource, 0), count)
     for resource in most if given else ():
         found = [one.units for one in given if one.name == resource.name and _is_of(one, resource)]
         most[resource] = max(found, default=0)
@@ -60,7 +62,7 @@ def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource
 
 def check_maxima(needs: Sequence[Needs], given: Sequence[Maximum]) -> None:
     """Raises `ValueError`, with Triton's text, if an instance could never execute."""
-    most, largest = maxima_of(needs, given), _largest(needs)
+    most, largest = maxima_of(needs, given), maxima_of(needs, ())
     for resource, count in largest.items():
         if most[resource] < count:
             raise ValueError(
@@ -76,88 +78,56 @@ def check_maxima(needs: Sequence[Needs], given: Sequence[Maximum]) -> None:
             )
 
 
-def _largest(needs: Iterable[Needs]) -> dict[Resource, int]:
-    most: dict[Resource, int] = {}
-    for one in needs:
-        for resource, count in one.items():
-            most[resource] = max(most.get(resource, 0), count)
-    return most
-
-
 def _is_of(one: Maximum, resource: Resource) -> bool:
     return resource.device == GLOBAL or one.device is None or one.device == resource.device
 
 
-class ResourceGrant:
-    """Resources that an execution holds.
+@dataclass(eq=False, slots=True)
+class LimitedInstance:
+    """A model instance; priority 2 executes half as often as priority 1.
 
     Attributes:
-        token: Unique among all workers.
-        held: Own and borrowed units.
-        borrowed: Resource → the lender's grant.
-        lent: Units that callees use.
-        has_ended: Callees return lent units later.
-        is_elsewhere: Only the units lent here are known.
+        turn: Called when it may begin.
+        order: Its place in the line; 0 = it does not wait.
+        callers: Tokens of the executions that wait for it and hold resources.
+        token: Its execution's.
     """
 
-    __slots__ = ("borrowed", "has_ended", "held", "is_elsewhere", "lent", "model", "token")
-
-    def __init__(self, token: str, model: str, held: Mapping[Resource, int]) -> None:
-        self.token = token
-        self.model = model
-        self.held = dict(held)
-        self.borrowed: dict[Resource, ResourceGrant] = {}
-        self.lent: dict[Resource, int] = {}
-        self.has_ended = self.is_elsewhere = False
-
-    def has_free(self, resource: Resource, count: int) -> bool:
-        """Returns whether units may be lent now."""
-        return self.held.get(resource, 0) - self.lent.get(resource, 0) >= count
+    model: str
+    needs: Needs
+    priority: int
+    turn: Callable[["LimitedInstance"], None] = lambda _: None
+    executions: int = 0
+    order: int = 0
+    callers: tuple[str, ...] = ()
+    token: str = ""
+    sources: dict[Resource, str] = field(default_factory=dict)
 
     @property
-    def holder(self) -> ResourceHolder:
-        """The grant for calls, with global units only."""
-        units = {resource.name: count for resource, count in self.held.items() if resource.device == GLOBAL}
-        return ResourceHolder(self.token, self.model, units)
-
-
-class LimitedInstance:
-    """A model instance; priority 2 executes half as often as priority 1."""
-
-    __slots__ = ("callers", "executions", "grant", "granted", "model", "needs", "order", "priority")
-
-    def __init__(self, model: str, needs: Needs, priority: int, granted: Callable[["LimitedInstance"], None]) -> None:
-        self.model = model
-        self.needs = dict(needs)
-        self.priority = max(priority, 1)
-        self.granted = granted
-        self.executions = 0
-        self.order = 0
-        """The place of the instance among those that wait; 0 = the instance does not wait."""
-        self.callers: tuple[ResourceHolder, ...] = ()
-        self.grant: ResourceGrant | None = None
+    def weight(self) -> int:
+        """The priority; Triton takes 0 for 1."""
+        return max(self.priority, 1)
 
     @property
     def score(self) -> int:
-        """The score of the instance; the waiting instance with the lowest score goes first."""
-        return self.executions * self.priority
+        """The lowest goes first."""
+        return self.executions * self.weight
 
 
 class Ledger:
-    """One worker's resources, holders, and waiting instances.
+    """One worker's resources, executions and waiting instances; `changed` is called if others may be ready."""
 
-    `pool` has this worker's units of global resources, `maxima` all units of each resource.
-    """
-
-    def __init__(self, given: Sequence[Maximum] = (), name: str = "") -> None:
-        self.pool: dict[str, int] = {}
+    def __init__(self, given: Sequence[Maximum] = (), changed: Callable[[], None] = lambda: None) -> None:
         self.maxima: dict[Resource, int] = {}
         self._given = given
-        self._name = name
+        self._tell = changed
         self._instances: list[LimitedInstance] = []
         self._waiting: list[LimitedInstance] = []
-        self._grants: dict[str, ResourceGrant] = {}
-        self._used: dict[Resource, int] = {}
+        self._executing: dict[str, LimitedInstance] = {}
+        self._used: Counter[tuple[str, Resource]] = Counter()
+        """Units by source."""
+        self._ready: dict[LimitedInstance, Sources] | None = None
+        """`None` = not decided since the last change."""
         self._numbers = itertools.count(1)
 
     def check(self, groups: Sequence[InstanceSpec]) -> None:
@@ -168,185 +138,132 @@ class Ledger:
         """Adds instances at the lowest present score: they have nothing to catch up."""
         first = min((instance.score for instance in self._instances), default=0)
         for instance in instances:
-            instance.executions = first // instance.priority
+            instance.executions = first // instance.weight
         self._instances += instances
         self._update_maxima()
 
     def remove(self, instances: Sequence[LimitedInstance]) -> None:
         """Removes instances that execute nothing."""
         for instance in instances:
-            self.leave_queue(instance)
+            self.leave(instance)
             self._instances.remove(instance)
         self._update_maxima()
 
-    def wait(self, instance: LimitedInstance, callers: tuple[ResourceHolder, ...] = ()) -> None:
+    def wait(self, instance: LimitedInstance, callers: Sequence[ResourceHolder] = ()) -> None:
         """Adds an instance with work, and its callers."""
-        instance.callers = tuple(one for one in callers if self._share(one).held)
+        tokens = tuple(caller.token for caller in callers if self._held(caller.token))
+        if instance.order and instance.callers == tokens:
+            return
+        instance.callers = tokens
         if not instance.order:
             instance.order = next(self._numbers)
             self._waiting.append(instance)
+        self._changed()
 
-    def leave_queue(self, instance: LimitedInstance) -> None:
+    def leave(self, instance: LimitedInstance) -> None:
         """Removes an instance without work."""
         if instance.order:
             instance.order, instance.callers = 0, ()
             self._waiting.remove(instance)
+            self._changed()
 
-    def decide(self) -> list[LimitedInstance]:
-        """Grants resources; returns the instances that may execute."""
-        granted: list[LimitedInstance] = []
-        free = self._free()
-        for instance, own, lenders in self._in_order(free):
-            if own is not None and all(free[resource] >= count for resource, count in own.items()):
-                self._grant(instance, own, lenders)
-                granted.append(instance)
-        return granted
+    def ready(self) -> Mapping[LimitedInstance, Sources]:
+        """Returns the waiting instances that may begin now, all of them, in order."""
+        if self._ready is None:
+            self._ready = self._decide()
+        return self._ready
 
-    def missing(self) -> list[tuple[dict[str, int], bool]]:
-        """Returns the global units that waiting instances lack, and whether for a callee.
+    def begin(self, instance: LimitedInstance, token: str) -> None:
+        """Takes the resources of a ready instance, for an execution with a unique token."""
+        instance.token, instance.sources = token, dict(self.ready()[instance])
+        self._used.update(_units(instance, instance.sources))
+        self._executing[token] = instance
+        self.leave(instance)
 
-        A worker with all units waits for its own executions.
-        """
-        found: dict[tuple[tuple[str, int], ...], bool] = {}
-        free = self._free()
-        for instance, own, _ in self._in_order(free):
-            if own is None or not all(free[r] >= count for r, count in own.items() if r.device != GLOBAL):
-                continue
-            units = {r: count for r, count in own.items() if r.device == GLOBAL}
-            if any(free[r] < count and self.pool.get(r.name, 0) < self.maxima[r] for r, count in units.items()):
-                found.setdefault(tuple((r.name, count) for r, count in sorted(units.items())), bool(instance.callers))
-        return [(dict(units), is_callee) for units, is_callee in found.items()]
-
-    def release_grant(self, instance: LimitedInstance, *, has_executed: bool = True) -> None:
-        """Takes back a grant, except lent units."""
-        grant = instance.grant
-        assert grant is not None, "nothing was granted"
-        instance.grant = None
+    def end(self, instance: LimitedInstance, *, has_executed: bool = True) -> None:
+        """Returns its resources to their sources; those that callees still use follow when these end."""
+        token, instance.token = instance.token, ""
+        del self._executing[token]
         instance.executions += has_executed
-        grant.has_ended = True
-        del self._grants[grant.token]
-        for resource, count in grant.held.items():
-            self._give_up(grant, resource, count - grant.lent.get(resource, 0))
+        for resource, source in instance.sources.items():
+            lent = self._used.pop((token, resource), 0)
+            self._used[source, resource] -= instance.needs[resource] - lent
+            for callee in self._executing.values() if lent else ():
+                if callee.sources.get(resource) == token:
+                    callee.sources[resource] = source
+        self._changed()
 
-    def idle(self, name: str) -> int:
-        """Returns the unused global units of this worker; negative = it has too few."""
-        return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
+    def holds(self, callers: Iterable[ResourceHolder]) -> bool:
+        """Returns whether any of these callers holds resources of this worker."""
+        return any(self._held(caller.token) for caller in callers)
 
-    def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[ResourceHolder]) -> str:
-        """Returns why a call that can't borrow its callers' units would wait for its caller.
-
-        A device's units matter only if the model is in this worker.
-        """
-        is_here = any(instance.model == model for instance in self._instances)
-        shares = [self._share(caller) for caller in callers]
-        for resource in itertools.chain.from_iterable(needs):
-            for share in shares:
-                if share.held.get(resource) and (is_here or resource.device == GLOBAL):
+    def conflict(self, model: str, callers: Sequence[ResourceHolder]) -> str:
+        """Returns why a call that can't use its callers' units would wait for them, or ""."""
+        for resource in itertools.chain.from_iterable(one.needs for one in self._instances if one.model == model):
+            for caller in callers:
+                if resource in self._held(caller.token):
                     return (
-                        f"model '{model}' needs resource '{resource.name}', which its caller, model '{share.model}', "
-                        "holds: only in the worker that calls it can it use the same units, if it is neither decoupled "
-                        "nor has sequences; load it there, or let one of them need less"
+                        f"model '{model}' needs resource '{resource.name}', which its caller, model '{caller.model}', "
+                        "holds: a model that is decoupled or has sequences can't use its caller's units; let one of "
+                        "them need less"
                     )
         return ""
 
-    def holds(self, callers: Sequence[ResourceHolder]) -> bool:
-        """Returns whether any of these callers holds resources."""
-        return any(self._share(caller).held for caller in callers)
-
-    def refusal(self, model: str, needs: Iterable[Needs], callers: Sequence[ResourceHolder]) -> str:
-        """Returns why a call would wait for its caller."""
-        shares = [self._share(caller) for caller in callers]
-        for resource, count in itertools.chain.from_iterable(one.items() for one in needs):
-            holding = [share for share in shares if share.held.get(resource)]
-            if holding and all(share.held[resource] < count for share in holding):
-                return (
-                    f"model '{model}' needs {count} of resource '{resource.name}', of which its caller, model "
-                    f"'{holding[0].model}', holds {holding[0].held[resource]}: it would wait for its caller; let the "
-                    "caller hold as many, or none"
-                )
+    def refusal(self, instances: Sequence[LimitedInstance], callers: Sequence[ResourceHolder]) -> str:
+        """Returns why a call would wait for its caller, or ""."""
+        for one, caller in itertools.product(instances, callers):
+            for resource, count in one.needs.items():
+                most = max(self._held(each.token).get(resource, 0) for each in callers)
+                if resource in self._held(caller.token) and most < count:
+                    return (
+                        f"model '{one.model}' needs {count} of resource '{resource.name}', of which its caller, model "
+                        f"'{caller.model}', holds {self._held(caller.token)[resource]}: it would wait for its caller; "
+                        "let the caller hold as many, or none"
+                    )
         return ""
+
+    def _changed(self) -> None:
+        self._ready = None
+        self._tell()
 
     def _update_maxima(self) -> None:
         self.maxima = maxima_of([instance.needs for instance in self._instances], self._given)
+        self._changed()
 
-    def _free(self) -> dict[Resource, int]:
-        units = {r: self.pool.get(r.name, 0) if r.device == GLOBAL else count for r, count in self.maxima.items()}
-        return {resource: count - self._used.get(resource, 0) for resource, count in units.items()}
+    def _decide(self) -> dict[LimitedInstance, Sources]:
+        used, ready = self._used.copy(), dict[LimitedInstance, Sources]()
+        line = sorted(self._waiting, key=lambda one: (not one.callers, one.score, one.order))
+        for one in line:
+            # Callees reserve nothing against one another, because the first may wait for the second's caller.
+            if one.callers and (sources := self._sources(one, used)) is not None:
+                ready[one] = sources
+                used.update(_units(one, sources))
+        for one in line:
+            if one not in ready:
+                if not one.callers and (sources := self._sources(one, used)) is not None:
+                    ready[one] = sources
+                used.update(_units(one, {resource: "" for resource in one.needs if not self._lenders(one, resource)}))
+        return ready
 
-    def _in_order(
-        self, free: dict[Resource, int]
-    ) -> Iterator[tuple[LimitedInstance, Own, dict[Resource, ResourceGrant]]]:
-        """Yields the waiting instances; each reserves its needs, granted or not.
-
-        Callees reserve nothing against one another, because the first may wait for the second's caller.
-        """
-        waiting = sorted(self._waiting, key=lambda one: (one.score, one.order))
-        callees = [instance for instance in waiting if instance.callers]
-        for instance in callees:
-            own, lenders = self._plan(instance)
-            yield instance, own, lenders
-            if instance.grant is not None:
-                _reserve_units(free, own)
-        for instance in callees:
-            if instance.grant is None:
-                _reserve_units(free, self._plan(instance)[0])
-        for instance in waiting:
-            if not instance.callers and instance.grant is None:
-                yield instance, instance.needs, {}
-                _reserve_units(free, instance.needs)
-
-    def _plan(self, instance: LimitedInstance) -> tuple[Own, dict[Resource, ResourceGrant]]:
-        shares = [self._share(caller) for caller in instance.callers]
-        own: dict[Resource, int] = {}
-        lenders: dict[Resource, ResourceGrant] = {}
+    def _sources(self, instance: LimitedInstance, used: Counter[tuple[str, Resource]]) -> Sources | None:
+        sources: dict[Resource, str] = {}
         for resource, count in instance.needs.items():
-            holding = [share for share in shares if share.held.get(resource)]
-            lender = next((share for share in holding if share.has_free(resource, count)), None)
-            if lender is not None:
-                lenders[resource] = lender
-            elif holding:
-                return None, {}
+            for source in self._lenders(instance, resource) or [""]:
+                held = self._held(source) if source else self.maxima
+                if held[resource] - used[source, resource] >= count:
+                    sources[resource] = source
+                    break
             else:
-                own[resource] = count
-        return own, lenders
+                return None
+        return sources
 
-    def _share(self, caller: ResourceHolder) -> ResourceGrant:
-        grant = self._grants.get(caller.token)
-        if grant is not None:
-            return grant
-        is_mine = caller.token.startswith(f"{self._name}/")
-        units = {} if is_mine else {Resource(name, GLOBAL): count for name, count in caller.units.items()}
-        grant = ResourceGrant(caller.token, caller.model, units)
-        grant.is_elsewhere = True
-        return grant
+    def _lenders(self, instance: LimitedInstance, resource: Resource) -> list[str]:
+        return [token for token in instance.callers if resource in self._held(token)]
 
-    def _grant(
-        self, instance: LimitedInstance, own: Mapping[Resource, int], lenders: Mapping[Resource, ResourceGrant]
-    ) -> None:
-        grant = ResourceGrant(f"{self._name}/{next(self._numbers)}", instance.model, instance.needs)
-        grant.borrowed = dict(lenders)
-        for resource, count in own.items():
-            self._used[resource] = self._used.get(resource, 0) + count
-        for resource, lender in lenders.items():
-            lender.lent[resource] = lender.lent.get(resource, 0) + instance.needs[resource]
-            if lender.is_elsewhere:
-                self._grants[lender.token] = lender
-        self._grants[grant.token] = grant
-        self.leave_queue(instance)
-        instance.grant = grant
-
-    def _give_up(self, grant: ResourceGrant, resource: Resource, count: int) -> None:
-        lender = grant.borrowed.get(resource)
-        if lender is None:
-            self._used[resource] -= count
-            return
-        lender.lent[resource] -= count
-        if lender.has_ended:
-            self._give_up(lender, resource, count)
-        elif lender.is_elsewhere and not any(lender.lent.values()):
-            self._grants.pop(lender.token, None)
+    def _held(self, token: str) -> Needs:
+        instance = self._executing.get(token)
+        return {} if instance is None else instance.needs
 
 
-def _reserve_units(free: dict[Resource, int], own: Own) -> None:
-    for resource, count in (own or {}).items():
-        free[resource] = max(free[resource] - count, 0)
+def _units(instance: LimitedInstance, sources: Sources) -> dict[tuple[str, Resource], int]:
+    return {(source, resource): instance.needs[resource] for resource, source in sources.items()}

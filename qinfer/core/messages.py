@@ -59,7 +59,7 @@ class ResourceHolder(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         token: An id that is unique among all workers; empty = the execution holds nothing: an ensemble, or a decoupled
             model whose `execute` has returned.
-        units: The units of global resources that the execution holds.
+        units: Empty; earlier workers wrote their units of global resources.
         depth: The place of the execution in the chain of calls, from 1.
     """
 

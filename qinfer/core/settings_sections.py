@@ -281,7 +281,7 @@ class Maximum(NamedTuple):
 
 
 class RateLimitSettings(Section):
-    """The rate limiter, of models whose instances need resources; all workers need the same."""
+    """The rate limiter, of models whose instances need resources; each worker has its own."""
 
     mode: Literal["off", "execution_count"] = Field(
         "off",
@@ -290,8 +290,8 @@ class RateLimitSettings(Section):
     )
     resources: tuple[str, ...] = Field(
         (),
-        description="Units of resources, each as NAME:COUNT or NAME:COUNT:DEVICE; global resources ignore the device. "
-        "By default, a resource has as many units as the largest need (Triton's --rate-limit-resource).",
+        description="Units of each worker's resources, as NAME:COUNT or NAME:COUNT:DEVICE; global resources ignore the "
+        "device. By default, a resource has as many units as the largest need (Triton's --rate-limit-resource).",
     )
 
     @field_validator("resources")

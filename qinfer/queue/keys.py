@@ -22,7 +22,6 @@ SUSPECTS = b"suspects"
 """The consumer that owns released suspects, for `reclaim`."""
 
 _BRIDGES = "qinfer:{bridges}:"
-_RESOURCES = "qinfer:{resources}:"
 _COUNTS = "qinfer:{counts}:"
 
 ENDPOINTS = ".endpoints"
@@ -343,31 +342,6 @@ def counts_asked() -> str:
 def counts_added() -> str:
     """Stream of workers' answers."""
     return f"{_COUNTS}added"
-
-
-def resource_leases() -> str:
-    """Sorted set of workers, by lease."""
-    return f"{_RESOURCES}leases"
-
-
-def resource_units() -> str:
-    """Hash of workers' units."""
-    return f"{_RESOURCES}units"
-
-
-def resource_maxima() -> str:
-    """Hash of workers' maxima."""
-    return f"{_RESOURCES}maxima"
-
-
-def resource_line() -> str:
-    """Sorted set of waiting requests."""
-    return f"{_RESOURCES}line"
-
-
-def resource_news() -> str:
-    """Stream of freed units and waiting workers."""
-    return f"{_RESOURCES}news"
 
 
 def quota(tenant: str) -> str:

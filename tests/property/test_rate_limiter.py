@@ -1,6 +1,6 @@
-"""The rate limiter's promises, over random instances, traffic, calls and units that come and go."""
+"""The rate limiter's promises, over random instances, traffic and calls."""
 
-from collections import Counter
+import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,31 +8,29 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qinfer.batching.rate_limiter import GLOBAL, Ledger, LimitedInstance, Needs, Resource
 from qinfer.core.messages import ResourceHolder
+from qinfer.core.settings_rate_limit import Maximum
 
 RESOURCES = (Resource("a", 0), Resource("b", 0), Resource("b", 1), Resource("g", GLOBAL), Resource("h", GLOBAL))
 NEEDS = st.dictionaries(st.sampled_from(RESOURCES), st.integers(1, 3), max_size=3)
 
 
 class Traffic(RuleBasedStateMachine):
-    """Instances that get work, execute, call one another, and end; the pool of global units changes meanwhile."""
+    """Instances that get work, execute, call one another, and end."""
 
     @initialize(needs=st.lists(NEEDS, min_size=1, max_size=6), weights=st.lists(st.integers(0, 3), min_size=6))
     def load(self, needs: list[Needs], weights: list[int]) -> None:
-        self.ledger = Ledger(name="w")
-        self.instances = [LimitedInstance(f"m{i}", one, weights[i], lambda _: None) for i, one in enumerate(needs)]
+        self.ledger = Ledger([Maximum(name, 4) for name in "abgh"])
+        self.instances = [LimitedInstance(f"m{i}", one, weights[i]) for i, one in enumerate(needs)]
         self.ledger.add(self.instances)
-        self.ledger.pool = {"g": 3, "h": 3}
-        self.waited: Counter[LimitedInstance] = Counter()
-        self.calls: dict[LimitedInstance, LimitedInstance] = {}
-        """Callee → caller, from the call to the callee's end."""
+        self.numbers = itertools.count()
 
     @property
     def idle(self) -> list[LimitedInstance]:
-        return [one for one in self.instances if not one.order and one.grant is None]
+        return [one for one in self.instances if not (one.order or one.token)]
 
     @property
     def executing(self) -> list[LimitedInstance]:
-        return [one for one in self.instances if one.grant is not None]
+        return [one for one in self.instances if one.token]
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data())
@@ -44,20 +42,8 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def call(self, data: st.DataObject) -> None:
         caller, callee = data.draw(st.sampled_from(self.executing)), data.draw(st.sampled_from(self.idle))
-        assert caller.grant is not None
-        holders = (caller.grant.holder,)
-        if not self.ledger.refusal(callee.model, [callee.needs], holders):
-            self.ledger.wait(callee, holders)
-            self.calls[callee] = caller
-            self.decide()
-
-    @precondition(lambda self: self.idle)
-    @rule(data=st.data(), number=st.integers(1, 2), name=st.sampled_from(["g", "h"]))
-    def call_from_elsewhere(self, data: st.DataObject, number: int, name: str) -> None:
-        """Another worker counts what that caller holds; it is lent once at a time here."""
-        callee = data.draw(st.sampled_from(self.idle))
-        holders = (ResourceHolder(f"other/{number}", "remote", {name: number}),)
-        if not self.ledger.refusal(callee.model, [callee.needs], holders):
+        holders = (ResourceHolder(caller.token, caller.model),)
+        if not self.ledger.refusal([callee], holders):
             self.ledger.wait(callee, holders)
             self.decide()
 
@@ -65,65 +51,57 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data(), has_executed=st.booleans())
     def end(self, data: st.DataObject, *, has_executed: bool) -> None:
         ended = data.draw(st.sampled_from(self.executing))
-        self.calls.pop(ended, None)
-        self.ledger.release_grant(ended, has_executed=has_executed)
+        self.ledger.end(ended, has_executed=has_executed)
         self.decide()
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         left = data.draw(st.sampled_from(self.instances))
         if left.order:
-            self.ledger.leave_queue(left)
-            self.calls.pop(left, None)
+            self.ledger.leave(left)
             self.decide()
-
-    @rule(name=st.sampled_from(["g", "h"]), units=st.integers(0, 3))
-    def move(self, name: str, units: int) -> None:
-        """Units go to other workers, but those in use; or come."""
-        self.ledger.pool[name] = max(units, self.ledger.pool[name] - self.ledger.idle(name))
-        self.decide()
 
     def decide(self) -> None:
         waiting = sorted((i for i in self.instances if i.order and not i.callers), key=lambda i: (i.score, i.order))
-        granted = self.ledger.decide()
-        assert all(one.grant is not None and not one.order for one in granted)
-        assert not self.ledger.decide()
-        # Nobody is overtaken in what it needs: whoever went first has left it enough of that.
-        free = self.ledger._free()
+        ready = list(self.ledger.ready())
+        for one in ready:
+            self.ledger.begin(one, f"e{next(self.numbers)}")
+        assert all(one.token and not one.order for one in ready)
+        assert not self.ledger.ready()
+        # An instance that is overtaken has enough left of each resource that others took.
         for position, first in enumerate(waiting):
-            taken = {resource for other in waiting[position + 1 :] if other in granted for resource in other.needs}
+            taken = {resource for other in waiting[position + 1 :] if other in ready for resource in other.needs}
             if first.order:
-                assert all(free[resource] >= count for resource, count in first.needs.items() if resource in taken)
+                assert all(self.free(resource) >= n for resource, n in first.needs.items() if resource in taken)
+
+    def free(self, resource: Resource) -> int:
+        return self.ledger.maxima[resource] - self.ledger._used["", resource]
 
     @invariant()
     def no_resource_is_exceeded(self) -> None:
         if not hasattr(self, "ledger"):
             return
         for resource in self.ledger.maxima:
-            own = sum(
-                one.needs.get(resource, 0)
-                for one in self.executing
-                if one.grant is not None and resource not in one.grant.borrowed
-            )
-            most = self.ledger.pool[resource.name] if resource.device == GLOBAL else self.ledger.maxima[resource]
-            assert own <= most
-            assert self.ledger._used.get(resource, 0) <= most
+            own = sum(one.needs[resource] for one in self.executing if one.sources.get(resource) == "")
+            assert own == self.ledger._used["", resource] <= self.ledger.maxima[resource]
 
     @invariant()
     def no_caller_lends_more_than_it_holds(self) -> None:
-        for grant in self.ledger._grants.values() if hasattr(self, "ledger") else ():
-            assert all(count <= grant.held[resource] for resource, count in grant.lent.items())
+        for lender in self.executing if hasattr(self, "ledger") else ():
+            for resource, count in lender.needs.items():
+                lent = sum(one.needs[resource] for one in self.executing if one.sources.get(resource) == lender.token)
+                assert lent == self.ledger._used[lender.token, resource] <= count
 
     def teardown(self) -> None:
         """All units come back, whoever ended first."""
         if not hasattr(self, "ledger"):
             return
         for one in self.instances:
-            self.ledger.leave_queue(one)
+            self.ledger.leave(one)
         while self.executing:
-            self.ledger.release_grant(self.executing[0])
+            self.ledger.end(self.executing[0])
         assert not any(self.ledger._used.values())
-        assert not self.ledger._grants
+        assert not self.ledger._executing
 
 
 TestTraffic = Traffic.TestCase
@@ -132,21 +110,22 @@ TestTraffic.settings = settings(max_examples=40, stateful_step_count=30, deadlin
 
 @given(needs=st.lists(NEEDS, min_size=1, max_size=5), weights=st.lists(st.integers(0, 4), min_size=5))
 @settings(max_examples=40, deadline=None)
-def test_whoever_always_has_work_executes(needs: list[Needs], weights: list[int]) -> None:
+def test_an_instance_that_always_has_work_executes(needs: list[Needs], weights: list[int]) -> None:
     """No instance starves, however much another needs, and nothing stands still while something could execute."""
     ledger = Ledger()
-    instances = [LimitedInstance(f"m{i}", one, weights[i], lambda _: None) for i, one in enumerate(needs)]
+    instances = [LimitedInstance(f"m{i}", one, weights[i]) for i, one in enumerate(needs)]
     ledger.add(instances)
-    ledger.pool = {resource.name: most for resource, most in ledger.maxima.items() if resource.device == GLOBAL}
     for one in instances:
         ledger.wait(one)
 
     running: list[LimitedInstance] = []
-    for _ in range(40 * len(instances)):
-        running += ledger.decide()
+    for number in range(40 * len(instances)):
+        for one in list(ledger.ready()):
+            ledger.begin(one, f"e{number}-{one.model}")
+            running.append(one)
         assert running
         ended = running.pop(0)
-        ledger.release_grant(ended)
+        ledger.end(ended)
         ledger.wait(ended)
 
     assert all(one.executions for one in instances)

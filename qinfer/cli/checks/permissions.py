@@ -104,9 +104,7 @@ def _places(nonce: str) -> Iterator[Words]:
         ("ZREM", keys.routes(), nonce),
         ("HDEL", keys.route_counts(nonce), nonce),
     )
-    yield from (("ZREM", name, nonce) for name in (keys.resource_leases(), keys.resource_line()))
-    yield from (("HDEL", name, nonce) for name in (keys.resource_units(), keys.resource_maxima()))
-    yield from (("XDEL", name, "0-1") for name in (keys.resource_news(), keys.control()))
+    yield ("XDEL", keys.control(), "0-1")
     yield ("HDEL", keys.worker(nonce), nonce)
     yield ("XDEL", keys.reply(f"reply:{nonce}"), "0-1")
 

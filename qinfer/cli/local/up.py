@@ -82,8 +82,8 @@ RateLimitOption = Annotated[
 RateLimitResourceOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="How many units of a resource there are: NAME:COUNT, or NAME:COUNT:DEVICE; repeatable. By default as many "
-        "as the largest need."
+        help="How many units of a resource each worker has: NAME:COUNT, or NAME:COUNT:DEVICE; repeatable. By default "
+        "as many as the largest need."
     ),
 ]
 RedisOption = Annotated[

@@ -69,7 +69,7 @@ SUPPORTED = {
     "instance_group.gpus": "With KIND_GPU, the default is all GPUs of the installation.",
     "instance_group.passive": "Passive instances would execute nothing, and are not created.",
     "instance_group.rate_limiter.resources": "Needed by each execution, where the server runs with "
-    "`--rate-limit execution_count`; those that are `global` are shared by all workers.",
+    "`--rate-limit execution_count`; a worker has those that are `global` once for all of its devices.",
     "instance_group.rate_limiter.priority": "Of the instances that wait for resources, the one with the lowest product "
     "of this and its number of executions goes first.",
     "default_model_filename": "A path within the version directory.",

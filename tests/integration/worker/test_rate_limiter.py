@@ -1,7 +1,6 @@
-"""Workers that limit rates: models share resources, of one worker and of all, on a real Redis."""
+"""Workers that limit rates: the models of a worker share its resources."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -119,7 +118,34 @@ async def test_requests_are_given_back_to_workers_that_can_run_them(scene: Inlin
     assert value(await first) == 1.0
 
 
-async def test_what_needs_nothing_waits_for_nobody(scene: InlineWorkers) -> None:
+async def test_a_model_has_its_turn_although_its_requests_are_in_the_queue_again(scene: InlineWorkers) -> None:
+    """Its worker fetches them when the resources are free, before the other model takes these again."""
+    await scene.model("a", instances=limited(ALONE), scheduler="")
+    await scene.model("b", instances=limited(ALONE))
+    worker = await scene.worker()
+    scene.hold()
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+    second = scene.submit(2.0, model="b")
+    await waiting(worker, "b")
+
+    def held() -> set[str]:
+        return {item.lease.entry.lane.model for item in worker._keeper.held()}
+
+    await eventually(lambda: held() == {"a"}, description="that the request is given back")
+    third = scene.submit(3.0, model="a")
+    await waiting(worker, "b")
+
+    scene.go("a")
+    await scene.started(model="b")
+
+    assert value(await first) == 1.0
+    assert started(scene, "a") == 1
+    scene.go()
+    assert [value(await second), value(await third)] == [2.0, 3.0]
+
+
+async def test_a_model_without_needs_does_not_wait(scene: InlineWorkers) -> None:
     """Triton's dead-lock (#8358): `a` holds the resource and calls `free`, while `b`, which is first, waits for it."""
     await scene.model("a", instances=limited(ALONE), mode="call:free")
     await scene.model("b", instances=limited(ALONE))
@@ -150,16 +176,15 @@ async def test_a_called_model_uses_what_its_caller_holds(scene: InlineWorkers, n
 
 
 async def test_a_call_does_not_stay_behind_requests_that_wait_for_its_caller(scene: InlineWorkers) -> None:
-    """Both workers have requests to the called model that wait for what its caller holds, and more are in the lane."""
+    """The worker has requests to the called model that wait for its caller's units, and more are in the lane."""
     await scene.model("caller", instances=limited(GLOBAL), mode="call:called")
     await scene.model("called", instances=limited(GLOBAL), scheduler="")
-    workers = [await scene.worker("w1"), await scene.worker("w2")]
+    worker = await scene.worker()
     scene.hold("caller")
     first = scene.submit(1.0, model="caller")
-    await eventually(lambda: started(scene, "caller") == 1, description="the caller")
+    await scene.started(model="caller")
     others = [scene.submit(float(i), model="called") for i in range(10)]
-    for worker in workers:
-        await waiting(worker, "called")
+    await waiting(worker, "called")
 
     scene.go()
 
@@ -167,11 +192,8 @@ async def test_a_call_does_not_stay_behind_requests_that_wait_for_its_caller(sce
     assert [value(await other) for other in others] == [float(i) for i in range(10)]
 
 
-@pytest.mark.parametrize(("needs", "name"), [(GLOBAL, "g"), (ALONE, "")])
-async def test_a_called_model_of_another_worker_can_not_use_what_its_caller_holds(
-    scene: InlineWorkers, needs: str, name: str
-) -> None:
-    """Its call is refused at once; resources of devices are others than its caller's."""
+@pytest.mark.parametrize("needs", [ALONE, GLOBAL])
+async def test_a_called_model_of_another_worker_has_resources_of_its_own(scene: InlineWorkers, needs: str) -> None:
     await scene.model("caller", instances=limited(needs), mode="call:called")
     await scene.model("called", instances=limited(needs))
     await scene.worker("w1", models=("caller",))
@@ -179,11 +201,7 @@ async def test_a_called_model_of_another_worker_can_not_use_what_its_caller_hold
 
     answer = await scene.submit(3.0, model="caller")
 
-    if name:
-        expected = f"model 'called' needs resource '{name}', which its caller, model 'caller', holds"
-        assert failure(answer).message.startswith(expected)
-    else:
-        assert value(answer) == 3.0
+    assert value(answer) == 3.0
 
 
 async def test_a_called_model_that_is_loaded_anew_is_not_refused(scene: InlineWorkers) -> None:
@@ -323,90 +341,57 @@ async def test_a_model_is_loaded_anew_with_other_needs(scene: InlineWorkers) -> 
     await eventually(lambda: len(worker._limiter.ledger._instances) == 1, description="only the last generation")  # type: ignore[union-attr]
 
 
-# --- resources of all workers ---
-
-
-async def two_workers(scene: InlineWorkers, **options: float) -> Sequence[Worker]:
-    """Starts a worker with `a` and one with `b`, which need the same."""
-    await scene.model("a", instances=limited(GLOBAL))
-    await scene.model("b", instances=limited(GLOBAL))
-    return [await scene.worker("w1", models=("a",), **options), await scene.worker("w2", models=("b",), **options)]  # type: ignore[arg-type]
-
-
-async def test_models_of_two_workers_execute_in_turn(scene: InlineWorkers) -> None:
-    _, other = await two_workers(scene)
+@pytest.mark.parametrize("needs", [ALONE, GLOBAL])
+async def test_workers_have_resources_of_their_own(scene: InlineWorkers, needs: str) -> None:
+    """Two workers execute at once, though each of them has one unit."""
+    await scene.model("a", instances=limited(needs))
+    await scene.model("b", instances=limited(needs))
+    await scene.worker("w1", models=("a",))
+    await scene.worker("w2", models=("b",))
     scene.hold()
 
-    first = scene.submit(1.0, model="a")
+    answers = [scene.submit(1.0, model="a"), scene.submit(2.0, model="b")]
     await scene.started("w1")
-    second = scene.submit(2.0, model="b")
-    await waiting(other, "b")
-    scene.go("a")
-    assert value(await first) == 1.0
     await scene.started("w2")
-    third = scene.submit(3.0, model="a")
 
     scene.go()
-    assert value(await second) == 2.0
-    assert value(await third) == 3.0
-
-
-async def test_units_stay_with_a_worker_while_nobody_waits(scene: InlineWorkers) -> None:
-    one, _ = await two_workers(scene)
-    assert one._limiter is not None
-    assert value(await scene.submit(1.0, model="a")) == 1.0
-
-    assert one._limiter.ledger.pool == {"g": 1}
-    exchanges = one._limiter.shared._resources.exchange
-    asked: list[object] = []
-
-    async def exchange(*arguments: object) -> object:
-        asked.append(arguments[2])
-        return await exchanges(*arguments)  # type: ignore[arg-type]
-
-    one._limiter.shared._resources.exchange = exchange  # type: ignore[assignment,method-assign]
-    for i in range(5):
-        assert value(await scene.submit(float(i), model="a")) == float(i)
-    assert not [wish for wish in asked if wish is not None]
-
-
-async def test_units_of_a_dead_worker_are_free_when_its_lease_ends(scene: InlineWorkers) -> None:
-    _, other = await two_workers(scene, lease_s=1.0, renew_every_s=0.3)
-    scene.hold("a")
-    scene.submit(1.0, model="a")
-    await scene.started("w1")
-    second = scene.submit(2.0, model="b")
-    await waiting(other, "b")
-
-    await scene.kill("w1")
-
-    assert value(await second) == 2.0
-
-
-async def test_a_worker_that_ends_leaves_its_units_at_once(scene: InlineWorkers) -> None:
-    _, other = await two_workers(scene)
-    assert value(await scene.submit(1.0, model="a")) == 1.0
-
-    await scene.stop("w1")
-
-    assert value(await scene.submit(2.0, model="b")) == 2.0
-    assert other._limiter is not None
-    assert other._limiter.ledger.pool == {"g": 1}
+    assert [value(await answer) for answer in answers] == [1.0, 2.0]
 
 
 async def test_a_worker_drains_though_it_waits_for_units(scene: InlineWorkers) -> None:
-    """What it could not execute is executed by the next worker."""
-    _, other = await two_workers(scene)
+    """Another worker executes its waiting requests."""
+    await scene.model("a", instances=limited(GLOBAL))
+    await scene.model("b", instances=limited(GLOBAL))
+    worker = await scene.worker()
     scene.hold("a")
     first = scene.submit(1.0, model="a")
-    await scene.started("w1")
+    await scene.started(model="a")
     second = scene.submit(2.0, model="b")
-    await waiting(other, "b")
+    await waiting(worker, "b")
 
-    await scene.stop("w2")
+    stopping = asyncio.create_task(scene.stop("w1"))
+    await scene.worker("w2", models=("b",))
 
-    assert not second.done()
-    await scene.worker("w3", models=("b",))
-    scene.go()
-    assert value(await first) == 1.0
     assert value(await second) == 2.0
+    scene.go()
+    await stopping
+    assert value(await first) == 1.0
+
+
+async def test_units_of_a_global_resource_are_for_all_devices_together(scene: InlineWorkers) -> None:
+    scene.rate_limit = RateLimitSettings(mode="execution_count", resources=("g:2",))
+    for name in ("a", "b", "c"):
+        await scene.model(name, instances=limited(GLOBAL))
+    worker = await scene.worker()
+    scene.hold()
+
+    answers = [scene.submit(1.0, model=name) for name in ("a", "b")]
+    await scene.started(model="a")
+    await scene.started(model="b")
+    third = scene.submit(1.0, model="c")
+    await waiting(worker, "c")
+
+    assert started(scene, "c") == 0
+    scene.go()
+    for answer in (*answers, third):
+        assert value(await answer) == 1.0

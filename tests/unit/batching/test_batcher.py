@@ -5,9 +5,8 @@ from contextlib import suppress
 
 import pytest
 
-from qinfer.batching.batcher import OVERDUE_S
 from qinfer.batching.execution import Execution
-from qinfer.batching.policy import NEVER_S
+from qinfer.batching.policy import NEVER_S, OVERDUE_S
 from qinfer.core.messages import InferRequest
 from qinfer.testing import eventually
 from tests.support.batching import Bench, Done, Scene

@@ -5,7 +5,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from qinfer.batching.policy import NEVER_S, FreeSlots, Item, LatencyModel, Rules, decide
+from qinfer.batching.policy import (
+    CLOSED,
+    FETCH_LEAD_S,
+    NEVER_S,
+    OVERDUE_S,
+    FetchGate,
+    FreeSlots,
+    Item,
+    LatencyModel,
+    Rules,
+    decide,
+    decide_gate,
+)
 from qinfer.models.spec import BatchingSpec, ModelSpec
 
 NOW_S = 1000.0
@@ -296,3 +308,32 @@ def test_one_long_gap_is_an_accident() -> None:
 
     assert latency.gap_s > 0.04
     assert latency.best_s(1) < 0.002
+
+
+# --- when busy instances fetch ---
+
+
+@pytest.mark.parametrize(
+    ("now_s", "is_placed", "fetches_ahead", "expected"),
+    [
+        (1.0, False, True, FetchGate(2.0 - FETCH_LEAD_S, FETCH_LEAD_S, again_at_s=2.0 + OVERDUE_S)),
+        (1.0, False, False, FetchGate(NEVER_S, FETCH_LEAD_S, again_at_s=2.0 + OVERDUE_S)),
+        (2.0 + OVERDUE_S, False, True, FetchGate(again_at_s=3.0 + OVERDUE_S, gives_back=True)),
+        (2.0 + OVERDUE_S, True, False, FetchGate(gives_back=True, recalls=True)),
+        (3.0 + OVERDUE_S, False, True, FetchGate(gives_back=True, recalls=True)),
+    ],
+    ids=["just before the first end", "no place", "one is overdue", "one is overdue with a batch ahead", "all are"],
+)
+def test_busy_instances_fetch_until_one_is_overdue(
+    now_s: float, *, is_placed: bool, fetches_ahead: bool, expected: FetchGate
+) -> None:
+    """Executions are expected to end at 2 and 3 s."""
+    assert decide_gate(now_s, [3.0, 2.0], 0.01, is_placed=is_placed, fetches_ahead=fetches_ahead) == expected
+
+
+def test_a_long_execution_is_overdue_later() -> None:
+    assert decide_gate(2.4, [2.0], 0.5, is_placed=False, fetches_ahead=False).again_at_s == 2.5
+
+
+def test_a_closed_gate_waits_for_an_event() -> None:
+    assert (CLOSED.open_at_s, CLOSED.again_at_s, CLOSED.gives_back) == (NEVER_S, NEVER_S, False)

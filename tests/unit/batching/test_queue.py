@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from qinfer.batching.batcher import FETCH_LEAD_S
-from qinfer.batching.policy import FETCH_S, Item, LatencyModel, Rules, is_worth_filling
+from qinfer.batching.policy import FETCH_LEAD_S, FETCH_S, Item, LatencyModel, Rules, is_worth_filling
 from qinfer.models.spec import BatchingSpec, QueuePolicy
 from qinfer.queue.entries import Lane
 from qinfer.testing import eventually

@@ -21,19 +21,27 @@ G = Resource("g", GLOBAL)
 
 
 def instance(name: str, needs: Needs, priority: int = 1) -> LimitedInstance:
-    return LimitedInstance(name, needs, priority, lambda _: None)
+    return LimitedInstance(name, needs, priority)
 
 
-def ledger(*instances: LimitedInstance, pool: dict[str, int] | None = None, given: tuple[Maximum, ...] = ()) -> Ledger:
-    one = Ledger(given, "w1")
+def ledger(*instances: LimitedInstance, given: tuple[Maximum, ...] = ()) -> Ledger:
+    one = Ledger(given)
     one.add(instances)
-    one.pool = pool or {}
     return one
 
 
+def begun(mine: Ledger) -> list[LimitedInstance]:
+    """Begins all that may begin."""
+    ready = list(mine.ready())
+    for one in ready:
+        mine.begin(one, f"{one.model}-{one.executions}")
+    assert not mine.ready()
+    return ready
+
+
 def holder(one: LimitedInstance) -> ResourceHolder:
-    assert one.grant is not None
-    return one.grant.holder
+    assert one.token
+    return ResourceHolder(one.token, one.model)
 
 
 # --- how much there is ---
@@ -115,11 +123,11 @@ def test_an_execution_needs_all_its_resources_at_once() -> None:
     for waiting in (one, both, other):
         mine.wait(waiting)
 
-    assert mine.decide() == [one]
-    mine.release_grant(one)
-    assert mine.decide() == [both]
-    mine.release_grant(both)
-    assert mine.decide() == [other]
+    assert begun(mine) == [one]
+    mine.end(one)
+    assert begun(mine) == [both]
+    mine.end(both)
+    assert begun(mine) == [other]
 
 
 @pytest.mark.parametrize(("priority", "expected"), [(0, 15), (1, 15), (2, 10), (3, 8)])
@@ -130,8 +138,8 @@ def test_executions_follow_the_priorities(priority: int, expected: int) -> None:
     for _ in range(30):
         mine.wait(usual)
         mine.wait(rare)
-        (granted,) = mine.decide()
-        mine.release_grant(granted)
+        (granted,) = begun(mine)
+        mine.end(granted)
 
     assert rare.executions == expected
 
@@ -140,9 +148,9 @@ def test_a_grant_that_was_not_used_does_not_count() -> None:
     one = instance("one", {R: 1})
     mine = ledger(one)
     mine.wait(one)
-    mine.decide()
+    begun(mine)
 
-    mine.release_grant(one, has_executed=False)
+    mine.end(one, has_executed=False)
 
     assert one.executions == 0
 
@@ -165,18 +173,18 @@ def test_a_callee_uses_its_callers_units_one_after_the_other() -> None:
     mine = ledger(caller, first, second, other)
     for one in (caller, other):
         mine.wait(one)
-    assert mine.decide() == [caller]
+    assert begun(mine) == [caller]
 
     mine.wait(first, (holder(caller),))
     mine.wait(second, (holder(caller),))
 
-    assert mine.decide() == [first]
-    mine.release_grant(first)
-    assert mine.decide() == [second]
-    mine.release_grant(second)
-    assert mine.decide() == []
-    mine.release_grant(caller)
-    assert mine.decide() == [other]
+    assert begun(mine) == [first]
+    mine.end(first)
+    assert begun(mine) == [second]
+    mine.end(second)
+    assert begun(mine) == []
+    mine.end(caller)
+    assert begun(mine) == [other]
 
 
 def test_units_come_back_when_the_last_user_of_a_callers_units_ends() -> None:
@@ -184,19 +192,19 @@ def test_units_come_back_when_the_last_user_of_a_callers_units_ends() -> None:
     caller, between, callee, other = (instance(name, {R: 1}) for name in ("caller", "between", "callee", "other"))
     mine = ledger(caller, between, callee, other)
     mine.wait(caller)
-    mine.decide()
+    begun(mine)
     mine.wait(between, (holder(caller),))
-    mine.decide()
+    begun(mine)
     mine.wait(callee, (holder(caller), holder(between)))
-    assert mine.decide() == [callee]
+    assert begun(mine) == [callee]
     mine.wait(other)
 
-    mine.release_grant(between)
-    assert mine.decide() == []
-    mine.release_grant(caller)
-    assert mine.decide() == []
-    mine.release_grant(callee)
-    assert mine.decide() == [other]
+    mine.end(between)
+    assert begun(mine) == []
+    mine.end(caller)
+    assert begun(mine) == []
+    mine.end(callee)
+    assert begun(mine) == [other]
 
 
 def test_a_callee_goes_before_those_that_wait_longer() -> None:
@@ -204,98 +212,78 @@ def test_a_callee_goes_before_those_that_wait_longer() -> None:
     caller, callee, big = instance("caller", {R: 1}), instance("callee", {S: 1}), instance("big", {R: 1, S: 1})
     mine = ledger(caller, callee, big)
     mine.wait(caller)
-    mine.decide()
+    begun(mine)
     mine.wait(big)
 
     mine.wait(callee, (holder(caller),))
 
-    assert mine.decide() == [callee]
+    assert begun(mine) == [callee]
 
 
 def test_a_callee_that_needs_more_than_its_caller_holds_is_refused() -> None:
     caller, callee = instance("caller", {R: 1}), instance("callee", {R: 2})
     mine = ledger(caller, callee)
     mine.wait(caller)
-    mine.decide()
+    begun(mine)
     held = holder(caller)
 
-    assert mine.refusal("callee", [callee.needs], [held]) == (
+    assert mine.refusal([callee], [held]) == (
         "model 'callee' needs 2 of resource 'r', of which its caller, model 'caller', holds 1: it would wait for its "
         "caller; let the caller hold as many, or none"
     )
-    assert mine.refusal("callee", [{R: 1}, {S: 9}], [held]) == ""
-    mine.release_grant(caller)
-    assert mine.refusal("callee", [callee.needs], [held]) == ""
+    assert mine.refusal([instance("callee", {R: 1}), instance("callee", {S: 9})], [held]) == ""
+    mine.end(caller)
+    assert mine.refusal([callee], [held]) == ""
 
 
-def test_a_call_that_can_not_use_what_its_caller_holds_is_in_conflict() -> None:
-    """Elsewhere units of devices are others, and global ones are the same."""
-    caller = instance("caller", {R: 1, G: 1})
-    mine = ledger(caller, pool={"g": 1})
+def test_a_call_that_can_not_use_its_callers_units_is_in_conflict() -> None:
+    caller, callee, other = instance("caller", {R: 1, G: 1}), instance("callee", {G: 1}), instance("other", {S: 1})
+    mine = ledger(caller, callee, other)
     mine.wait(caller)
-    mine.decide()
+    begun(mine)
     held = holder(caller)
 
     assert mine.holds([held])
-    assert mine.conflict("callee", [{R: 1}], [held]) == ""
-    assert mine.conflict("callee", [{G: 1}], [held]).startswith(
+    assert mine.conflict("callee", [held]).startswith(
         "model 'callee' needs resource 'g', which its caller, model 'caller', holds: "
     )
-    mine.add([instance("callee", {R: 1})])
-    assert mine.conflict("callee", [{R: 1}], [held])
-    mine.release_grant(caller)
+    assert mine.conflict("other", [held]) == ""
+    assert mine.conflict("elsewhere", [held]) == ""
+    mine.end(caller)
     assert not mine.holds([held])
-    assert mine.conflict("callee", [{R: 1}], [held]) == ""
+    assert mine.conflict("callee", [held]) == ""
 
 
-def test_a_caller_of_another_worker_lends_its_global_units() -> None:
-    """Those of its devices are others than this worker's."""
-    callee, second = instance("callee", {G: 2, R: 1}), instance("second", {G: 2})
-    mine = ledger(callee, second, pool={})
-    held = ResourceHolder("w2/7", "caller", {"g": 2})
+def test_callers_of_other_workers_hold_other_units() -> None:
+    callee = instance("callee", {G: 1})
+    mine = ledger(callee)
+    far = ResourceHolder("elsewhere-7", "caller")
 
-    mine.wait(callee, (held,))
-    mine.wait(second, (held,))
+    mine.wait(callee, [far])
 
-    assert mine.missing() == []
-    assert mine.decide() == [callee]
-    assert holder(callee).units == {"g": 2}
-    mine.release_grant(callee)
-    assert mine.decide() == [second]
-    mine.release_grant(second)
-    assert mine.refusal("callee", [{G: 3}], [held])
+    assert not mine.holds([far])
+    assert callee.callers == ()
+    assert begun(mine) == [callee]
+    assert mine.refusal([instance("callee", {G: 3})], [far]) == ""
 
 
-# --- global units ---
+# --- what others are told ---
 
 
-def test_what_is_missing_is_told_in_order() -> None:
-    one, other, busy = instance("one", {G: 1}), instance("other", {G: 2, R: 1}), instance("busy", {G: 1, S: 1})
-    holding = instance("holding", {S: 1})
-    mine = ledger(one, other, busy, holding)
-    for waiting in (holding, other, one, busy):
-        mine.wait(waiting)
-
-    assert mine.decide() == [holding]
-
-    # `busy` could not execute with them.
-    assert mine.missing() == [({"g": 2}, False), ({"g": 1}, False)]
-    mine.pool = {"g": 2}
-    assert mine.decide() == [other]
-    assert mine.missing() == []
-    assert mine.idle("g") == 0
-
-
-def test_units_that_were_lost_are_granted_to_nobody() -> None:
-    one, other = instance("one", {G: 1}), instance("other", {G: 1})
-    mine = ledger(one, other, pool={"g": 1})
+def test_only_changes_are_told() -> None:
+    """Or a turn that changes nothing would be followed by another one."""
+    told: list[None] = []
+    one, other = instance("one", {R: 1}), instance("other", {R: 1})
+    mine = Ledger((), lambda: told.append(None))
+    mine.add([one, other])
     mine.wait(one)
-    mine.decide()
-
-    mine.pool = {}
+    mine.wait(other)
+    begun(mine)
+    before = len(told)
 
     mine.wait(other)
-    assert mine.decide() == []
-    mine.release_grant(one)
-    assert mine.decide() == []
-    assert mine.missing() == [({"g": 1}, False)]
+    mine.leave(one)
+    mine.ready()
+    assert len(told) == before
+    mine.end(one)
+    assert len(told) == before + 1

@@ -79,7 +79,7 @@ class Renewals(Protocol):
 
 
 class OwnerLease(NamedTuple):
-    """The lease of an owner of sequences or resources."""
+    """The lease of an owner of sequences."""
 
     keys: Sequence[bytes]
     ended: Callable[[], None] = lambda: None

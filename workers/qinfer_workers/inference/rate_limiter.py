@@ -1,270 +1,191 @@
-"""The rate limiter of a worker: carries out the decisions of `qinfer.batching.rate_limiter` (Triton's `--rate-limit`).
+"""The rate limiter of a worker (Triton's `--rate-limit`): instance threads that execute only with their resources.
 
-    executors ── wait, release_grant ──▶ Ledger ── decide ──▶ LimitedInstance.granted ──▶ executors
-                                            │ missing, idle         ▲
-                                            └──────▶ SharedUnits ───┘ exchanges global units in Redis
+    batcher ── want ─▶ LimitedExecutor ── wait, begin, end ─▶ Ledger
+       ▲                  │      ▲                               │ changed
+       └────── turn ──────┘      └────── turn ── RateLimiter ◀───┘
 
-It decides once an event-loop tick. Idle global units stay here until other workers wait for them.
+A plain model's batcher forms a batch when it is the turn of an instance; batches of sequence steps, bound to instances,
+are formed first. A lent instance holds its resources.
 """
 
 import asyncio
-import logging
-import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 
-from qinfer.batching.rate_limiter import GLOBAL, Ledger, LimitedInstance, needs_of
+from qinfer.backends.base import Backend
+from qinfer.batching.execution import Execution, new_batch_id
+from qinfer.batching.rate_limiter import Ledger, LimitedInstance, needs_of
 from qinfer.core.messages import ResourceHolder
-from qinfer.core.retry import OutageLog
-from qinfer.core.settings import Settings
-from qinfer.core.settings_sections import Maximum
-from qinfer.errors import ModelLoadFailed, QinferError
-from qinfer.models.spec import InstanceSpec, ModelSpec
-from qinfer.queue.lanes import Queue
-from qinfer.queue.resources import Resources, Units, Wish
+from qinfer.core.settings_rate_limit import Maximum
+from qinfer.errors import InferenceFailed, ModelLoadFailed
+from qinfer.models.spec import ModelSpec
 from qinfer_workers.inference.devices import groups_of
-from qinfer_workers.inference.limited_executors import LimitedExecutor, PermitExecutor, StagedExecutor
-from qinfer_workers.inference.loader import LoadedVersion, Loader
-from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease
+from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor
+from qinfer_workers.inference.loader import LoadedVersion
 
-logger = logging.getLogger(__name__)
-
-_RETRY_S = 0.5
-_PARTS = 3
+_Done = Callable[..., None]
+_Work = tuple[Execution | InstanceBorrower, _Done]
 
 
 class RateLimiter:
-    """Grants resources to instances; on the event loop, except `check`."""
+    """Gives instances their turns, once an event-loop tick."""
 
-    def __init__(
-        self, maxima: Sequence[Maximum], resources: Resources, lease_s: float, gpus: Collection[int] = ()
-    ) -> None:
-        self.ledger = Ledger(maxima, resources.owner)
-        self.shared = SharedUnits(self.ledger, resources, lease_s, self._decide)
+    def __init__(self, maxima: Sequence[Maximum], gpus: Collection[int] = ()) -> None:
+        self.ledger = Ledger(maxima, self._changed)
         self._gpus = gpus
         self._is_due = False
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuses a model that never gets its resources, with Triton's text."""
+        """Refuses a model that never gets its resources, with Triton's text; for any thread."""
         try:
             self.ledger.check(groups_of(spec, self._gpus))
         except ValueError as error:
             raise ModelLoadFailed(str(error)) from None
 
-    def executor(self, loaded: LoadedVersion, loop: asyncio.AbstractEventLoop, name: str) -> LimitedExecutor:
+    def executor(self, loaded: LoadedVersion, loop: asyncio.AbstractEventLoop, name: str) -> "LimitedExecutor":
         """Returns the executor of a limited model."""
         groups = [group for group in groups_of(loaded.spec, self._gpus) for _ in range(group.count)]
-        instances = [self._instance(loaded.spec.name, group) for group in groups]
-        kind: type[LimitedExecutor] = StagedExecutor if loaded.spec.sequences else PermitExecutor
-        executor = kind(loaded.instances, instances, self, loop, name)
+        instances = [LimitedInstance(loaded.spec.name, needs_of(group), group.priority) for group in groups]
+        kind = StepExecutor if loaded.spec.sequences else LimitedExecutor
+        executor = kind(loaded.instances, instances, self.ledger, loop, name)
         self.ledger.add(instances)
-        self.shared.open()
         return executor
-
-    def wait(self, instance: LimitedInstance, callers: tuple[ResourceHolder, ...]) -> None:
-        """Notes that an instance has work."""
-        self.ledger.wait(instance, callers)
-        self._changed()
-
-    def leave_queue(self, instance: LimitedInstance) -> None:
-        """Notes that an instance has no work."""
-        self.ledger.leave_queue(instance)
-        self._changed()
-
-    def release_grant(self, instance: LimitedInstance, *, has_executed: bool) -> None:
-        """Takes back the grant of an instance."""
-        self.ledger.release_grant(instance, has_executed=has_executed)
-        self._changed()
-
-    def remove(self, instances: Sequence[LimitedInstance]) -> None:
-        """Removes idle instances."""
-        self.ledger.remove(instances)
-        self._changed()
-
-    def holds(self, callers: Sequence[ResourceHolder]) -> bool:
-        """Returns whether callers hold resources."""
-        return self.ledger.holds(callers)
-
-    def conflict(self, spec: ModelSpec, callers: Sequence[ResourceHolder]) -> str:
-        """Returns why other workers can't run a model whose resources its callers hold, or ""."""
-        return self.ledger.conflict(spec.name, map(needs_of, groups_of(spec, self._gpus)), callers)
-
-    def refusal(self, instances: Sequence[LimitedInstance], callers: Sequence[ResourceHolder]) -> str:
-        """Returns why callers would wait for themselves, or ""."""
-        if not instances:
-            return ""
-        return self.ledger.refusal(instances[0].model, [instance.needs for instance in instances], callers)
-
-    def _instance(self, model: str, group: InstanceSpec) -> LimitedInstance:
-        return LimitedInstance(model, needs_of(group), group.priority, lambda _: None)
 
     def _changed(self) -> None:
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._decide_all)
+            asyncio.get_running_loop().call_soon(self._take_turns)
 
-    def _decide_all(self) -> None:
+    def _take_turns(self) -> None:
         self._is_due = False
-        self.shared.return_units()
-        self._decide()
-
-    def _decide(self) -> None:
-        for instance in self.ledger.decide():
-            instance.granted(instance)
-        self.shared.want()
+        for instance in list(self.ledger.ready()):
+            instance.turn(instance)
 
 
-def open_limiter(
-    settings: Settings, queue: Queue, worker_id: str, keeper: LeaseKeeper, loader: Loader
-) -> RateLimiter | None:
-    """Makes a worker's rate limiter; `None` = it is off."""
-    if settings.rate_limit.mode == "off":
-        return None
-    lease_s = settings.worker.lease_s
-    resources = Resources(queue.router, worker_id, lease_s)
-    keeper.owners[resources.owner] = OwnerLease(resources.lease_keys)
-    limiter = RateLimiter(settings.rate_limit.maxima, resources, lease_s, loader.gpus)
-    loader.limiter = limiter.check
-    return limiter
+class LimitedExecutor(ThreadExecutor):
+    """The executor of plain models; `turn` is called if the batcher may begin an execution."""
 
-
-class SharedUnits:
-    """This worker's units of global resources, for `Ledger.pool`."""
-
-    def __init__(self, ledger: Ledger, resources: Resources, lease_s: float, decide: Callable[[], None]) -> None:
-        self._ledger = ledger
-        self._resources = resources
-        self._lease_s = lease_s
-        self._decide = decide
-        self._opened, self._changed = asyncio.Event(), asyncio.Event()
-        self._wanted: frozenset[str] = frozenset()
-        self._back: dict[str, int] = {}
-        """Units being given back."""
-        self._asked: dict[tuple[tuple[str, int], ...], tuple[Wish, float]] = {}
-        """Queued wishes, and when to repeat them (monotonic)."""
-        self._valid_until_s = 0.0
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        instances: Sequence[LimitedInstance],
+        ledger: Ledger,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+    ) -> None:
+        self.ledger = ledger
+        self.turn: Callable[[], None] = lambda: None
+        self._limited = list(instances)
+        self._wanted = 0
+        self._callers: Sequence[ResourceHolder] = ()
+        self._borrowers: deque[_Work] = deque()
+        self._staged: dict[LimitedInstance, _Work] = {}
+        """Executions that are formed for an instance."""
+        self._executing: dict[Execution | InstanceBorrower, LimitedInstance] = {}
+        self._is_retired = False
+        super().__init__(backends, loop, name, pinned=True)
+        for instance in instances:
+            instance.turn = self._on_turn
 
     @property
-    def is_open(self) -> bool:
-        """Whether any model has needed a global resource."""
-        return self._opened.is_set()
+    def ready(self) -> int:
+        """How many executions may begin now, beside those of waiting borrowers."""
+        return max(len(self._ready_instances()) - len(self._borrowers), 0)
 
-    def open(self) -> None:
-        """Starts the exchange, if there are global resources."""
-        if any(resource.device == GLOBAL for resource in self._ledger.maxima):
-            self._opened.set()
-            self._changed.set()
+    def want(self, count: int, callers: Sequence[ResourceHolder]) -> None:
+        """Lets `count` idle instances wait for resources, and no more."""
+        self._wanted, self._callers = count, callers
+        self._line_up()
 
-    def return_units(self) -> None:
-        """Gives back wanted units; drops all if the lease may have ended."""
-        pool = self._ledger.pool
-        if pool and time.monotonic() >= self._valid_until_s:
-            pool.clear()
-            self._changed.set()
-        for name in self._wanted:
-            idle = self._ledger.idle(name)
-            if pool.get(name) and idle > 0:
-                pool[name] -= idle
-                self._back[name] = self._back.get(name, 0) + idle
-                self._changed.set()
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
+        """Returns false."""
+        del execution, expected_s, instance
+        return False
 
-    def want(self) -> None:
-        """Starts an exchange if the missing units may have changed."""
-        if self.is_open and (self._asked or self._ledger.missing()):
-            self._changed.set()
+    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
+        """Executes on a ready instance."""
+        del instance
+        self._begin((execution, done), self._ready_instances()[0])
 
-    async def run(self) -> None:
-        """Exchanges units until cancelled."""
-        await self._opened.wait()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow_news())
-            outage = OutageLog(logger, "global resources can't be exchanged", "global resources are exchanged again")
-            while True:
-                self._changed.clear()
-                wait_s = _RETRY_S
-                try:
-                    wait_s = await self._exchange()
-                    outage.over()
-                except QinferError as error:
-                    outage.failed(error.message)
-                    self._ask_again()
-                    await asyncio.sleep(_RETRY_S)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._changed.wait()
+    def lend(self, borrower: InstanceBorrower, done: _Done) -> None:
+        """Lends an instance once it has its resources."""
+        self._borrowers.append((borrower, done))
+        self._line_up()
 
-    async def end_lease(self) -> None:
-        """Ends the lease; without Redis it expires."""
-        with suppress(QinferError):
-            if self.is_open:
-                await self._resources.end_lease()
-        await self._resources.close()
+    def refusal(self, callers: Sequence[ResourceHolder]) -> str:
+        """Returns why callers would wait for themselves, or ""."""
+        return self.ledger.refusal(self._limited, callers)
 
-    async def _exchange(self) -> float:
-        missing = {_units_key(units): Wish(units, is_callee) for units, is_callee in self._ledger.missing()}
-        given_up = [wish for key, (wish, _) in self._asked.items() if key not in missing]
-        self._asked = {key: asked for key, asked in self._asked.items() if key in missing}
-        now_s = time.monotonic()
-        if given_up or self._back or now_s >= self._renew_at_s:
-            await self._once(None, given_up)
-        for key, wish in missing.items():
-            before, again_s = self._asked.get(key, (wish, 0.0))
-            if now_s >= again_s or wish != before:
-                self._asked[key] = wish, float("inf")
-                await self._once(wish)
-        next_s = min([self._renew_at_s, *(again_s for _, again_s in self._asked.values())])
-        return max(next_s - time.monotonic(), 0.0)
+    def recall(self) -> list[Execution]:
+        """Takes back executions that have not begun, and their resources."""
+        recalled = super().recall()
+        for execution in recalled:
+            self._end(execution, has_executed=False)
+        return recalled
 
-    @property
-    def _renew_at_s(self) -> float:
-        return self._valid_until_s - self._lease_s * (1 - 1 / _PARTS)
+    def retire(self) -> None:
+        """Unloads the instances after executions and waiting borrowers."""
+        self._is_retired = True
+        self.want(0, ())
+        self._leave()
 
-    async def _once(self, wish: Wish | None, given_up: Sequence[Wish] = ()) -> None:
-        pool = self._ledger.pool
-        for name in wish.units if wish is not None else ():
-            # wishes are granted whole
-            idle = max(self._ledger.idle(name), 0)
-            if idle:
-                pool[name] -= idle
-                self._back[name] = self._back.get(name, 0) + idle
-        maxima = {r.name: count for r, count in self._ledger.maxima.items() if r.device == GLOBAL}
-        back, began_s = self._back, time.monotonic()
-        self._back = {}
-        done = await self._resources.exchange(maxima, back, wish, given_up)
-        self._valid_until_s = began_s + self._lease_s
-        self._ledger.pool = {name: units - self._back.get(name, 0) for name, units in done.held.items()}
-        self._wanted = done.wanted
-        if wish is not None:
-            key = _units_key(wish.units)
-            if done.has_got:
-                self._asked.pop(key, None)
-            elif key in self._asked:
-                self._asked[key] = wish, began_s + done.retry_s
-        # local instances first
-        self._decide()
-        self.return_units()
+    def _ready_instances(self) -> list[LimitedInstance]:
+        return [instance for instance in self.ledger.ready() if instance in self._limited]
 
-    def _ask_again(self) -> None:
-        self._asked = {key: (wish, 0.0) for key, (wish, _) in self._asked.items()}
+    def _line_up(self) -> None:
+        others = [one for one in self._limited if one not in self._staged]
+        waiting = sorted((one for one in others if one.order), key=lambda one: one.order)
+        idle = sorted((one for one in others if not (one.order or one.token)), key=lambda one: one.score)
+        count = self._wanted + len(self._borrowers)
+        for position, instance in enumerate([*waiting, *idle]):
+            if position < count:
+                self.ledger.wait(instance, self._callers)
+            else:
+                self.ledger.leave(instance)
 
-    async def _follow_news(self) -> None:
-        last = "0"
-        while True:
-            try:
-                news = await self._resources.wait(last)
-            except QinferError:
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if news is None:
-                continue
-            last = news.last
-            if news.has_freed:
-                self._ask_again()
-                self._changed.set()
-            if news.wanted:
-                self._wanted |= news.wanted
-                self.return_units()
+    def _on_turn(self, instance: LimitedInstance) -> None:
+        if instance not in self.ledger.ready():
+            return  # a turn before it changed that
+        if instance in self._staged:
+            self._begin(self._staged.pop(instance), instance)
+        elif self._borrowers:
+            self._begin(self._borrowers.popleft(), instance)
+        else:
+            self.turn()
+
+    def _begin(self, work: _Work, instance: LimitedInstance) -> None:
+        job, _ = work
+        self.ledger.begin(instance, job.batch_id if isinstance(job, Execution) else new_batch_id())
+        self._executing[job] = instance
+        self._running += 1
+        self._queues[self._limited.index(instance)].put(work)
+
+    def _on_job_end(self, ended: Execution | InstanceBorrower, done: _Done) -> None:
+        self._end(ended, has_executed=True)
+        super()._on_job_end(ended, done)
+
+    def _end(self, ended: Execution | InstanceBorrower, *, has_executed: bool) -> None:
+        self.ledger.end(self._executing.pop(ended), has_executed=has_executed)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._is_retired and self._limited and not (self._executing or self._borrowers or self._staged):
+            super().retire()
+            self.ledger.remove(self._limited)
+            self._limited = []
 
 
-def _units_key(units: Units) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(units.items()))
+class StepExecutor(LimitedExecutor):
+    """The executor of a model with sequences."""
+
+    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
+        """Executes once the instance has its resources; fails if its callers hold them."""
+        callers = list({holder.token: holder for item in execution.items for holder in item.request.holders}.values())
+        if reason := self.refusal(callers):
+            execution.error = error = InferenceFailed(reason)
+            execution.answers = [error for _ in execution.items]
+            self._running += 1
+            self._loop.call_soon(ThreadExecutor._on_job_end, self, execution, done)
+            return
+        self._staged[self._limited[instance]] = execution, done
+        self.ledger.wait(self._limited[instance], callers)

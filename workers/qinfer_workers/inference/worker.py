@@ -44,12 +44,11 @@ from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, R
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import LeaseIntake
-from qinfer_workers.inference.limited_executors import PermitExecutor
 from qinfer_workers.inference.loader import LoadedVersion, Loader
 from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import CancelWatch, HeldWork, LeaseKeeper, Publisher, Renewals
-from qinfer_workers.inference.rate_limiter import open_limiter
+from qinfer_workers.inference.rate_limiter import LimitedExecutor, RateLimiter
 from qinfer_workers.inference.sequences.service import Parts
 from qinfer_workers.inference.sequences.services import SequenceServices
 from qinfer_workers.inference.serving import LaneBatcher, Serving
@@ -99,7 +98,10 @@ class Worker:
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = EnsemblePlanner(store, settings.limits)
-        self._limiter = open_limiter(settings, queue, worker_id, self._keeper, loader)
+        self._limiter = None
+        if settings.rate_limit.mode != "off":
+            self._limiter = RateLimiter(settings.rate_limit.maxima, loader.gpus)
+            loader.limiter = self._limiter.check
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
         self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
@@ -126,7 +128,7 @@ class Worker:
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
             self._caller.use_local_steps(self._local)
             self._heartbeat.direct = self._local.counts
-            self._caller.limiter = self._limiter
+            self._caller.limiter = None if self._limiter is None else self._limiter.ledger
             self._streams = self._open_streams(tasks)
             parts = Parts(
                 self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id, self._metrics
@@ -141,7 +143,6 @@ class Worker:
             bulk = self._bulk.start(tasks, EnsembleParts(self._planner, self._caller), self.spans)
             shadows = self._bulk.start_shadows(EndpointStore(self._store), self._publisher, self._intake)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
-            limits = [] if self._limiter is None else [tasks.create_task(self._limiter.shared.run())]
             heartbeat = tasks.create_task(self._heartbeat.run())
             reclaimer = tasks.create_task(self._reclaim_loop())
             watchdog = tasks.create_task(self._watchdog.run(self._give_up))
@@ -159,9 +160,6 @@ class Worker:
             reads = [task for one in servings for task in (*one.reads.open, one.fetcher)]
             await cancel_tasks(heartbeat, cancels, watchdog, *calls, *reads, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
-            if self._limiter is not None:
-                await cancel_tasks(*limits)
-                await self._limiter.shared.end_lease()
             await cancel_tasks(renewals)
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> WorkerCaller:
@@ -218,7 +216,7 @@ class Worker:
         if loaded.plan is not None:
             self._serve_ensemble(model, loaded, serving)
             return
-        kind = IterativeBatcher if pinned else LimitedBatcher if isinstance(executor, PermitExecutor) else Batcher
+        kind = IterativeBatcher if pinned else LimitedBatcher if isinstance(executor, LimitedExecutor) else Batcher
         if serving is not None and type(serving.batcher) is kind:
             batcher = serving.batcher
             batcher.add_items([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])

@@ -10,14 +10,17 @@ The worker can call models that it does not host. Its reply stream, opened at th
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
+from qinfer.batching.rate_limiter import Ledger
 from qinfer.core.call_chain import depth_of, endless, level_of, names_of
-from qinfer.core.messages import Credit, Failure, OutgoingRequest, ResourceHolder, Response
+from qinfer.core.messages import Credit, Failure, InferRequest, OutgoingRequest, ResourceHolder, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
@@ -31,7 +34,6 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.ensemble_graph import PlanStep
-from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import PendingCall, PendingRequests, ResponseSink
@@ -59,18 +61,6 @@ _DECOUPLED = (
 T = TypeVar("T")
 
 
-class CallLimits(Protocol):
-    """The rate limiter as calls use it."""
-
-    def holds(self, callers: Sequence[ResourceHolder]) -> bool:
-        """Returns whether waiting executions hold resources."""
-        ...
-
-    def conflict(self, spec: ModelSpec, callers: Sequence[ResourceHolder]) -> str:
-        """Returns why other workers can't run a model whose resources its callers hold, or ""."""
-        ...
-
-
 class WorkerCaller:
     """Calls of a worker's executions; made on the event loop, called from instance threads.
 
@@ -78,7 +68,7 @@ class WorkerCaller:
     """
 
     local: LocalSteps
-    limiter: CallLimits | None = None
+    limiter: Ledger | None = None
     endpoints: EndpointFollower | None = None
 
     def __init__(
@@ -302,7 +292,7 @@ class WorkerCaller:
         if not limiter.holds(request.holders):
             return None
         is_here = self.local.serves(spec.name, served.version) and not spec.decoupled
-        if not is_here and (reason := limiter.conflict(spec, request.holders)):
+        if not is_here and (reason := limiter.conflict(spec.name, request.holders)):
             raise InferenceFailed(reason)
         self._called(served.lane)
         # A batcher of another generation refuses it: the lane is used then.
