@@ -82,8 +82,7 @@ class JobOptions(TypedDict, total=False):
         deadline_s: Seconds after which the job expires.
         limit: Score only this many rows, the first of the inputs.
         overwrite: Remove the files of an ended job from the output folder, and no others; with `resume`, a completed
-        job
-            is run anew.
+            job is run anew.
         metadata: Metadata of your own, kept with the job.
         webhook: A URL to notify when the job ends.
     """

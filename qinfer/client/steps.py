@@ -228,15 +228,15 @@ Flow = Generator[Send | Pause, Outcome, T]
 
 
 class FlowRunner(Protocol):
-    """Executes flows for `Client`."""
+    """Executes flows in the blocking client."""
 
     def __call__(self, flow: Flow[T]) -> T:
         """Returns the flow's result."""
         ...
 
 
-class AsyncRun(Protocol):
-    """Executes flows for `AsyncClient`."""
+class AsyncFlowRunner(Protocol):
+    """Executes flows in the asynchronous client."""
 
     async def __call__(self, flow: Flow[T]) -> T:
         """Returns the flow's result."""

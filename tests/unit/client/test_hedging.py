@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from queue import Queue
 from threading import Event, Thread
@@ -14,6 +14,7 @@ import pytest
 import qinfer
 from qinfer import errors
 from qinfer.client import flows
+from qinfer.client.connection import Pool
 from qinfer.client.flows import Ask, SubmitArguments
 from qinfer.client.hedging import LEAST_LATENCIES, Attempt, HedgedTasks, HedgedThreads, Hedging, is_answer
 from qinfer.client.results import RequestHandle
@@ -153,7 +154,7 @@ def in_tasks(one: Hedging, script: Script) -> Outcome:
         reached[0].set()
         both = asyncio.Event()
 
-        async def transmit(send: Send) -> Outcome:
+        async def transmit(_: httpx.AsyncClient, send: Send) -> Outcome:
             number = len(script.bases)
             script.bases.append(send.base)
             if number == len(script.outcomes) - 1:
@@ -170,17 +171,30 @@ def in_tasks(one: Hedging, script: Script) -> Outcome:
                 script.cancelled.append(number)
                 raise
 
-        return await HedgedTasks(one).exchange(get(), transmit)
+        return await HedgedTasks(one, Pool[Any](object), transmit).exchange(get())
 
     return asyncio.run(main())
+
+
+class Connection:
+    """A connection whose socket sets an event when it is shut down."""
+
+    def __init__(self, cancelled: Event) -> None:
+        self._cancelled = cancelled
+
+    def get_extra_info(self, name: str) -> "Connection":
+        return self
+
+    def shutdown(self, how: int) -> None:
+        self._cancelled.set()
 
 
 def in_threads(one: Hedging, script: Script) -> Outcome:
     both = Event()
 
-    def transmit(send: Send, attempt: Attempt) -> Outcome:
+    def transmit(_: httpx.Client, send: Send, extensions: Mapping[str, Any]) -> Outcome:
         cancelled = Event()
-        attempt.cancel = cancelled.set  # type: ignore[method-assign]
+        extensions["trace"]("connection.connect_tcp.complete", {"return_value": Connection(cancelled)})
         number = len(script.bases)
         script.bases.append(send.base)
         if number == len(script.outcomes) - 1:
@@ -198,7 +212,7 @@ def in_threads(one: Hedging, script: Script) -> Outcome:
 
     done = Event()
     try:
-        return HedgedThreads(one).exchange(get(), transmit)
+        return HedgedThreads(one, Pool[Any](object), transmit).exchange(get())
     finally:
         if len(script.turns) < len(script.outcomes):
             assert done.wait(WITHIN_S)
