@@ -14,6 +14,7 @@ from qinfer.models.control import IndexEntry
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.state import State
 from qinfer.traffic.routing import Endpoints
+from qinfer.wire.bodies import ModelMetadata, TensorMetadata
 
 EXTENSIONS = (
     "classification",
@@ -41,28 +42,6 @@ class ServerMetadata(msgspec.Struct, frozen=True):
     extensions: list[str]
 
 
-class TensorMetadata(msgspec.Struct, frozen=True):
-    """An input or output of a model; -1 in the shape is variable."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-
-
-class ModelMetadata(msgspec.Struct, frozen=True):
-    """A model's name, versions, inputs and outputs.
-
-    Attributes:
-        versions: The versions that are ready.
-    """
-
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
 def server_metadata(settings: Settings) -> ServerMetadata:
     """Returns the metadata of the server."""
     return ServerMetadata(settings.server_id, qinfer.__version__, list(EXTENSIONS))
@@ -74,10 +53,10 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
     spec = catalog.resolve(model, version).spec
     return ModelMetadata(
         name=name,
-        versions=[str(v) for v in ((version,) if version else catalog.ready_versions(model))],
+        versions=tuple(str(v) for v in ((version,) if version else catalog.ready_versions(model))),
         platform=spec.platform or spec.backend,
-        inputs=[_tensor_metadata(tensor, spec) for tensor in spec.inputs],
-        outputs=[_tensor_metadata(tensor, spec) for tensor in spec.outputs],
+        inputs=tuple(_tensor_metadata(tensor, spec) for tensor in spec.inputs),
+        outputs=tuple(_tensor_metadata(tensor, spec) for tensor in spec.outputs),
     )
 
 
@@ -123,5 +102,5 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
 
 
 def _tensor_metadata(tensor: TensorSpec, spec: ModelSpec) -> TensorMetadata:
-    shape = [-1, *tensor.dims] if spec.max_batch_size > 0 else list(tensor.dims)
-    return TensorMetadata(tensor.name, tensor.datatype, shape)
+    shape = (-1, *tensor.dims) if spec.max_batch_size > 0 else tuple(tensor.dims)
+    return TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=shape)

@@ -11,16 +11,15 @@ from qinfer.client._async.sequences import AsyncSequence
 from qinfer.client._sync.client import Client
 from qinfer.client._sync.jobs import Job
 from qinfer.client._sync.sequences import Sequence
-from qinfer.client.job_flows import JobEstimate, JobLogLine, JobStatus
+from qinfer.client.job_flows import JobStatus
 from qinfer.client.results import (
     InferResult,
     ModelIndexEntry,
-    ModelMetadata,
     ModelStatistics,
     RequestHandle,
     RequestStatus,
-    TensorMetadata,
 )
+from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelMetadata, TensorMetadata
 
 __all__ = [
     "AsyncClient",

@@ -22,6 +22,7 @@ from qinfer.errors import (
     QinferError,
     Unreachable,
 )
+from qinfer.wire.bodies import JobEstimate, JobLogLine
 
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
@@ -186,39 +187,6 @@ class JobStatus:
     def has_ended(self) -> bool:
         """True if the state is final, unless the job is resumed."""
         return self.state in _ENDED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEstimate:
-    """The size of a bulk job that the gateway would accept.
-
-    Attributes:
-        model: The model.
-        version: The version that would score it.
-        files: Input files.
-        rows: Rows of the inputs, up to the job's `limit`.
-        shards: Shards that the job would have.
-        workers: Workers that have the model version now.
-        rows_per_s: Rows per second of one worker; `None` = not known yet.
-        estimated_s: Seconds that the job would take with these workers and no other work; `None` = not known.
-    """
-
-    model: str
-    version: int
-    files: int
-    rows: int
-    shards: int
-    workers: int
-    rows_per_s: float | None
-    estimated_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobLogLine:
-    """A line of a job's log; `at` is an instant in RFC 3339."""
-
-    at: str
-    text: str
 
 
 def as_url(location: Location) -> str:

@@ -16,8 +16,9 @@ from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, Overloaded, UnsupportedFeature
 from qinfer.models.control import IndexEntry
 from qinfer.observe.metrics import CONTENT_TYPE
+from qinfer.wire.bodies import ModelMetadata
 from qinfer_api import about
-from qinfer_api.about import ModelMetadata, is_model_ready, model_metadata
+from qinfer_api.about import is_model_ready, model_metadata
 from qinfer_api.http.infer import HttpReply, error_reply
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.statistics import ModelStats

@@ -16,13 +16,12 @@ from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
-from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
+from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
 from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
 from qinfer.client.results import (
     InferResult,
     ModelIndexEntry,
-    ModelMetadata,
     ModelStatistics,
     RequestHandle,
     RequestStatus,
@@ -34,6 +33,7 @@ from qinfer.client.streams import stream_in_tasks
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
 from qinfer.errors import QinferError
+from qinfer.wire.bodies import JobEstimate, ModelMetadata
 
 T = TypeVar("T")
 

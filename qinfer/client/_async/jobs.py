@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qinfer.client import job_flows
-from qinfer.client.job_flows import JobLogLine, JobStatus, OnStatus, completed
+from qinfer.client.job_flows import JobStatus, OnStatus, completed
 from qinfer.client.job_progress import progress_observer
 from qinfer.client.steps import AsyncFlowRunner, Policy
+from qinfer.wire.bodies import JobLogLine
 
 if TYPE_CHECKING:
     import pandas
