@@ -122,16 +122,11 @@ class JobOptions(TypedDict, total=False):
 
 
 _OF_OUTPUT = {
-    "format": "format",
-    "compression": "compression",
-    "compression_level": "compression_level",
-    "tensors": "tensors",
-    "top_k": "top_k",
-    "failed_rows": "failed_rows",
-    "rows_per_part": "rows_per_part",
-    "partition_by": "partition_by",
+    **{name: name for name in ("format", "compression", "compression_level", "rows_per_part", "partition_by")},
+    **{name: name for name in ("tensors", "top_k", "failed_rows")},
     "output_columns": "columns",
 }
+"""The options of a job that are fields of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,20 +386,12 @@ def _status(policy: Policy, reply: httpx.Response) -> JobStatus:
 
 def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
     try:
-        rows, shards, skipped = (
-            msgspec.convert(fields.get(name) or {}, _Counts) for name in ("rows", "shards", "skipped_files")
-        )
-        counts = {
-            "rows": rows.total,
-            "rows_done": rows.done,
-            "rows_failed": rows.failed,
-            "rows_scored": rows.scored,
-            "shards": shards.total,
-            "shards_done": shards.done,
-            "shards_failed": shards.failed,
-            "skipped_files": skipped.total or 0,
-        }
-        known = {name: value for name, value in {**fields, **counts}.items() if value is not None}
+        flat = dict(fields)
+        for name in ("rows", "shards", "skipped_files"):
+            found = msgspec.convert(fields.get(name) or {}, _Counts)
+            flat |= {name: found.total, f"{name}_done": found.done, f"{name}_failed": found.failed}
+            flat[f"{name}_scored"] = found.scored
+        known = {name: value for name, value in flat.items() if value is not None}
         return msgspec.convert({**known, "fields": fields}, JobStatus)
     except msgspec.ValidationError as error:
         raise Unreachable(f"the server at {policy.url} sent no job ({error}); is it a gateway?") from None

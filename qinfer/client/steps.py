@@ -10,7 +10,7 @@ replies have only a text and a status with several possible causes; `BY_STATUS` 
 import math
 import random
 import ssl
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httpx
@@ -203,15 +203,14 @@ class Send(NamedTuple):
     hedges: bool = False
     streams: bool = False
 
-    @property
-    def url(self) -> str:
-        """The whole URL."""
-        return self.base + self.path
-
-    @property
-    def http_timeout(self) -> httpx.Timeout:
-        """The timeout in httpx's form."""
-        return httpx.Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s))
+    def build(
+        self, http: httpx.Client | httpx.AsyncClient, extensions: Mapping[str, Any] | None = None
+    ) -> httpx.Request:
+        """Builds the request in httpx's form."""
+        timeout, url = httpx.Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s)), self.base + self.path
+        return http.build_request(
+            self.method, url, headers=self.headers, content=self.content, timeout=timeout, extensions=extensions
+        )
 
 
 class Pause(NamedTuple):

@@ -20,14 +20,7 @@ from qinfer.client.hedging import HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
 from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
-from qinfer.client.results import (
-    InferResult,
-    ModelIndexEntry,
-    ModelStatistics,
-    RequestHandle,
-    RequestStatus,
-    handle_of,
-)
+from qinfer.client.results import InferResult, ModelIndexEntry, ModelStatistics, RequestHandle, RequestStatus, handle_of
 from qinfer.client.sequence_flows import StepFlags
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
@@ -595,16 +588,8 @@ class Client:
 
 def _transmit(http: httpx.Client, send: Send, extensions: Mapping[str, Any] | None = None) -> Outcome:
     """Sends a request; a successful reply of one that streams is left unread."""
-    request = http.build_request(
-        send.method,
-        send.url,
-        headers=send.headers,
-        content=send.content,
-        timeout=send.http_timeout,
-        extensions=extensions,
-    )
     try:
-        reply = http.send(request, stream=send.streams)
+        reply = http.send(send.build(http, extensions), stream=send.streams)
         if send.streams and not reply.is_success:
             reply.read()
     except httpx.RequestError as error:

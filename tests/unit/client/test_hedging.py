@@ -23,16 +23,19 @@ from tests.support.scripted_gateway import X, policy_of
 
 OK, BUSY, BROKEN = httpx.Response(200), httpx.Response(503), httpx.ReadError("cut")
 HANDLE = RequestHandle.of("ID.0.m")
+GATEWAYS = ["http://gateway", "http://other"]
 WITHIN_S = 20.0
 LATE_S = 0.01
+CONNECTED_S = 0.3
+"""The hanging gateway has read its request by then."""
 
 
 def get(**fields: Any) -> Send:
-    return Send("GET", "/v1/requests/ID", {}, base="http://gateway", timeout_s=60.0, hedges=True)._replace(**fields)
+    return Send("GET", "/v1/requests/ID", {}, base=GATEWAYS[0], timeout_s=60.0, hedges=True)._replace(**fields)
 
 
 def hedging(after: Any = LATE_S, **limits: Any) -> Hedging:
-    return Hedging(after, policy_of(timeout_s=60.0, max_retries=None, **limits))
+    return Hedging(after, policy_of(GATEWAYS, timeout_s=60.0, max_retries=None, **limits))
 
 
 # --- when ---
@@ -155,7 +158,7 @@ def in_tasks(one: Hedging, script: Script) -> Outcome:
         both = asyncio.Event()
 
         async def transmit(_: httpx.AsyncClient, send: Send) -> Outcome:
-            number = len(script.bases)
+            number = GATEWAYS.index(send.base)
             script.bases.append(send.base)
             if number == len(script.outcomes) - 1:
                 both.set()
@@ -195,7 +198,7 @@ def in_threads(one: Hedging, script: Script) -> Outcome:
     def transmit(_: httpx.Client, send: Send, extensions: Mapping[str, Any]) -> Outcome:
         cancelled = Event()
         extensions["trace"]("connection.connect_tcp.complete", {"return_value": Connection(cancelled)})
-        number = len(script.bases)
+        number = GATEWAYS.index(send.base)
         script.bases.append(send.base)
         if number == len(script.outcomes) - 1:
             both.set()
@@ -330,13 +333,13 @@ def gateways() -> Iterator[list[Gateway]]:
 
 
 def submitted(urls: list[str]) -> RequestHandle:
-    with qinfer.Client(urls, hedge_after=LATE_S, timeout_s=WITHIN_S) as client:
+    with qinfer.Client(urls, hedge_after=CONNECTED_S, timeout_s=WITHIN_S) as client:
         return client.submit("m", {"x": X})
 
 
 def submitted_async(urls: list[str]) -> RequestHandle:
     async def main() -> RequestHandle:
-        async with qinfer.AsyncClient(urls, hedge_after=LATE_S, timeout_s=WITHIN_S) as client:
+        async with qinfer.AsyncClient(urls, hedge_after=CONNECTED_S, timeout_s=WITHIN_S) as client:
             return await client.submit("m", {"x": X})
 
     return asyncio.run(main())
