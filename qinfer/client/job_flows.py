@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from qinfer.client.flows import header_value
-from qinfer.client.steps import Flow, Pause, Policy, Send, call, json_object
+from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object
 from qinfer.core.retry import Backoff
 from qinfer.errors import (
     DeadlineExceeded,
@@ -20,7 +20,6 @@ from qinfer.errors import (
     JobFailed,
     JobNotFound,
     QinferError,
-    Unreachable,
 )
 from qinfer.wire.bodies import JobEstimate, JobLogLine
 
@@ -221,13 +220,12 @@ def submit_job(
 
     With `resume`, a job that is being cancelled is waited for. `wait_s` is the time for all inputs to appear.
     """
-    headers = {"Content-Type": "application/json"}
+    headers = dict(JSON)
     if resume and not body.get("id"):
         raise InvalidRequest("a job is resumed by its id; name the id that it was submitted with")
     if not body.get("id"):
         headers["Idempotency-Key"] = str(uuid4())
-    content = _encoded(body)
-    send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, content)
+    send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, encode_json("the job", body))
     reply = yield from _with_inputs(policy, send, wait_s, on_missing or (lambda *_: None))
     ends_s, pauses = policy.clock.monotonic_s() + policy.timeout_s, polls()
     while True:
@@ -261,12 +259,8 @@ def _with_inputs(policy: Policy, send: Send, wait_s: float, on_missing: OnMissin
 
 def validate_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobEstimate]:
     """Checks and estimates a job; creates nothing."""
-    headers = {"Content-Type": "application/json"}
-    reply = yield from call(policy, Send("POST", "/v1/jobs/validate", headers, _encoded(body)))
-    try:
-        return msgspec.convert(json_object(policy, reply), JobEstimate)
-    except msgspec.ValidationError as error:
-        raise Unreachable(f"the server at {policy.url} sent no estimate ({error}); is it a gateway?") from None
+    reply = yield from call(policy, Send("POST", "/v1/jobs/validate", JSON, encode_json("the job", body)))
+    return converted(policy, json_object(policy, reply), JobEstimate, "estimate")
 
 
 def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
@@ -314,12 +308,10 @@ def newest_jobs(policy: Policy, limit: int, filters: JobFilters) -> Flow[list[Jo
 def change_job(policy: Policy, job_id: str, what: str, **changes: float | None) -> Flow[JobStatus]:
     """Cancels or resumes a job; `what` is the last part of the path, and `None` leaves a value unchanged."""
     given = {name: value for name, value in changes.items() if value is not None}
-    try:
-        body = msgspec.json.encode(given) if given else b""
-    except TypeError as error:
-        raise InvalidRequest(f"the changes can't be written as JSON: {error}") from None
-    headers = {"Content-Type": "application/json"} if given else {}
-    reply = yield from call(policy, Send("POST", f"{job_path(job_id)}/{what}", headers, body), not_found=JobNotFound)
+    send = Send("POST", f"{job_path(job_id)}/{what}", {})
+    if given:
+        send = send._replace(headers=JSON, content=encode_json("the changes", given))
+    reply = yield from call(policy, send, not_found=JobNotFound)
     return _status(policy, reply)
 
 
@@ -373,28 +365,18 @@ def job_path(job_id: str) -> str:
     return f"/v1/jobs/{quote(header_value('the job id', job_id), safe='')}"
 
 
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    try:
-        return msgspec.json.encode(body)
-    except TypeError as error:
-        raise InvalidRequest(f"the job can't be written as JSON: {error}") from None
-
-
 def _status(policy: Policy, reply: httpx.Response) -> JobStatus:
     return _status_of(policy, json_object(policy, reply))
 
 
 def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
-    try:
-        flat = dict(fields)
-        for name in ("rows", "shards", "skipped_files"):
-            found = msgspec.convert(fields.get(name) or {}, _Counts)
-            flat |= {name: found.total, f"{name}_done": found.done, f"{name}_failed": found.failed}
-            flat[f"{name}_scored"] = found.scored
-        known = {name: value for name, value in flat.items() if value is not None}
-        return msgspec.convert({**known, "fields": fields}, JobStatus)
-    except msgspec.ValidationError as error:
-        raise Unreachable(f"the server at {policy.url} sent no job ({error}); is it a gateway?") from None
+    flat = dict(fields)
+    for name in ("rows", "shards", "skipped_files"):
+        found = converted(policy, fields.get(name) or {}, _Counts, "job")
+        flat |= {name: found.total, f"{name}_done": found.done, f"{name}_failed": found.failed}
+        flat[f"{name}_scored"] = found.scored
+    known = {name: value for name, value in flat.items() if value is not None}
+    return converted(policy, {**known, "fields": fields}, JobStatus, "job")
 
 
 class _Counts(msgspec.Struct, frozen=True):

@@ -174,6 +174,7 @@ def _retry_after_s(reply: httpx.Response) -> float | None:
 
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
+JSON = {"Content-Type": "application/json"}
 CONNECT_S = 5.0
 """The time limit of one attempt to connect."""
 AMBIGUOUS = frozenset({400, 500, 503})
@@ -406,3 +407,19 @@ def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
         return msgspec.json.decode(reply.content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise Unreachable(f"the server at {policy.url} sent no JSON object; is it a gateway?") from None
+
+
+def converted(policy: Policy, value: object, kind: type[T], what: str, *, strict: bool = True) -> T:
+    """Converts a reply's value to a record, or raises `Unreachable`; `strict` reads no numbers from texts."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise Unreachable(f"the server at {policy.url} sent no {what} ({error}); is it a gateway?") from None
+
+
+def encode_json(what: str, value: object, convert: Callable[[Any], Any] | None = None) -> bytes:
+    """Encodes a request's body; `convert` handles values of other types."""
+    try:
+        return msgspec.json.encode(value, enc_hook=convert)
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise errors.InvalidRequest(f"{what} can't be written as JSON: {error}") from None
