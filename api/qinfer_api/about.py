@@ -10,11 +10,10 @@ import msgspec
 import qinfer
 from qinfer.core.settings import Settings
 from qinfer.models.catalog import Catalog
-from qinfer.models.control import IndexEntry
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.state import State
 from qinfer.traffic.routing import Endpoints
-from qinfer.wire.bodies import ModelMetadata, TensorMetadata
+from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, TensorMetadata
 
 EXTENSIONS = (
     "classification",
@@ -78,14 +77,15 @@ def model_config(endpoints: Endpoints, name: str, version: int) -> str:
     return msgspec.json.encode({**msgspec.json.decode(text), "name": name}).decode()
 
 
-def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntry]:
+def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[ModelIndexEntry]:
     """Yields endpoints for the model index, in place of models they hide."""
     for name, routed in sorted(endpoints.by_name.items()):
         model, version = routed.stable.place
         is_ready = endpoints.catalog.find(model, version) is not None
         if name not in endpoints.catalog.known() and (is_ready or not ready):
             reason = "" if is_ready else f"its stable target {routed.stable.label} is not ready"
-            yield IndexEntry(name, str(version), State.READY if is_ready else State.UNAVAILABLE, reason)
+            state = State.READY if is_ready else State.UNAVAILABLE
+            yield ModelIndexEntry(name=name, version=str(version), state=state, reason=reason)
 
 
 def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:

@@ -12,14 +12,8 @@ from qinfer.client._sync.client import Client
 from qinfer.client._sync.jobs import Job
 from qinfer.client._sync.sequences import Sequence
 from qinfer.client.job_flows import JobStatus
-from qinfer.client.results import (
-    InferResult,
-    ModelIndexEntry,
-    ModelStatistics,
-    RequestHandle,
-    RequestStatus,
-)
-from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelMetadata, TensorMetadata
+from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus
+from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelIndexEntry, ModelMetadata, TensorMetadata
 
 __all__ = [
     "AsyncClient",

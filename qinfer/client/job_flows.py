@@ -13,14 +13,7 @@ import msgspec
 from qinfer.client.flows import header_value
 from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object
 from qinfer.core.retry import Backoff
-from qinfer.errors import (
-    DeadlineExceeded,
-    InputMissing,
-    InvalidRequest,
-    JobFailed,
-    JobNotFound,
-    QinferError,
-)
+from qinfer.errors import DeadlineExceeded, InputMissing, InvalidRequest, JobFailed, JobNotFound, QinferError
 from qinfer.wire.bodies import JobEstimate, JobLogLine
 
 Location = str | os.PathLike[str]

@@ -8,11 +8,11 @@ import httpx
 import msgspec
 
 from qinfer.client.lists import as_array
-from qinfer.client.results import Array, ModelIndexEntry, ModelStatistics, path_part
+from qinfer.client.results import Array, ModelStatistics, path_part
 from qinfer.client.steps import JSON, Flow, Policy, Send, call, converted, encode_json, json_object
 from qinfer.errors import InvalidRequest, Unreachable
 from qinfer.tensors import Tensor, from_numpy
-from qinfer.wire.bodies import ModelMetadata
+from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata
 
 Inputs = Mapping[str, Array | Tensor | list[Any] | tuple[Any, ...] | float | str | bytes]
 """A request's inputs by name: arrays; lists and single values, with datatypes from the model's metadata; or a `Tensor`

@@ -141,23 +141,6 @@ class RequestStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelIndexEntry:
-    """A model of the repositories, or one of its versions.
-
-    Attributes:
-        name: The model's name.
-        version: The version; empty for a model that was never loaded.
-        state: `READY`, `UNAVAILABLE`, `LOADING` or `UNLOADING`; empty for a model that was never loaded.
-        reason: Why the version is not ready.
-    """
-
-    name: str
-    version: str = ""
-    state: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics:
     """The statistics of a model version since it was loaded, over all workers.
 

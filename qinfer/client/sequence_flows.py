@@ -12,14 +12,7 @@ from qinfer.client.model_flows import Inputs, with_datatypes
 from qinfer.client.results import InferResult
 from qinfer.client.steps import Flow, Policy, Send
 from qinfer.core.messages import Scalar
-from qinfer.errors import (
-    START_MISSING,
-    InferenceFailed,
-    InvalidRequest,
-    OutputMismatch,
-    RequestError,
-    SequenceEnded,
-)
+from qinfer.errors import START_MISSING, InferenceFailed, InvalidRequest, OutputMismatch, RequestError, SequenceEnded
 
 _OWN = frozenset({"sequence_id", "sequence_start", "sequence_end", "qinfer_step"})
 

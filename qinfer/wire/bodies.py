@@ -1,6 +1,8 @@
 """Bodies of the gateway's replies that are records of the Python client too, each defined once."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,23 @@ class ModelMetadata:
     platform: str = ""
     inputs: tuple[TensorMetadata, ...]
     outputs: tuple[TensorMetadata, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIndexEntry:
+    """A model of the repositories, or one of its versions.
+
+    Attributes:
+        name: The model's name.
+        version: The version; empty for a model that was never loaded.
+        state: `READY`, `UNAVAILABLE`, `LOADING` or `UNLOADING`; empty for a model that was never loaded.
+        reason: Why the version is not ready.
+    """
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +85,8 @@ class JobLogLine:
 
     at: str
     text: str
+
+
+def index_body(entries: Iterable[ModelIndexEntry]) -> list[dict[str, Any]]:
+    """Returns a model index as Triton writes it, without empty fields."""
+    return [{name: value for name, value in asdict(entry).items() if value} for entry in entries]

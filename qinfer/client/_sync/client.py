@@ -20,14 +20,14 @@ from qinfer.client.hedging import HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
 from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
-from qinfer.client.results import InferResult, ModelIndexEntry, ModelStatistics, RequestHandle, RequestStatus, handle_of
+from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus, handle_of
 from qinfer.client.sequence_flows import StepFlags
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
 from qinfer.errors import QinferError
-from qinfer.wire.bodies import JobEstimate, ModelMetadata
+from qinfer.wire.bodies import JobEstimate, ModelIndexEntry, ModelMetadata
 
 T = TypeVar("T")
 
