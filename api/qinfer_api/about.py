@@ -10,10 +10,10 @@ import msgspec
 import qinfer
 from qinfer.core.settings import Settings
 from qinfer.models.catalog import Catalog
-from qinfer.models.control import IndexEntry
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.state import State
 from qinfer.traffic.routing import Endpoints
+from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, TensorMetadata
 
 EXTENSIONS = (
     "classification",
@@ -41,28 +41,6 @@ class ServerMetadata(msgspec.Struct, frozen=True):
     extensions: list[str]
 
 
-class TensorMetadata(msgspec.Struct, frozen=True):
-    """An input or output of a model; -1 in the shape is variable."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-
-
-class ModelMetadata(msgspec.Struct, frozen=True):
-    """A model's name, versions, inputs and outputs.
-
-    Attributes:
-        versions: The versions that are ready.
-    """
-
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
 def server_metadata(settings: Settings) -> ServerMetadata:
     """Returns the metadata of the server."""
     return ServerMetadata(settings.server_id, qinfer.__version__, list(EXTENSIONS))
@@ -74,10 +52,10 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
     spec = catalog.resolve(model, version).spec
     return ModelMetadata(
         name=name,
-        versions=[str(v) for v in ((version,) if version else catalog.ready_versions(model))],
+        versions=tuple(str(v) for v in ((version,) if version else catalog.ready_versions(model))),
         platform=spec.platform or spec.backend,
-        inputs=[_tensor_metadata(tensor, spec) for tensor in spec.inputs],
-        outputs=[_tensor_metadata(tensor, spec) for tensor in spec.outputs],
+        inputs=tuple(_tensor_metadata(tensor, spec) for tensor in spec.inputs),
+        outputs=tuple(_tensor_metadata(tensor, spec) for tensor in spec.outputs),
     )
 
 
@@ -99,14 +77,15 @@ def model_config(endpoints: Endpoints, name: str, version: int) -> str:
     return msgspec.json.encode({**msgspec.json.decode(text), "name": name}).decode()
 
 
-def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntry]:
+def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[ModelIndexEntry]:
     """Yields endpoints for the model index, in place of the models that they hide."""
     for name, routed in sorted(endpoints.by_name.items()):
         model, version = routed.stable.place
         is_ready = endpoints.catalog.find(model, version) is not None
         if name not in endpoints.catalog.known() and (is_ready or not ready):
             reason = "" if is_ready else f"its stable target {routed.stable.label} is not ready"
-            yield IndexEntry(name, str(version), State.READY if is_ready else State.UNAVAILABLE, reason)
+            state = State.READY if is_ready else State.UNAVAILABLE
+            yield ModelIndexEntry(name=name, version=str(version), state=state, reason=reason)
 
 
 def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
@@ -123,5 +102,5 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
 
 
 def _tensor_metadata(tensor: TensorSpec, spec: ModelSpec) -> TensorMetadata:
-    shape = [-1, *tensor.dims] if spec.max_batch_size > 0 else list(tensor.dims)
-    return TensorMetadata(tensor.name, tensor.datatype, shape)
+    shape = (-1, *tensor.dims) if spec.max_batch_size > 0 else tuple(tensor.dims)
+    return TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=shape)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qinfer.core.messages import ResourceHolder
-from qinfer.core.settings_rate_limit import Maximum
+from qinfer.core.settings_sections import Maximum
 from qinfer.models.spec import InstanceSpec
 
 GLOBAL = -1

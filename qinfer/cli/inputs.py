@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from qinfer.client import TensorMetadata
 from qinfer.client.lists import as_array, numpy_dtype
-from qinfer.client.sequences import sequence_parameters
+from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.core.messages import Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Tensor, from_numpy

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +22,7 @@ from qinfer.cli.console import (
     show,
 )
 from qinfer.errors import ControlDisabled
+from qinfer.wire.bodies import index_body
 
 if TYPE_CHECKING:
     from qinfer.core.settings import RedisSettings
@@ -132,7 +132,7 @@ def show_index(
 
     with GatewayClient(url) as client:
         found = client.index(ready=ready)
-    entries = [{name: value for name, value in asdict(entry).items() if value} for entry in found]
+    entries = index_body(found)
     show(entries, lambda: index_table(entries), as_json=as_json)
 
 

@@ -1,23 +1,19 @@
 """The Python client: `qinfer.Client` and `qinfer.AsyncClient`, numpy in and out, tensors as binary on the wire.
 
-`flows` has the steps of each call as generators that yield requests and pauses; both clients execute them. The client
-knows only the protocol, no queues, brokers or workers.
+`flows` has the steps of each call as generators that yield requests and pauses; both clients execute them. `_async` is
+written by hand, and `scripts.generate_client` makes `_sync` from it; `hedging` and `streams` have what needs tasks in
+one and threads in the other. The client knows only the protocol, no queues, brokers or workers.
 """
 
-from qinfer.client.asynchronous import AsyncClient
-from qinfer.client.blocking import Client
-from qinfer.client.job_flows import JobEstimate, JobLogLine, JobStatus
-from qinfer.client.jobs import AsyncJob, Job
-from qinfer.client.results import (
-    InferResult,
-    ModelIndexEntry,
-    ModelMetadata,
-    ModelStatistics,
-    RequestHandle,
-    RequestStatus,
-    TensorMetadata,
-)
-from qinfer.client.sequences import AsyncSequence, Sequence
+from qinfer.client._async.client import AsyncClient
+from qinfer.client._async.jobs import AsyncJob
+from qinfer.client._async.sequences import AsyncSequence
+from qinfer.client._sync.client import Client
+from qinfer.client._sync.jobs import Job
+from qinfer.client._sync.sequences import Sequence
+from qinfer.client.job_flows import JobStatus
+from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus
+from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelIndexEntry, ModelMetadata, TensorMetadata
 
 __all__ = [
     "AsyncClient",

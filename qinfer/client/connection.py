@@ -3,7 +3,8 @@
 import math
 import os
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -52,6 +53,15 @@ class Pool(Generic[C]):
     def give(self, client: C) -> None:
         """Takes a client back."""
         self._idle.append(client)
+
+    @contextmanager
+    def borrow(self) -> Iterator[C]:
+        """Provides an idle client for the block."""
+        client = self.take()
+        try:
+            yield client
+        finally:
+            self.give(client)
 
     def close(self) -> list[C]:
         """Closes the pool; returns all clients, for the caller to close."""

@@ -9,13 +9,12 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import httpx
-import msgspec
 import numpy as np
 
-from qinfer.client.model_flows import JSON, Inputs, forget_datatypes, model_path, with_datatypes
+from qinfer.client.model_flows import Inputs, forget_datatypes, model_path, with_datatypes
 from qinfer.client.responses import Follower
 from qinfer.client.results import InferResult, RequestHandle, RequestStatus
-from qinfer.client.steps import BY_CODE, Flow, Pause, Policy, Problem, Send, call, json_object, make
+from qinfer.client.steps import BY_CODE, JSON, Flow, Pause, Policy, Problem, Send, call, encode_json, json_object, make
 from qinfer.core.messages import Scalar
 from qinfer.errors import (
     Cancelled,
@@ -299,10 +298,7 @@ def _generate_request(policy: Policy, ask: Ask, route: str) -> Send:
         body["parameters"] = dict(ask.parameters)
     if ask.id:
         body["id"] = ask.id
-    try:
-        content = msgspec.json.encode(body, enc_hook=_plain)
-    except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"the inputs can't be written as JSON: {error}") from None
+    content = encode_json("the inputs", body, _plain)
     path = f"{model_path(ask.model, ask.version)}/{route}"
     return Send("POST", path, checked_headers(ask.headers) | JSON, content, repeats=policy.resend)
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import httpx
 
+from qinfer.client.connection import Pool
 from qinfer.client.steps import Outcome, Policy, Send
 from qinfer.errors import InvalidRequest
 
@@ -75,25 +76,34 @@ def is_answer(outcome: Outcome | BaseException) -> bool:
 
 
 class HedgedTasks:
-    """Sends the requests of an asynchronous client."""
+    """Sends the requests of an asynchronous client, whose `transmit` sends one over a connection."""
 
-    def __init__(self, hedging: Hedging) -> None:
-        self._hedging = hedging
+    def __init__(
+        self,
+        hedging: Hedging,
+        pool: Pool[httpx.AsyncClient],
+        transmit: Callable[[httpx.AsyncClient, Send], Awaitable[Outcome]],
+    ) -> None:
+        self._hedging, self._pool, self._transmit = hedging, pool, transmit
 
-    async def exchange(self, send: Send, transmit: Callable[[Send], Awaitable[Outcome]]) -> Outcome:
+    async def exchange(self, send: Send) -> Outcome:
         """Returns the first answer, or without one the first request's outcome."""
         began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
-        outcome = await (transmit(send) if after_s is None else self._race(send, transmit, after_s))
+        outcome = await (self._attempt(send) if after_s is None else self._race(send, after_s))
         self._hedging.record_latency(send, outcome, began_s)
         return outcome
 
-    async def _race(self, send: Send, transmit: Callable[[Send], Awaitable[Outcome]], after_s: float) -> Outcome:
+    async def _attempt(self, send: Send) -> Outcome:
+        with self._pool.borrow() as http:
+            return await self._transmit(http, send)
+
+    async def _race(self, send: Send, after_s: float) -> Outcome:
         # a task group would wrap an error in an exception group
-        tasks = [asyncio.ensure_future(transmit(send))]
+        tasks = [asyncio.ensure_future(self._attempt(send))]
         try:
             done, running = await asyncio.wait(tasks, timeout=after_s)
             if running and (second := self._hedging.second(send)):
-                tasks.append(asyncio.ensure_future(transmit(second)))
+                tasks.append(asyncio.ensure_future(self._attempt(second)))
                 running.add(tasks[1])
             while running:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -107,27 +117,36 @@ class HedgedTasks:
 
 
 class HedgedThreads:
-    """Sends the requests of a blocking client."""
+    """Sends the requests of a blocking client, whose `transmit` sends one with httpx's extensions."""
 
-    def __init__(self, hedging: Hedging) -> None:
-        self._hedging = hedging
+    def __init__(
+        self,
+        hedging: Hedging,
+        pool: Pool[httpx.Client],
+        transmit: Callable[[httpx.Client, Send, Mapping[str, Any]], Outcome],
+    ) -> None:
+        self._hedging, self._pool, self._transmit = hedging, pool, transmit
         self._connections: dict[httpx.Client, Any] = {}
 
-    def exchange(self, send: Send, transmit: Callable[[Send, "Attempt"], Outcome]) -> Outcome:
+    def exchange(self, send: Send) -> Outcome:
         """Returns the first answer, or without one the first request's outcome."""
         began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
         first = Attempt(self._connections)
-        outcome = transmit(send, first) if after_s is None else self._race(send, transmit, after_s)
+        outcome = self._run(send, first) if after_s is None else self._race(send, after_s)
         self._hedging.record_latency(send, outcome, began_s)
         return outcome
 
-    def _race(self, send: Send, transmit: Callable[[Send, "Attempt"], Outcome], after_s: float) -> Outcome:
+    def _run(self, send: Send, attempt: "Attempt") -> Outcome:
+        with self._pool.borrow() as http, attempt.using(http) as extensions:
+            return self._transmit(http, send, extensions)
+
+    def _race(self, send: Send, after_s: float) -> Outcome:
         outcomes: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
         attempts: list[Attempt] = []
 
         def run(number: int, request: Send) -> None:
             try:
-                outcomes.put((number, transmit(request, attempts[number])))
+                outcomes.put((number, self._run(request, attempts[number])))
             except BaseException as error:  # noqa: BLE001  # raised again by `_first`
                 outcomes.put((number, error))
 

@@ -11,17 +11,10 @@ import httpx
 import msgspec
 
 from qinfer.client.flows import header_value
-from qinfer.client.steps import Flow, Pause, Policy, Send, call, json_object
+from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object
 from qinfer.core.retry import Backoff
-from qinfer.errors import (
-    DeadlineExceeded,
-    InputMissing,
-    InvalidRequest,
-    JobFailed,
-    JobNotFound,
-    QinferError,
-    Unreachable,
-)
+from qinfer.errors import DeadlineExceeded, InputMissing, InvalidRequest, JobFailed, JobNotFound, QinferError
+from qinfer.wire.bodies import JobEstimate, JobLogLine
 
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
@@ -82,8 +75,7 @@ class JobOptions(TypedDict, total=False):
         deadline_s: Seconds after which the job expires.
         limit: Score only this many rows, the first of the inputs.
         overwrite: Remove the files of an ended job from the output folder, and no others; with `resume`, a completed
-        job
-            is run anew.
+            job is run anew.
         metadata: Metadata of your own, kept with the job.
         webhook: A URL to notify when the job ends.
     """
@@ -122,16 +114,11 @@ class JobOptions(TypedDict, total=False):
 
 
 _OF_OUTPUT = {
-    "format": "format",
-    "compression": "compression",
-    "compression_level": "compression_level",
-    "tensors": "tensors",
-    "top_k": "top_k",
-    "failed_rows": "failed_rows",
-    "rows_per_part": "rows_per_part",
-    "partition_by": "partition_by",
+    **{name: name for name in ("format", "compression", "compression_level", "rows_per_part", "partition_by")},
+    **{name: name for name in ("tensors", "top_k", "failed_rows")},
     "output_columns": "columns",
 }
+"""The options of a job that are fields of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,39 +176,6 @@ class JobStatus:
         return self.state in _ENDED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEstimate:
-    """The size of a bulk job that the gateway would accept.
-
-    Attributes:
-        model: The model.
-        version: The version that would score it.
-        files: Input files.
-        rows: Rows of the inputs, up to the job's `limit`.
-        shards: Shards that the job would have.
-        workers: Workers that have the model version now.
-        rows_per_s: Rows per second of one worker; `None` = not known yet.
-        estimated_s: Seconds that the job would take with these workers and no other work; `None` = not known.
-    """
-
-    model: str
-    version: int
-    files: int
-    rows: int
-    shards: int
-    workers: int
-    rows_per_s: float | None
-    estimated_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobLogLine:
-    """A line of a job's log; `at` is an instant in RFC 3339."""
-
-    at: str
-    text: str
-
-
 def as_url(location: Location) -> str:
     """Returns a URL unchanged, and a local path or pattern as an absolute file:// URL."""
     text = os.fspath(location)
@@ -259,13 +213,12 @@ def submit_job(
 
     With `resume`, a job that is being cancelled is waited for. `wait_s` is the time for all inputs to appear.
     """
-    headers = {"Content-Type": "application/json"}
+    headers = dict(JSON)
     if resume and not body.get("id"):
         raise InvalidRequest("a job is resumed by its id; name the id that it was submitted with")
     if not body.get("id"):
         headers["Idempotency-Key"] = str(uuid4())
-    content = _encoded(body)
-    send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, content)
+    send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, encode_json("the job", body))
     reply = yield from _with_inputs(policy, send, wait_s, on_missing or (lambda *_: None))
     ends_s, pauses = policy.clock.monotonic_s() + policy.timeout_s, polls()
     while True:
@@ -299,12 +252,8 @@ def _with_inputs(policy: Policy, send: Send, wait_s: float, on_missing: OnMissin
 
 def validate_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobEstimate]:
     """Checks and estimates a job; creates nothing."""
-    headers = {"Content-Type": "application/json"}
-    reply = yield from call(policy, Send("POST", "/v1/jobs/validate", headers, _encoded(body)))
-    try:
-        return msgspec.convert(json_object(policy, reply), JobEstimate)
-    except msgspec.ValidationError as error:
-        raise Unreachable(f"the server at {policy.url} sent no estimate ({error}); is it a gateway?") from None
+    reply = yield from call(policy, Send("POST", "/v1/jobs/validate", JSON, encode_json("the job", body)))
+    return converted(policy, json_object(policy, reply), JobEstimate, "estimate")
 
 
 def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
@@ -352,12 +301,10 @@ def newest_jobs(policy: Policy, limit: int, filters: JobFilters) -> Flow[list[Jo
 def change_job(policy: Policy, job_id: str, what: str, **changes: float | None) -> Flow[JobStatus]:
     """Cancels or resumes a job; `what` is the last part of the path, and `None` leaves a value unchanged."""
     given = {name: value for name, value in changes.items() if value is not None}
-    try:
-        body = msgspec.json.encode(given) if given else b""
-    except TypeError as error:
-        raise InvalidRequest(f"the changes can't be written as JSON: {error}") from None
-    headers = {"Content-Type": "application/json"} if given else {}
-    reply = yield from call(policy, Send("POST", f"{job_path(job_id)}/{what}", headers, body), not_found=JobNotFound)
+    send = Send("POST", f"{job_path(job_id)}/{what}", {})
+    if given:
+        send = send._replace(headers=JSON, content=encode_json("the changes", given))
+    reply = yield from call(policy, send, not_found=JobNotFound)
     return _status(policy, reply)
 
 
@@ -411,36 +358,18 @@ def job_path(job_id: str) -> str:
     return f"/v1/jobs/{quote(header_value('the job id', job_id), safe='')}"
 
 
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    try:
-        return msgspec.json.encode(body)
-    except TypeError as error:
-        raise InvalidRequest(f"the job can't be written as JSON: {error}") from None
-
-
 def _status(policy: Policy, reply: httpx.Response) -> JobStatus:
     return _status_of(policy, json_object(policy, reply))
 
 
 def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
-    try:
-        rows, shards, skipped = (
-            msgspec.convert(fields.get(name) or {}, _Counts) for name in ("rows", "shards", "skipped_files")
-        )
-        counts = {
-            "rows": rows.total,
-            "rows_done": rows.done,
-            "rows_failed": rows.failed,
-            "rows_scored": rows.scored,
-            "shards": shards.total,
-            "shards_done": shards.done,
-            "shards_failed": shards.failed,
-            "skipped_files": skipped.total or 0,
-        }
-        known = {name: value for name, value in {**fields, **counts}.items() if value is not None}
-        return msgspec.convert({**known, "fields": fields}, JobStatus)
-    except msgspec.ValidationError as error:
-        raise Unreachable(f"the server at {policy.url} sent no job ({error}); is it a gateway?") from None
+    flat = dict(fields)
+    for name in ("rows", "shards", "skipped_files"):
+        found = converted(policy, fields.get(name) or {}, _Counts, "job")
+        flat |= {name: found.total, f"{name}_done": found.done, f"{name}_failed": found.failed}
+        flat[f"{name}_scored"] = found.scored
+    known = {name: value for name, value in flat.items() if value is not None}
+    return converted(policy, {**known, "fields": fields}, JobStatus, "job")
 
 
 class _Counts(msgspec.Struct, frozen=True):

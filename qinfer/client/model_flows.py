@@ -8,10 +8,11 @@ import httpx
 import msgspec
 
 from qinfer.client.lists import as_array
-from qinfer.client.results import Array, ModelIndexEntry, ModelMetadata, ModelStatistics, path_part
-from qinfer.client.steps import Flow, Policy, Send, call, json_object
+from qinfer.client.results import Array, ModelStatistics, path_part
+from qinfer.client.steps import JSON, Flow, Policy, Send, call, converted, encode_json, json_object
 from qinfer.errors import InvalidRequest, Unreachable
 from qinfer.tensors import Tensor, from_numpy
+from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata
 
 Inputs = Mapping[str, Array | Tensor | list[Any] | tuple[Any, ...] | float | str | bytes]
 """A request's inputs by name: arrays; lists and single values, with datatypes from the model's metadata; or a `Tensor`
@@ -24,16 +25,11 @@ LISTS = (list, tuple, bool, int, float, str, bytes)
 LIVE_TIMEOUT_S = 1.0
 """A gateway that reports its liveness later counts as dead."""
 
-JSON = {"Content-Type": "application/json"}
-
 
 def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetadata]:
     """Returns a model's versions, inputs and outputs."""
     reply = yield from call(policy, Send("GET", model_path(model, version), {}))
-    try:
-        return msgspec.convert(json_object(policy, reply), ModelMetadata)
-    except msgspec.ValidationError as error:
-        raise Unreachable(f"the server at {policy.url} sent no model metadata ({error}); is it a gateway?") from None
+    return converted(policy, json_object(policy, reply), ModelMetadata, "model metadata")
 
 
 def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inputs) -> Flow[Inputs]:
@@ -95,11 +91,9 @@ def statistics(policy: Policy, model: str | None, version: int | None) -> Flow[l
     """Returns the statistics of a model's versions, or of all models."""
     path = "/v2/models/stats" if model is None else f"{model_path(model, version)}/stats"
     fields = json_object(policy, (yield from call(policy, Send("GET", path, {}))))
-    try:
-        entries = msgspec.convert(fields.get("model_stats"), list[dict[str, Any]])
-        return [msgspec.convert({**entry, "fields": entry}, ModelStatistics, strict=False) for entry in entries]
-    except msgspec.ValidationError as error:
-        raise Unreachable(f"the server at {policy.url} sent no statistics ({error}); is it a gateway?") from None
+    entries = converted(policy, fields.get("model_stats"), list[dict[str, Any]], "statistics")
+    records = [{**entry, "fields": entry} for entry in entries]
+    return converted(policy, records, list[ModelStatistics], "statistics", strict=False)
 
 
 def config(policy: Policy, model: str, version: int | None) -> Flow[dict[str, Any]]:
@@ -113,7 +107,7 @@ def load(
     """Loads a model, and returns when it is ready."""
     parameters: dict[str, str] = {}
     if override is not None:
-        parameters["config"] = override if isinstance(override, str) else _encoded("config", override).decode()
+        parameters["config"] = override if isinstance(override, str) else encode_json("config", override).decode()
     for name, data in (files or {}).items():
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidRequest(f"file '{name}' is of type {type(data).__name__}; make it bytes")
@@ -139,14 +133,7 @@ def _control_path(model: str) -> str:
 
 
 def _post(path: str, body: Mapping[str, Any]) -> Send:
-    return Send("POST", path, JSON, _encoded("the request", body))
-
-
-def _encoded(what: str, value: Mapping[str, Any]) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"{what} can't be written as JSON: {error}") from None
+    return Send("POST", path, JSON, encode_json("the request", body))
 
 
 def _convert_input(model: str, name: str, value: object, known: Mapping[str, str]) -> Tensor:

@@ -141,42 +141,6 @@ class RequestStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMetadata:
-    """An input or output of a model, as its metadata describes it; -1 is a variable dimension."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelMetadata:
-    """The metadata of a model: the answer to `GET /v2/models/{m}`."""
-
-    name: str
-    versions: tuple[str, ...]
-    inputs: tuple[TensorMetadata, ...]
-    outputs: tuple[TensorMetadata, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelIndexEntry:
-    """A model of the repositories, or one of its versions.
-
-    Attributes:
-        name: The model's name.
-        version: The version; empty for a model that was never loaded.
-        state: `READY`, `UNAVAILABLE`, `LOADING` or `UNLOADING`; empty for a model that was never loaded.
-        reason: Why the version is not ready.
-    """
-
-    name: str
-    version: str = ""
-    state: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics:
     """The statistics of a model version since it was loaded, over all workers.
 

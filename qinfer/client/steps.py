@@ -10,7 +10,7 @@ replies have only a text and a status with several possible causes; `BY_STATUS` 
 import math
 import random
 import ssl
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httpx
@@ -174,6 +174,7 @@ def _retry_after_s(reply: httpx.Response) -> float | None:
 
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
+JSON = {"Content-Type": "application/json"}
 CONNECT_S = 5.0
 """The time limit of one attempt to connect."""
 AMBIGUOUS = frozenset({400, 500, 503})
@@ -203,15 +204,14 @@ class Send(NamedTuple):
     hedges: bool = False
     streams: bool = False
 
-    @property
-    def url(self) -> str:
-        """The whole URL."""
-        return self.base + self.path
-
-    @property
-    def http_timeout(self) -> httpx.Timeout:
-        """The timeout in httpx's form."""
-        return httpx.Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s))
+    def build(
+        self, http: httpx.Client | httpx.AsyncClient, extensions: Mapping[str, Any] | None = None
+    ) -> httpx.Request:
+        """Builds the request in httpx's form."""
+        timeout, url = httpx.Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s)), self.base + self.path
+        return http.build_request(
+            self.method, url, headers=self.headers, content=self.content, timeout=timeout, extensions=extensions
+        )
 
 
 class Pause(NamedTuple):
@@ -228,15 +228,15 @@ Flow = Generator[Send | Pause, Outcome, T]
 
 
 class FlowRunner(Protocol):
-    """Executes flows for `Client`."""
+    """Executes flows in the blocking client."""
 
     def __call__(self, flow: Flow[T]) -> T:
         """Returns the flow's result."""
         ...
 
 
-class AsyncRun(Protocol):
-    """Executes flows for `AsyncClient`."""
+class AsyncFlowRunner(Protocol):
+    """Executes flows in the asynchronous client."""
 
     async def __call__(self, flow: Flow[T]) -> T:
         """Returns the flow's result."""
@@ -407,3 +407,19 @@ def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
         return msgspec.json.decode(reply.content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise Unreachable(f"the server at {policy.url} sent no JSON object; is it a gateway?") from None
+
+
+def converted(policy: Policy, value: object, kind: type[T], what: str, *, strict: bool = True) -> T:
+    """Converts a reply's value to a record, or raises `Unreachable`; `strict` reads no numbers from texts."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise Unreachable(f"the server at {policy.url} sent no {what} ({error}); is it a gateway?") from None
+
+
+def encode_json(what: str, value: object, convert: Callable[[Any], Any] | None = None) -> bytes:
+    """Encodes a request's body; `convert` handles values of other types."""
+    try:
+        return msgspec.json.encode(value, enc_hook=convert)
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise errors.InvalidRequest(f"{what} can't be written as JSON: {error}") from None

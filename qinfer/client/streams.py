@@ -1,46 +1,48 @@
 """Many concurrent calls within a bound: the `stream` of the blocking client in threads, of the other in tasks."""
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Generic, NamedTuple, TypeVar
 
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.client.steps import AsyncFlowRunner, Flow, FlowRunner, Outcome, Pause
+from qinfer.errors import Cancelled, InvalidRequest, QinferError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+Plan = Callable[[int, T], Flow[R]]
+"""Makes the flow of a call from an item's index and the item."""
+
 
 def stream_in_threads(
-    items: Iterable[T], call: Callable[[int, T], R], stop: Event, *, concurrency: int, ordered: bool
+    items: Iterable[T], plan: Plan[T, R], run: FlowRunner, *, concurrency: int, ordered: bool
 ) -> Iterator[tuple[int, R | QinferError]]:
-    """Calls `call(index, item)` for each item in threads, at most `concurrency` at a time.
+    """Runs the flow `plan(index, item)` of each item in threads, at most `concurrency` at a time.
 
     Items are read in the caller's thread, when there is room for a call. An error of their iterator is raised after the
-    answers to earlier items; an error of `call` other than a `QinferError` ends the iteration. `stop` is set at the
-    end, so that running calls end too; the program's exit does not wait for them.
+    answers to earlier items; an error of a call other than a `QinferError` ends the iteration. Running calls end at
+    their next step then; the program's exit does not wait for them.
 
     Yields:
         The index of an item, and the call's result or `QinferError`.
     """
     _check_concurrency(concurrency)
-    return _answers_of_threads(items, call, stop, concurrency, _Reorder(ordered=ordered))
+    return _answers_of_threads(items, _ThreadCalls(plan, run), concurrency, _Reorder(ordered=ordered))
 
 
 def stream_in_tasks(
     items: Iterable[T] | AsyncIterable[T],
-    call: Callable[[int, T], Awaitable[R]],
+    plan: Plan[T, R],
+    run: AsyncFlowRunner,
     *,
     concurrency: int,
     ordered: bool,
 ) -> AsyncIterator[tuple[int, R | QinferError]]:
-    """Awaits `call(index, item)` for each item, at most `concurrency` at a time; otherwise as `stream_in_threads`.
-
-    Each call runs in a task, which is cancelled when the iteration ends early.
-    """
+    """Runs the flow of each item in a task, which is cancelled when the iteration ends; see `stream_in_threads`."""
     _check_concurrency(concurrency)
-    return _answers_of_tasks(_TaskCalls(items, call, concurrency), _Reorder(ordered=ordered))
+    return _answers_of_tasks(_TaskCalls(items, plan, run, concurrency), _Reorder(ordered=ordered))
 
 
 def _check_concurrency(concurrency: int) -> None:
@@ -74,12 +76,11 @@ class _Reorder(Generic[T]):
 
 
 def _answers_of_threads(
-    items: Iterable[T], call: Callable[[int, T], R], stop: Event, concurrency: int, order: _Reorder[R | QinferError]
+    items: Iterable[T], calls: "_ThreadCalls[T, R]", concurrency: int, order: _Reorder[R | QinferError]
 ) -> Iterator[tuple[int, R | QinferError]]:
     iterator = enumerate(items)
     broken: Exception | None = None
     has_more = True
-    calls = _ThreadCalls(call)
     try:
         while has_more or calls.running:
             if has_more and calls.running + order.held < concurrency:
@@ -96,7 +97,6 @@ def _answers_of_threads(
             if calls.running:
                 yield from order.add_answer(*calls.next_answer())
     finally:
-        stop.set()
         calls.close()
     if broken is not None:
         raise broken
@@ -111,8 +111,9 @@ class _RaisedError(NamedTuple):
 class _ThreadCalls(Generic[T, R]):
     """Calls in daemon threads, unlike those of `concurrent.futures`, so that Ctrl-C need not wait for an answer."""
 
-    def __init__(self, call: Callable[[int, T], R]) -> None:
-        self._call = call
+    def __init__(self, plan: Plan[T, R], run: FlowRunner) -> None:
+        self._plan, self._run = plan, run
+        self._stop = Event()
         self._threads = 0
         self._todo: SimpleQueue[tuple[int, T] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[int, R | QinferError | _RaisedError]] = SimpleQueue()
@@ -141,7 +142,8 @@ class _ThreadCalls(Generic[T, R]):
         return index, outcome
 
     def close(self) -> None:
-        """Ends the threads, each after its present call."""
+        """Ends the threads, each after the present step of its call."""
+        self._stop.set()
         for _ in range(self._threads):
             self._todo.put(None)
 
@@ -149,7 +151,7 @@ class _ThreadCalls(Generic[T, R]):
         while (job := self._todo.get()) is not None:
             index, item = job
             try:
-                outcome: R | QinferError | _RaisedError = self._call(index, item)
+                outcome: R | QinferError | _RaisedError = self._run(_until(self._stop, self._plan(index, item)))
             except QinferError as error:
                 outcome = error
             except BaseException as error:  # noqa: BLE001  # raised again by `take`
@@ -157,6 +159,24 @@ class _ThreadCalls(Generic[T, R]):
             self._done.put((index, outcome))
             # An idle thread must not keep its last tensors alive.
             del job, item, outcome
+
+
+def _until(stop: Event, flow: Flow[R]) -> Flow[R]:
+    """Ends a flow between two steps, and its pauses, once `stop` is set."""
+    outcome: Outcome = None
+    while not stop.is_set():
+        try:
+            step = flow.send(outcome)
+        except StopIteration as end:
+            result: R = end.value
+            return result
+        if isinstance(step, Pause):
+            stop.wait(step.seconds)
+            outcome = None
+        else:
+            outcome = yield step
+    flow.close()
+    raise Cancelled("the stream was left before this answer came")
 
 
 async def _answers_of_tasks(
@@ -186,10 +206,9 @@ class _TaskCalls(Generic[T, R]):
     """Calls in tasks of one group; `done` ends with `None`."""
 
     def __init__(
-        self, items: Iterable[T] | AsyncIterable[T], call: Callable[[int, T], Awaitable[R]], concurrency: int
+        self, items: Iterable[T] | AsyncIterable[T], plan: Plan[T, R], run: AsyncFlowRunner, concurrency: int
     ) -> None:
-        self._items = items
-        self._call = call
+        self._items, self._plan, self._run = items, plan, run
         self.places = asyncio.Semaphore(concurrency)
         # `places` bounds the queue.
         self.done: asyncio.Queue[tuple[int, R | QinferError] | None] = asyncio.Queue()
@@ -221,7 +240,7 @@ class _TaskCalls(Generic[T, R]):
     async def _one(self, index: int, item: T) -> None:
         outcome: R | QinferError
         try:
-            outcome = await self._call(index, item)
+            outcome = await self._run(self._plan(index, item))
         except QinferError as error:
             outcome = error
         self.done.put_nowait((index, outcome))

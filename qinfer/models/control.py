@@ -31,27 +31,12 @@ from qinfer.models.state import DesiredState, ErrorKind, State, StoredModel, Wor
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
 from qinfer.queue.lanes import Queue
+from qinfer.wire.bodies import ModelIndexEntry
 
 logger = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
 _LOOK_S = 2.0
-
-
-class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A version of a model; a model that was never loaded has only its name.
-
-    Attributes:
-        name: The model's name.
-        version: One of its versions; empty for a model that was never loaded, or can't be.
-        state: The version's state; empty for a model that was never loaded.
-        reason: The reason why the version is not READY.
-    """
-
-    name: str
-    version: str = ""
-    state: str = ""
-    reason: str = ""
 
 
 class ModelControl:
@@ -73,21 +58,21 @@ class ModelControl:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._loads: set[asyncio.Task[None]] = set()
 
-    async def index(self, *, ready: bool = False) -> list[IndexEntry]:
+    async def index(self, *, ready: bool = False) -> list[ModelIndexEntry]:
         """Returns all repository and desired models, by name and version."""
         workers = await self._store.workers()  # before the configurations, which must not be older
         desired = await self._store.desired()
         stored = await self._store.models(desired)
         names = set() if ready else await asyncio.to_thread(self._names)
         statuses = assess(desired, stored, workers)
-        entries: list[IndexEntry] = []
+        entries: list[ModelIndexEntry] = []
         for name in sorted({*names, *desired}):
             if name in statuses:
                 entries.extend(_loaded(statuses[name]))
             elif name in stored:
                 entries.extend(_unloaded(stored[name], workers))
             else:
-                entries.append(IndexEntry(name))
+                entries.append(ModelIndexEntry(name=name))
         return [entry for entry in entries if not ready or entry.state == State.READY]
 
     async def load(self, model: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
@@ -321,19 +306,17 @@ def _not_polled(model: str, reason: str = "") -> ModelLoadFailed:
     return ModelLoadFailed(f"{text}: {reason}" if reason else text)
 
 
-def _loaded(status: ModelStatus) -> Iterator[IndexEntry]:
+def _loaded(status: ModelStatus) -> Iterator[ModelIndexEntry]:
     if not status.versions:
-        yield IndexEntry(status.model, "", State.UNAVAILABLE, status.error)
+        yield ModelIndexEntry(name=status.model, state=State.UNAVAILABLE, reason=status.error)
     for version, state in sorted(status.versions.items()):
         reason = state.unready if state.state is State.READY else state.reason
-        yield IndexEntry(status.model, str(version), state.state, reason)
+        yield ModelIndexEntry(name=status.model, version=str(version), state=state.state, reason=reason)
 
 
-def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[IndexEntry]:
+def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[ModelIndexEntry]:
     states = [item for worker in workers for item in worker.models.get(stored.model, {}).items()]
     held = {version for version, state in states if state.state is not State.UNAVAILABLE}
     for version in stored.versions:
-        if version in held:
-            yield IndexEntry(stored.model, str(version), State.UNLOADING)
-        else:
-            yield IndexEntry(stored.model, str(version), State.UNAVAILABLE, stored.error or UNLOADED)
+        state, reason = (State.UNLOADING, "") if version in held else (State.UNAVAILABLE, stored.error or UNLOADED)
+        yield ModelIndexEntry(name=stored.model, version=str(version), state=state, reason=reason)

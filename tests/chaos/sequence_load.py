@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qinfer.client import AsyncClient
+from qinfer.client import AsyncClient, AsyncSequence
 from qinfer.client.results import InferResult
-from qinfer.client.sequences import AsyncSequence
 from qinfer.errors import QinferError, SequenceLost
 from tests.chaos.verdict import Verdict
 from tests.support import models, python_models

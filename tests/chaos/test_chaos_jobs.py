@@ -17,9 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from qinfer.client import AsyncClient
+from qinfer.client import AsyncClient, AsyncJob
 from qinfer.client.job_flows import JobStatus
-from qinfer.client.jobs import AsyncJob
 from qinfer.errors import JobNotFound
 from qinfer.testing import eventually
 from tests.chaos import faults

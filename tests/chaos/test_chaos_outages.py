@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.client import AsyncClient
+from qinfer.client import AsyncClient, AsyncJob
 from qinfer.client.job_flows import JobStatus
-from qinfer.client.jobs import AsyncJob
 from qinfer.errors import BrokerUnavailable, QinferError
 from tests.chaos.cluster import running_cluster
 from tests.chaos.load import Clients, Habits

@@ -12,9 +12,8 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from qinfer.client import Client
+from qinfer.client import Client, Job
 from qinfer.client.job_flows import JobStatus
-from qinfer.client.jobs import Job
 from qinfer.errors import InvalidRequest
 from tests.e2e.conftest import Stack, running
 from tests.support.jobs.job_proof import MODEL, Place, compare, write_model

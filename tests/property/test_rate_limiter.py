@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qinfer.batching.rate_limiter import GLOBAL, Ledger, LimitedInstance, Needs, Resource
 from qinfer.core.messages import ResourceHolder
-from qinfer.core.settings_rate_limit import Maximum
+from qinfer.core.settings_sections import Maximum
 
 RESOURCES = (Resource("a", 0), Resource("b", 0), Resource("b", 1), Resource("g", GLOBAL), Resource("h", GLOBAL))
 NEEDS = st.dictionaries(st.sampled_from(RESOURCES), st.integers(1, 3), max_size=3)

@@ -48,10 +48,10 @@ class Server:
         return [f"{request.method} {request.url.raw_path.decode()}" for request in self.requests]
 
 
-def policy_of(**limits: Any) -> Policy:
+def policy_of(url: str | list[str] = "http://gateway", **limits: Any) -> Policy:
     given = {"api_key": "", "headers": None, "ca_file": None, "resend": True, "retry_share": None, **limits}
     given.setdefault("clock", FakeClock())
-    return options("http://gateway", **given)[1]
+    return options(url, **given)[1]
 
 
 def answer(value: float = 4.0) -> httpx.Response:

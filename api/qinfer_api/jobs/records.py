@@ -35,6 +35,7 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, damage_told, spec_of
 from qinfer.jobs.shards import ShardPace
 from qinfer.tabular.spec import shown
+from qinfer.wire.bodies import JobEstimate, JobLogLine
 from qinfer_api.requests.records import WebhookBody, instant, shown_webhook, written
 from qinfer_api.requests.webhooks import WebhookMessage, envelope
 
@@ -207,44 +208,10 @@ class JobsBody(msgspec.Struct, frozen=True):
     next: str | None
 
 
-class EstimateBody(msgspec.Struct, frozen=True):
-    """The size of a valid job; nothing is created.
-
-    Attributes:
-        version: The version that would score it.
-        files: The input files of the job.
-        rows: The rows of these files, up to the job's `limit`.
-        shards: The shards of the job.
-        workers: The workers that have the model version now.
-        rows_per_s: The speed of one worker; null = unknown.
-        estimated_s: The job's duration with these workers and no other work; null = unknown.
-
-    Example:
-        {"model": "digits", "version": 1, "files": 2, "rows": 100000, "shards": 8, "workers": 2, "rows_per_s": 5000.0,
-         "estimated_s": 10.0}
-    """
-
-    model: str
-    version: int
-    files: int
-    rows: int
-    shards: int
-    workers: int
-    rows_per_s: float | None
-    estimated_s: float | None
-
-
-class JobLine(msgspec.Struct, frozen=True):
-    """An event of a job."""
-
-    at: str | None
-    text: str
-
-
 class JobLog(msgspec.Struct, frozen=True):
     """The latest lines of a job's log, oldest first."""
 
-    log: list[JobLine]
+    log: list[JobLogLine]
 
 
 class JobProgress(NamedTuple):
@@ -385,11 +352,11 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
     )
 
 
-def shown_estimate(spec: JobSpec, size: Estimate, pace: ShardPace) -> EstimateBody:
+def shown_estimate(spec: JobSpec, size: Estimate, pace: ShardPace) -> JobEstimate:
     """Returns a job's size and duration."""
     workers = min(pace.workers, size.shards, spec.max_parallel or pace.workers)
     rate = workers * pace.rows_per_s
-    return EstimateBody(
+    return JobEstimate(
         model=spec.model,
         version=spec.version,
         files=size.files,
@@ -403,7 +370,7 @@ def shown_estimate(spec: JobSpec, size: Estimate, pace: ShardPace) -> EstimateBo
 
 def shown_log(lines: Sequence[LogLine]) -> JobLog:
     """Returns a job's log as clients see it."""
-    return JobLog([JobLine(instant(line.at), line.text) for line in lines])
+    return JobLog([JobLogLine(at=written(line.at), text=line.text) for line in lines])
 
 
 def decode_job(body: bytes, grant: UrlGrant) -> tuple[JobSpec, str]:

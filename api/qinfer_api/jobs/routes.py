@@ -11,11 +11,11 @@ from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
+from qinfer.wire.bodies import JobEstimate
 from qinfer.wire.json_scan import check_depth
 from qinfer_api.auth import CallerContext
 from qinfer_api.jobs.records import (
     Changes,
-    EstimateBody,
     JobBody,
     JobFilter,
     JobLog,
@@ -97,7 +97,7 @@ _CREATE = operation(
 _VALIDATE = operation(
     "Validate a job",
     {
-        200: describe_response("The job could be created, and has this size.", EstimateBody),
+        200: describe_response("The job could be created, and has this size.", JobEstimate),
         **_refusals(400, 401, 403, 404, 429, 500, 501, 503),
     },
     takes=body(NewJob),

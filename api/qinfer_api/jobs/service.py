@@ -39,11 +39,11 @@ from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
+from qinfer.wire.bodies import JobEstimate
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs.records import (
     Changes,
-    EstimateBody,
     JobFilter,
     changed,
     check_same,
@@ -152,7 +152,7 @@ class BulkJobs:
         await self._planned(record.id)
         return JobTicket(await self._known(record.id), is_new=True)
 
-    async def validate(self, context: CallerContext, body: bytes) -> EstimateBody:
+    async def validate(self, context: CallerContext, body: bytes) -> JobEstimate:
         """Checks and estimates a job; creates nothing."""
         self._check_enabled()
         grant = self._grant_of(context)

@@ -14,10 +14,10 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, Overloaded, UnsupportedFeature
-from qinfer.models.control import IndexEntry
 from qinfer.observe.metrics import CONTENT_TYPE
+from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, index_body
 from qinfer_api import about
-from qinfer_api.about import ModelMetadata, is_model_ready, model_metadata
+from qinfer_api.about import is_model_ready, model_metadata
 from qinfer_api.http.infer import HttpReply, error_reply
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.statistics import ModelStats
@@ -246,7 +246,7 @@ class UnloadCall(msgspec.Struct, frozen=True):
 _REFUSALS = errors(400, 401, 403, 500, 501, 503)
 _INDEX = operation(
     "List the models",
-    {200: describe_response("The models.", list[IndexEntry]), **_REFUSALS},
+    {200: describe_response("The models.", list[ModelIndexEntry]), **_REFUSALS},
     takes=body(IndexCall, required=False),
 )
 _LOAD = operation("Load a model", {200: describe_response("Done."), **_REFUSALS}, takes=body(LoadCall, required=False))
@@ -290,7 +290,7 @@ def repository_routes(services: Services) -> APIRouter:
         if not isinstance(ready, bool):
             raise MalformedJson("Invalid value for 'ready': expected a boolean")
         found = await services.models.index(ready=ready)
-        return send_json([*found, *about.endpoint_entries(services.dispatcher.endpoints, ready=ready)])
+        return send_json(index_body([*found, *about.endpoint_entries(services.dispatcher.endpoints, ready=ready)]))
 
     return router
 

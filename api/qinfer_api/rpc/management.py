@@ -85,7 +85,7 @@ def _is_ready(endpoints: Endpoints, model: str, version: int) -> bool:
         return False
 
 
-def _message(kind: Any, body: msgspec.Struct) -> Any:
+def _message(kind: Any, body: object) -> Any:
     return kind(**msgspec.to_builtins(body))
 
 

@@ -13,8 +13,8 @@ from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
-    from qinfer.client import JobStatus
-    from qinfer.client.job_flows import JobEstimate, JobOptions
+    from qinfer.client import JobEstimate, JobStatus
+    from qinfer.client.job_flows import JobOptions
 
 app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete, prune.", no_args_is_help=True)
 

@@ -19,7 +19,7 @@ from qinfer.cli.local.plan import Launch, Ports, Sections, StartProgress, Superv
 from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.model_flows import model_path
-from qinfer.client.sequences import sequence_parameters
+from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings import Settings, load_settings

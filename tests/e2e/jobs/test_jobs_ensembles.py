@@ -11,8 +11,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from qinfer.client import Client
-from qinfer.client.jobs import Job
+from qinfer.client import Client, Job
 from qinfer.errors import QinferError
 from qinfer.testing import wait_until
 from tests.e2e.conftest import Stack, clean_environment, running

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qinfer.client.jobs import Job
+from qinfer.client import Job
 from qinfer.errors import Conflict, InvalidRequest, ResultNotFound
 from qinfer.testing import wait_until
 from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving

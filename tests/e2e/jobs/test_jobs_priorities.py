@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from qinfer.client import Job
 from qinfer.client.job_flows import JobStatus
-from qinfer.client.jobs import Job
 from qinfer.testing import wait_until
 from tests.e2e.job_scene import WITHIN_S, serving
 from tests.support.jobs.job_proof import parquet, rows_of

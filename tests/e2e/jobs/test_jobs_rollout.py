@@ -15,9 +15,8 @@ import pyarrow as pa
 import pytest
 from onnx import helper
 
-from qinfer.client import Client
+from qinfer.client import Client, Job
 from qinfer.client.job_flows import JobOptions
-from qinfer.client.jobs import Job
 from qinfer.errors import QinferError
 from qinfer.testing import wait_until
 from tests.e2e.conftest import Stack, clean_environment, running

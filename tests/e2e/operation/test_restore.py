@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import qinfer
-from qinfer.client.jobs import Job
+from qinfer.client import Job
 from qinfer.testing import wait_until
 from tests.chaos.repository import write_stub
 from tests.e2e.async_load import body

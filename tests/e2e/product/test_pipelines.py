@@ -15,8 +15,7 @@ import rapidocr_onnxruntime
 import tritonclient.http as triton
 
 from examples.pipelines.build_models import build_minilm, build_ocr
-from qinfer.client import Client
-from qinfer.client.jobs import Job
+from qinfer.client import Client, Job
 from qinfer.testing import wait_until
 from tests.e2e.conftest import Stack, running
 from tests.support.pipelines import PAGES, SENTENCES, Array, Read, embed_by_package, page, read_by_package

@@ -11,12 +11,13 @@ from onnx import helper
 from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import ModelLoadFailed, ModelNotFound
 from qinfer.models.catalog import Catalog
-from qinfer.models.control import IndexEntry, ModelControl
+from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import State
 from qinfer.models.sync import sync
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
+from qinfer.wire.bodies import ModelIndexEntry
 from tests.support import models
 from tests.support.worker_processes import Process, WorkerProcesses, worker_processes
 
@@ -104,7 +105,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 async def test_models_come_change_and_go(scene: Scene) -> None:
     """Load, change of a file, override, files with the request, failures, unload: each as Triton has it."""
-    assert await scene.control.index() == [IndexEntry("scale")]
+    assert await scene.control.index() == [ModelIndexEntry(name="scale")]
     await scene.control.load("scale")
     assert await scene.ask() == 2.0
 
@@ -134,13 +135,18 @@ async def test_models_come_change_and_go(scene: Scene) -> None:
     await scene.control.unload("scale")
     with pytest.raises(ModelNotFound, match="has no available versions"):
         scene.catalog.resolve("scale", 0)
-    await eventually(lambda: _is_index(scene, [IndexEntry("scale", "1", State.UNAVAILABLE, "unloaded")]), 20.0)
+    await eventually(
+        lambda: _is_index(
+            scene, [ModelIndexEntry(name="scale", version="1", state=State.UNAVAILABLE, reason="unloaded")]
+        ),
+        20.0,
+    )
     await scene.control.load("scale")
     assert await scene.ask() == 3.0
     assert list(scene.overlay.glob("scale/*")) == []
 
 
-async def _is_index(scene: Scene, expected: list[IndexEntry]) -> bool:
+async def _is_index(scene: Scene, expected: list[ModelIndexEntry]) -> bool:
     return await scene.control.index() == expected
 
 

@@ -6,10 +6,11 @@ import pytest
 
 from qinfer.core.settings import LimitSettings, RepositorySettings, Settings
 from qinfer.models.catalog import Catalog
-from qinfer.models.control import IndexEntry, ModelControl
+from qinfer.models.control import ModelControl
 from qinfer.models.state import State
 from qinfer.testing import eventually
 from qinfer.traffic.routing import Endpoints
+from qinfer.wire.bodies import ModelIndexEntry
 from qinfer_api.about import is_model_ready, is_server_ready
 from tests.support.hanging import outcome
 from tests.support.python_models import execute, write_model
@@ -41,7 +42,9 @@ async def test_checks_of_readiness_and_the_index_say_what_the_model_says(tmp_pat
         no.touch()
         await eventually(says_no, 20.0, "a model that says no")
 
-        assert await control.index() == [IndexEntry("moody", "1", State.READY, "its is_ready returned False")]
+        assert await control.index() == [
+            ModelIndexEntry(name="moody", version="1", state=State.READY, reason="its is_ready returned False")
+        ]
         assert is_server_ready(Settings(), catalog, draining=False)
         assert outcome((await pool.answered(pool.submit(4.0, "moody")))[0]) == 4.0
         no.unlink()

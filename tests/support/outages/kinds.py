@@ -14,8 +14,7 @@ import httpx
 import pyarrow as pa
 import yaml
 
-from qinfer.client import Client
-from qinfer.client.jobs import Job
+from qinfer.client import Client, Job
 from qinfer.testing import wait_until
 from tests.support import faulty_backend
 from tests.support.bridge_scene import PREDICTIONS, TASKS, Broker, routes

@@ -43,8 +43,8 @@ def test_the_name_can_be_set() -> None:
     assert server_metadata(Settings(server_id="mine")).name == "mine"
 
 
-@pytest.mark.parametrize(("version", "shown"), [(0, ["1", "3"]), (1, ["1"]), (3, ["3"])])
-def test_metadata_lists_ready_versions(catalog: Catalog, version: int, shown: list[str]) -> None:
+@pytest.mark.parametrize(("version", "shown"), [(0, ("1", "3")), (1, ("1",)), (3, ("3",))])
+def test_metadata_lists_ready_versions(catalog: Catalog, version: int, shown: tuple[str, ...]) -> None:
     """All of them, or the one that was named."""
     assert model_metadata(Endpoints(catalog), "up", version).versions == shown
 

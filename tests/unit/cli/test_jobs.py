@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from qinfer.cli import client
 from qinfer.cli.jobs.jobs import pairs, read_columns
 from qinfer.cli.main import app
-from qinfer.client import Client
+from qinfer.client import Client, Job
 from qinfer.client.job_flows import JobStatus
-from qinfer.client.jobs import Job
 from qinfer.core.settings import variable_names
 from qinfer.errors import InvalidRequest
 from tests.support.scripted_gateway import Scripted, Server, reply

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from queue import Queue
 from threading import Event, Thread
@@ -14,6 +14,7 @@ import pytest
 import qinfer
 from qinfer import errors
 from qinfer.client import flows
+from qinfer.client.connection import Pool
 from qinfer.client.flows import Ask, SubmitArguments
 from qinfer.client.hedging import LEAST_LATENCIES, Attempt, HedgedTasks, HedgedThreads, Hedging, is_answer
 from qinfer.client.results import RequestHandle
@@ -22,16 +23,19 @@ from tests.support.scripted_gateway import X, policy_of
 
 OK, BUSY, BROKEN = httpx.Response(200), httpx.Response(503), httpx.ReadError("cut")
 HANDLE = RequestHandle.of("ID.0.m")
+GATEWAYS = ["http://gateway", "http://other"]
 WITHIN_S = 20.0
 LATE_S = 0.01
+CONNECTED_S = 0.3
+"""The hanging gateway has read its request by then."""
 
 
 def get(**fields: Any) -> Send:
-    return Send("GET", "/v1/requests/ID", {}, base="http://gateway", timeout_s=60.0, hedges=True)._replace(**fields)
+    return Send("GET", "/v1/requests/ID", {}, base=GATEWAYS[0], timeout_s=60.0, hedges=True)._replace(**fields)
 
 
 def hedging(after: Any = LATE_S, **limits: Any) -> Hedging:
-    return Hedging(after, policy_of(timeout_s=60.0, max_retries=None, **limits))
+    return Hedging(after, policy_of(GATEWAYS, timeout_s=60.0, max_retries=None, **limits))
 
 
 # --- when ---
@@ -153,8 +157,8 @@ def in_tasks(one: Hedging, script: Script) -> Outcome:
         reached[0].set()
         both = asyncio.Event()
 
-        async def transmit(send: Send) -> Outcome:
-            number = len(script.bases)
+        async def transmit(_: httpx.AsyncClient, send: Send) -> Outcome:
+            number = GATEWAYS.index(send.base)
             script.bases.append(send.base)
             if number == len(script.outcomes) - 1:
                 both.set()
@@ -170,18 +174,31 @@ def in_tasks(one: Hedging, script: Script) -> Outcome:
                 script.cancelled.append(number)
                 raise
 
-        return await HedgedTasks(one).exchange(get(), transmit)
+        return await HedgedTasks(one, Pool[Any](object), transmit).exchange(get())
 
     return asyncio.run(main())
+
+
+class Connection:
+    """A connection whose socket sets an event when it is shut down."""
+
+    def __init__(self, cancelled: Event) -> None:
+        self._cancelled = cancelled
+
+    def get_extra_info(self, name: str) -> "Connection":
+        return self
+
+    def shutdown(self, how: int) -> None:
+        self._cancelled.set()
 
 
 def in_threads(one: Hedging, script: Script) -> Outcome:
     both = Event()
 
-    def transmit(send: Send, attempt: Attempt) -> Outcome:
+    def transmit(_: httpx.Client, send: Send, extensions: Mapping[str, Any]) -> Outcome:
         cancelled = Event()
-        attempt.cancel = cancelled.set  # type: ignore[method-assign]
-        number = len(script.bases)
+        extensions["trace"]("connection.connect_tcp.complete", {"return_value": Connection(cancelled)})
+        number = GATEWAYS.index(send.base)
         script.bases.append(send.base)
         if number == len(script.outcomes) - 1:
             both.set()
@@ -198,7 +215,7 @@ def in_threads(one: Hedging, script: Script) -> Outcome:
 
     done = Event()
     try:
-        return HedgedThreads(one).exchange(get(), transmit)
+        return HedgedThreads(one, Pool[Any](object), transmit).exchange(get())
     finally:
         if len(script.turns) < len(script.outcomes):
             assert done.wait(WITHIN_S)
@@ -316,13 +333,13 @@ def gateways() -> Iterator[list[Gateway]]:
 
 
 def submitted(urls: list[str]) -> RequestHandle:
-    with qinfer.Client(urls, hedge_after=LATE_S, timeout_s=WITHIN_S) as client:
+    with qinfer.Client(urls, hedge_after=CONNECTED_S, timeout_s=WITHIN_S) as client:
         return client.submit("m", {"x": X})
 
 
 def submitted_async(urls: list[str]) -> RequestHandle:
     async def main() -> RequestHandle:
-        async with qinfer.AsyncClient(urls, hedge_after=LATE_S, timeout_s=WITHIN_S) as client:
+        async with qinfer.AsyncClient(urls, hedge_after=CONNECTED_S, timeout_s=WITHIN_S) as client:
             return await client.submit("m", {"x": X})
 
     return asyncio.run(main())

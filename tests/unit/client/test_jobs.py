@@ -575,3 +575,18 @@ def test_nobody_without_jobs_pays_for_them() -> None:
     code = f"import sys, qinfer_api.app, qinfer.client, qinfer.cli.main; print({heavy})"
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("wrong", [{"metadata": {"by": "\ud800"}}, {"key": object()}])
+def test_an_option_that_json_can_not_carry_is_refused(wrong: Any) -> None:
+    client = Server(reply(500, error="unused")).client()
+
+    with pytest.raises(errors.InvalidRequest, match="the job can't be written as JSON"):
+        client.submit_job("m", "s3://b/in", "s3://b/out", **wrong)
+
+
+def test_a_change_that_json_can_not_carry_is_refused() -> None:
+    client = Server(reply(500, error="unused")).client()
+
+    with pytest.raises(errors.InvalidRequest, match="the changes can't be written as JSON"):
+        client.job("j1").resume(max_parallel=object())  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import qinfer
+from qinfer.client.steps import Flow, Pause
 from qinfer.client.streams import stream_in_tasks, stream_in_threads
 from qinfer.core.messages import Response
 from qinfer.errors import InferenceFailed, InvalidRequest
@@ -46,12 +47,40 @@ class Calls:
         return 2 * item
 
 
+async def awaited(flow: Any) -> Any:
+    return await flow
+
+
+def in_tasks(items: Any, call: Callable[[int, Any], Awaitable[Any]], **options: Any) -> AsyncIterator[tuple[int, Any]]:
+    """Streams calls that are coroutines in place of flows."""
+    return stream_in_tasks(items, call, awaited, **options)  # type: ignore[arg-type]
+
+
+def finish(flow: Flow[Any]) -> Any:
+    """Runs a flow that needs no answers."""
+    try:
+        while True:
+            flow.send(None)
+    except StopIteration as end:
+        return end.value
+
+
+def in_threads(items: Any, call: Callable[[int, Any], Any], **options: Any) -> Iterator[tuple[int, Any]]:
+    """Streams calls that are functions in place of flows."""
+
+    def plan(index: int, item: Any) -> Flow[Any]:
+        yield from ()
+        return call(index, item)
+
+    return stream_in_threads(items, plan, finish, **options)
+
+
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 async def test_tasks_are_bounded(*, ordered: bool) -> None:
     """Never more calls at a time than asked for; each input has one answer, a failure too."""
     calls = Calls()
 
-    found = [pair async for pair in stream_in_tasks(range(50), calls.double, concurrency=7, ordered=ordered)]
+    found = [pair async for pair in in_tasks(range(50), calls.double, concurrency=7, ordered=ordered)]
 
     assert calls.most == 7
     assert {index: str(value) for index, value in found} == {n: "unlucky" if n == 13 else str(2 * n) for n in range(50)}
@@ -75,7 +104,7 @@ async def test_tasks_read_no_further_than_needed() -> None:
             slow.set()  # the last that can be taken while the first is held up
         return item
 
-    async with aclosing(stream_in_tasks(inputs(), call, concurrency=5, ordered=True)) as stream:  # type: ignore[type-var]
+    async with aclosing(in_tasks(inputs(), call, concurrency=5, ordered=True)) as stream:  # type: ignore[type-var]
         first = await anext(stream)
 
     assert first == (0, 0)
@@ -92,7 +121,7 @@ async def test_tasks_take_asynchronous_inputs() -> None:
         yield 2
 
     found = []
-    async for pair in stream_in_tasks(inputs(), Calls().double, concurrency=4, ordered=True):
+    async for pair in in_tasks(inputs(), Calls().double, concurrency=4, ordered=True):
         found.append(pair)
         more.set()
 
@@ -102,7 +131,7 @@ async def test_tasks_take_asynchronous_inputs() -> None:
 async def test_leaving_a_stream_cancels_its_tasks() -> None:
     """Nothing runs on after the iteration."""
     calls = Calls()
-    stream = stream_in_tasks(count(), calls.double, concurrency=4, ordered=True)
+    stream = in_tasks(count(), calls.double, concurrency=4, ordered=True)
 
     async with aclosing(stream):  # type: ignore[type-var]
         async for _ in stream:
@@ -118,7 +147,7 @@ async def test_broken_inputs_come_last_in_tasks(*, ordered: bool) -> None:
     found: list[Any] = []
 
     async def collect() -> None:
-        async for pair in stream_in_tasks(broken_inputs(), Calls().double, concurrency=2, ordered=ordered):
+        async for pair in in_tasks(broken_inputs(), Calls().double, concurrency=2, ordered=ordered):
             found.append(pair)  # noqa: PERF401  # a new list would be lost with the error
 
     with pytest.raises(RuntimeError, match="disk"):
@@ -134,13 +163,13 @@ async def test_a_defect_in_a_task_is_not_hidden() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        [pair async for pair in stream_in_tasks(range(3), call, concurrency=2, ordered=True)]
+        [pair async for pair in in_tasks(range(3), call, concurrency=2, ordered=True)]
 
 
 def test_a_defect_in_a_thread_is_not_hidden() -> None:
     """As with tasks."""
     with pytest.raises(ZeroDivisionError):
-        list(stream_in_threads(range(3), lambda index, item: 1 // 0, threading.Event(), concurrency=2, ordered=True))
+        list(in_threads(range(3), lambda index, item: 1 // 0, concurrency=2, ordered=True))
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
@@ -162,7 +191,7 @@ def test_threads_are_bounded(*, ordered: bool) -> None:
             raise InferenceFailed("unlucky")
         return 2 * item
 
-    found = list(stream_in_threads(range(50), call, threading.Event(), concurrency=7, ordered=ordered))
+    found = list(in_threads(range(50), call, concurrency=7, ordered=ordered))
 
     assert most == 7
     assert {index: str(value) for index, value in found} == {n: "unlucky" if n == 13 else str(2 * n) for n in range(50)}
@@ -186,21 +215,33 @@ def test_threads_read_no_further_than_needed() -> None:
             slow.set()
         return item
 
-    stream = stream_in_threads(inputs(), call, threading.Event(), concurrency=5, ordered=True)
+    stream = in_threads(inputs(), call, concurrency=5, ordered=True)
 
     assert next(stream) == (0, 0)
     assert len(taken) <= 6
 
 
-def test_leaving_a_stream_tells_its_threads() -> None:
-    """They end at their next step, and the caller does not wait for them."""
-    stop = threading.Event()
-    stream = stream_in_threads(count(), lambda index, item: item, stop, concurrency=4, ordered=True)
+def test_leaving_a_stream_ends_its_threads() -> None:
+    """A call ends at its next step, its pauses at once, and the caller does not wait for them."""
+    pauses, ended = threading.Event(), threading.Event()
 
-    next(stream)
+    def plan(index: int, item: int) -> Flow[int]:
+        try:
+            if index:
+                pauses.set()
+                yield Pause(1e6)
+        finally:
+            if index:
+                ended.set()
+        return item
+
+    stream = stream_in_threads(range(2), plan, finish, concurrency=2, ordered=False)
+
+    assert next(stream) == (0, 0)
+    assert pauses.wait(10)
     stream.close()  # type: ignore[attr-defined]
 
-    assert stop.is_set()
+    assert ended.wait(10)
 
 
 def test_a_program_does_not_wait_for_what_it_left() -> None:
@@ -209,8 +250,17 @@ def test_a_program_does_not_wait_for_what_it_left() -> None:
 import threading
 from qinfer.client.streams import stream_in_threads
 
-never = threading.Event()
-stream = stream_in_threads(range(9), lambda i, n: i or never.wait(), threading.Event(), concurrency=3, ordered=False)
+def plan(index, item):
+    yield
+    return index
+
+def run(flow):
+    try:
+        return next(flow) or next(flow)
+    except StopIteration as end:
+        return end.value or threading.Event().wait()
+
+stream = stream_in_threads(range(9), plan, run, concurrency=3, ordered=False)
 print(next(stream))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
@@ -223,9 +273,7 @@ print(next(stream))
 def test_broken_inputs_come_last_in_threads(*, ordered: bool) -> None:
     """As with tasks."""
     found: list[Any] = []
-    stream = stream_in_threads(
-        broken_inputs(), lambda index, item: 2 * item, threading.Event(), concurrency=2, ordered=ordered
-    )
+    stream = in_threads(broken_inputs(), lambda index, item: 2 * item, concurrency=2, ordered=ordered)
 
     with pytest.raises(RuntimeError, match="disk"):
         found.extend(stream)

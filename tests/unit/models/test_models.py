@@ -20,13 +20,14 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.control import IndexEntry, ModelControl
+from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import ErrorKind, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import Completion, put_completion
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
+from qinfer.wire.bodies import ModelIndexEntry
 
 CONFIG = """
 backend: "stub" max_batch_size: {rows}
@@ -162,7 +163,7 @@ async def test_a_load_returns_when_the_model_can_be_asked(scene: Scene) -> None:
     await scene.control.load("m")
 
     assert scene.catalog.resolve("m", 0).version == 1
-    assert await scene.control.index() == [IndexEntry("m", "1", State.READY)]
+    assert await scene.control.index() == [ModelIndexEntry(name="m", version="1", state=State.READY)]
 
 
 async def test_an_unchanged_model_is_not_loaded_again(scene: Scene) -> None:
@@ -236,7 +237,9 @@ async def test_a_load_that_all_workers_fail_says_why(scene: Scene) -> None:
         VersionsFailed,
         "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: out of memory;",
     )
-    assert await scene.control.index() == [IndexEntry("m", "1", State.UNAVAILABLE, "out of memory")]
+    assert await scene.control.index() == [
+        ModelIndexEntry(name="m", version="1", state=State.UNAVAILABLE, reason="out of memory")
+    ]
     scene.reason.clear()
     await scene.control.load("m")
     assert scene.catalog.resolve("m", 1).version == 1
@@ -408,7 +411,9 @@ async def test_an_unloaded_model_is_refused_at_once(scene: Scene) -> None:
         return not any(record.models for record in await scene.store.workers())
 
     await eventually(is_idle)
-    assert await scene.control.index() == [IndexEntry("m", "1", State.UNAVAILABLE, "unloaded")]
+    assert await scene.control.index() == [
+        ModelIndexEntry(name="m", version="1", state=State.UNAVAILABLE, reason="unloaded")
+    ]
     assert await scene.control.index(ready=True) == []
     await scene.control.load("m")
     assert (await scene.stored()).generation > generation
@@ -420,7 +425,7 @@ async def test_unloading_what_is_not_loaded_does_nothing(scene: Scene) -> None:
     await scene.control.unload("m")
     await scene.control.unload("nobody")
 
-    assert await scene.control.index() == [IndexEntry("m")]
+    assert await scene.control.index() == [ModelIndexEntry(name="m")]
 
 
 @pytest.mark.parametrize("installation", ["", "restoring:x"])
@@ -440,7 +445,7 @@ async def test_a_version_that_is_draining_is_unloading(scene: Scene) -> None:
     await scene.control.unload("m")
     await scene.report("w2", state)
 
-    assert await scene.control.index() == [IndexEntry("m", "1", State.UNLOADING)]
+    assert await scene.control.index() == [ModelIndexEntry(name="m", version="1", state=State.UNLOADING)]
 
 
 async def test_a_load_waits_for_the_completion_of_its_configuration(scene: Scene) -> None:

@@ -16,7 +16,7 @@ from qinfer.backends.base import Backend
 from qinfer.batching.execution import Execution, new_batch_id
 from qinfer.batching.rate_limiter import Ledger, LimitedInstance, needs_of
 from qinfer.core.messages import ResourceHolder
-from qinfer.core.settings_rate_limit import Maximum
+from qinfer.core.settings_sections import Maximum
 from qinfer.errors import InferenceFailed, ModelLoadFailed
 from qinfer.models.spec import ModelSpec
 from qinfer_workers.inference.devices import groups_of

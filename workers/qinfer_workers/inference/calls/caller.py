@@ -16,11 +16,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from qinfer.batching.rate_limiter import Ledger
 from qinfer.core.call_chain import depth_of, endless, level_of, names_of
-from qinfer.core.messages import Credit, Failure, InferRequest, OutgoingRequest, ResourceHolder, Response
+from qinfer.core.messages import Credit, Failure, OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,

@@ -1,39 +1,38 @@
-"""`qinfer.Client`: the client for code without an event loop. Threads may share a client."""
+# Made by scripts/generate_client.py from qinfer/client/_async/client.py; `make docs` writes it anew.
+"""`qinfer.Client`: the calls of a gateway, and the execution of their flows."""
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
-from functools import partial
-from threading import Event
+from contextlib import closing
+from time import sleep
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
-from qinfer.client import flows, job_flows
+from qinfer.client import flows, job_flows, model_flows
+from qinfer.client._sync import sequences
+from qinfer.client._sync.jobs import Job
 from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, SubmitArguments
-from qinfer.client.hedging import Attempt, HedgeAfter, HedgedThreads, Hedging
-from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
-from qinfer.client.jobs import Job
+from qinfer.client.hedging import HedgeAfter, HedgedThreads, Hedging
+from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
-from qinfer.client.models import ModelCalls
 from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
-from qinfer.client.results import InferResult, RequestHandle, RequestStatus, handle_of
-from qinfer.client.sequences import Sequence as ModelSequence
-from qinfer.client.sequences import StepFlags
+from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus, handle_of
+from qinfer.client.sequence_flows import StepFlags
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
-from qinfer.errors import Cancelled, QinferError
+from qinfer.errors import QinferError
+from qinfer.wire.bodies import JobEstimate, ModelIndexEntry, ModelMetadata
 
 T = TypeVar("T")
 
 
-class Client(ModelCalls):
+class Client:
     """The client of a gateway, or of several that share a queue.
 
     If the server is overloaded (429, 503) or can't be reached, a call is repeated until its time is over, after
@@ -49,17 +48,14 @@ class Client(ModelCalls):
         timeout_s: How long a call may take, including its repetitions.
         max_retries: The most repetitions of a call; `None` = as many as its time allows.
         resend: Repeat inference whose connection broke after it was sent; otherwise such a call fails with
-        `Unreachable`.
-            Calls with an idempotency key, an id or a step number are always repeated.
+            `Unreachable`. Calls with an idempotency key, an id or a step number are always repeated.
         retry_share: The budget of repetitions per call, over all calls, beside a reserve of 10 a second. When it is
-        used
-            up, repetitions come later; `None` = no limit.
+            used up, repetitions come later; `None` = no limit.
         hedge_after: Seconds after which `submit`, `result` and `status` send an unanswered request a second time, to
             another gateway if there are several; the first answer counts. `p95` = the time in which 19 of 20 of them
             are answered; `None` = never. `infer` is never hedged, because it could be executed twice.
         transport: Replaces httpx's own: for other TLS settings, proxies, tests. By default the proxies of the
-        environment
-            are used.
+            environment are used.
         clock: Measures time; for tests.
         sleep: Waits for a number of seconds; for tests.
 
@@ -81,7 +77,7 @@ class Client(ModelCalls):
         hedge_after: HedgeAfter = None,
         transport: httpx.BaseTransport | None = None,
         clock: Clock | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = sleep,
     ) -> None:
         http, self._policy = options(
             url,
@@ -94,8 +90,9 @@ class Client(ModelCalls):
             retry_share=retry_share,
             clock=clock,
         )
-        self._hedged = None if hedge_after is None else HedgedThreads(Hedging(hedge_after, self._policy))
         self._pool = Pool(lambda: httpx.Client(transport=transport, **http))
+        hedging = None if hedge_after is None else Hedging(hedge_after, self._policy)
+        self._hedged = None if hedging is None else HedgedThreads(hedging, self._pool, _transmit)
         self._sleep = sleep
 
     def __enter__(self) -> Self:
@@ -131,15 +128,14 @@ class Client(ModelCalls):
             inputs: The inputs by name, with the batch dimension if the model has one: numpy arrays of the model's
                 datatypes; lists, for which the client reads the datatypes from the model's metadata; or
                 `qinfer.tensors.Tensor`, for instance for BF16.
-            version: The version; `None` = the highest ready version.
+            version: The version; `None` = the highest ready one.
             outputs: The outputs to return; `None` = all.
             parameters: Custom parameters for the backend, and Triton's own, such as `timeout` in microseconds. A step
-            of a
-                sequence (`sequence_id`) is repeated only if it has a number, `qinfer_step`: see `sequence`.
+                of a sequence (`sequence_id`) is repeated only if it has a number, `qinfer_step`: see `sequence`.
             priority: The priority level, 1 the most urgent; 0 = the model's default.
             id: An id that the result echoes.
             timeout_s: How long the call may take; `None` = the client's `timeout_s`.
-            headers: Headers of this request, besides those of the client.
+            headers: Headers of this request, besides the client's.
 
         Raises:
             InvalidRequest: The inputs do not fit the model.
@@ -196,11 +192,11 @@ class Client(ModelCalls):
             model: The model's name; it gives one response per request.
             inputs: The inputs by name, without the batch dimension: `{"text_input": "…"}`. Numbers, texts, lists and
                 arrays; a name that is not an input is a parameter.
-            version: The version; `None` = the highest ready version.
+            version: The version; `None` = the highest ready one.
             parameters: Custom parameters for the backend.
             id: An id that the answer echoes.
             timeout_s: How long the call may take; `None` = the client's `timeout_s`.
-            headers: Headers of this request, besides those of the client.
+            headers: Headers of this request, besides the client's.
 
         Returns:
             The outputs by name, with `model_name` and `model_version`.
@@ -260,8 +256,7 @@ class Client(ModelCalls):
             priority: As in `infer`.
             id: As in `infer`.
             idempotency_key: Two submissions with the same key and content are one request. By default each call has a
-            key of
-                its own, which makes its repetitions safe.
+                key of its own, which makes its repetitions safe.
             request_id: An id of your own for the request, unique within the model; by default the server makes one.
             timeout_s: Seconds until the request expires; `None` = the model's default.
             webhook: A URL to notify when the request ends; the server has to allow it.
@@ -308,7 +303,8 @@ class Client(ModelCalls):
         handle, follower, tries = handle_of(request), Follower(), 0
         while not follower.has_ended:
             flow = flows.follow(self._policy, handle, follower, tries)
-            yield from self._results(flow, follower.result_of, resumes=True)
+            for result in self._results(flow, follower.result_of, resumes=True):
+                yield result
             tries += 1
 
     def status(self, request: RequestHandle | str) -> RequestStatus:
@@ -358,8 +354,7 @@ class Client(ModelCalls):
             concurrency: The most requests at a time that are unanswered, or answered and not handed out.
             ordered: Hand the answers out in the inputs' order; otherwise as they arrive.
             keys: Makes an idempotency key for each input. The inputs are then submitted as asynchronous requests, and a
-            later
-                stream with the same keys reads their results instead of executing them again.
+                later stream with the same keys reads their results instead of executing them again.
             version: As in `infer`.
             outputs: As in `infer`.
             parameters: As in `infer`.
@@ -368,31 +363,27 @@ class Client(ModelCalls):
         Yields:
             The index of an input, and its result or error.
         """
-        stop = Event()
 
-        def ask_one(index: int, item: Inputs) -> InferResult:
-            ask = Ask(
-                model=model, inputs=item, version=version, outputs=outputs, parameters=parameters, priority=priority
-            )
-            key = None if keys is None else keys(index, item)
-            return self._run_flow(flows.infer_or_resume(self._policy, ask, key), stop)
+        def plan(index: int, item: Inputs) -> Flow[InferResult]:
+            ask = Ask(model, item, version, outputs, parameters, priority)
+            return flows.infer_or_resume(self._policy, ask, None if keys is None else keys(index, item))
 
-        return stream_in_threads(inputs, ask_one, stop, concurrency=concurrency, ordered=ordered)
+        return stream_in_threads(inputs, plan, self._run_flow, concurrency=concurrency, ordered=ordered)
 
     def sequence(
         self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
-    ) -> ModelSequence:
+    ) -> sequences.Sequence:
         """Begins a sequence of requests to a stateful model, which share a state; the first request opens it.
 
         Args:
             model: The model's name.
             correlation_id: The sequence's id; an open one is begun anew. `None` = a random number.
-            version: The version, on which the sequence stays; `None` = the highest ready version.
+            version: The version, on which the sequence stays; `None` = the highest ready one.
 
         Raises:
             InvalidRequest: The id is neither a positive integer below 2**64 nor a text.
         """
-        return ModelSequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
+        return sequences.Sequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
 
     def submit_job(
         self,
@@ -410,32 +401,28 @@ class Client(ModelCalls):
         Args:
             model: The model's name.
             inputs: Files and patterns, as URLs such as `s3://bucket/in/*.parquet`, or as paths, which have to be the
-            same for
-                the gateway and the workers.
+                same for the gateway and the workers.
             output: The folder of the output; it must be empty, unless `overwrite` is set.
             resume: Resume the job of the same `id` if it has failed, has expired or was cancelled, with the
-            `error_threshold`,
-                `max_parallel` and `deadline_s` of this call; with `overwrite`, run a completed one anew. Any other job
-                of that `id` is returned unchanged.
+                `error_threshold`, `max_parallel` and `deadline_s` of this call; with `overwrite`, run a completed one
+                anew. Any other job of that `id` is returned unchanged.
             wait_for_inputs_s: Seconds to wait until each input exists, and each pattern matches a file.
             on_missing: Called at each check that finds an input missing, with the reason and the seconds left.
             options: See `JobOptions`.
 
         Raises:
             InvalidRequest: The files do not fit the model, an option is wrong, or the output is not empty; the text
-            names
-                column or URL.
+                names column or URL.
             InputMissing: An input does not exist, or a pattern matches no file, after `wait_for_inputs_s`.
             ModelNotFound: The model or version does not exist.
             Forbidden: The server does not allow that store.
             Conflict: The id belongs to another job, and the text has the fields that differ; or another job writes to
-            the
-                output to be overwritten.
+                the output to be overwritten.
             QinferError: As `infer`.
         """
         body = job_body(model, inputs, output, options)
         flow = job_flows.submit_job(self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing)
-        return self.job(self._run_flow(flow).id)
+        return self.job((self._run_flow(flow)).id)
 
     def validate_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
@@ -462,6 +449,95 @@ class Client(ModelCalls):
         """
         return self._run_flow(job_flows.newest_jobs(self._policy, limit, filters))
 
+    def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
+        """Returns a model's versions, inputs and outputs.
+
+        Raises:
+            ModelNotFound: The model or version does not exist.
+            QinferError: As `infer`.
+        """
+        return self._run_flow(model_flows.metadata(self._policy, model, version))
+
+    def config(self, model: str, version: int | None = None) -> dict[str, Any]:
+        """Returns a model's configuration in Triton's JSON.
+
+        Raises:
+            ModelNotFound: The model or version does not exist.
+            QinferError: As `infer`.
+        """
+        return self._run_flow(model_flows.config(self._policy, model, version))
+
+    def index(self, *, ready: bool = False) -> list[ModelIndexEntry]:
+        """Returns the models of the repositories: an entry per version that was ever loaded, or one for the model.
+
+        Args:
+            ready: Only versions that are ready.
+        """
+        return self._run_flow(model_flows.index(self._policy, ready=ready))
+
+    def statistics(self, model: str | None = None, version: int | None = None) -> list[ModelStatistics]:
+        """Returns the statistics of a model's versions, or those of all models.
+
+        Args:
+            model: The model's name; `None` = all models.
+            version: The version; `None` = each.
+
+        Raises:
+            InvalidRequest: The model or version is not available.
+            QinferError: As `infer`.
+        """
+        return self._run_flow(model_flows.statistics(self._policy, model, version))
+
+    def load(
+        self,
+        model: str,
+        *,
+        config: str | Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Loads a model, or its changes, and waits until it is ready; needs the server's control mode explicit.
+
+        Args:
+            model: The model's name.
+            config: A configuration in Triton's JSON, which replaces the model's `config.pbtxt`.
+            files: Files that replace the model's files in the repository, by `version/name`; they need `config`.
+            timeout_s: How long it may take; `None` = the client's `timeout_s`.
+
+        Raises:
+            ControlDisabled: The server's control mode is none or poll.
+            QinferError: The model can't be loaded; as `infer`.
+        """
+        self._run_flow(model_flows.load(self._policy.within(timeout_s), model, config, files))
+
+    def unload(self, model: str, *, unload_dependents: bool = False) -> None:
+        """Unloads a model: new requests are refused, waiting ones are answered.
+
+        Args:
+            model: The model's name.
+            unload_dependents: Unload the models of an ensemble, too.
+
+        Raises:
+            ControlDisabled: The server's control mode is none or poll.
+            QinferError: As `infer`.
+        """
+        self._run_flow(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
+
+    def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
+        """Returns whether a model can answer now; without a model, whether all models of the server can.
+
+        A model unknown to the server is not ready.
+
+        Raises:
+            Unreachable: No gateway answers.
+            QinferError: As `infer`.
+        """
+        return self._run_flow(model_flows.is_ready(self._policy, model, version))
+
+    def is_live(self) -> bool:
+        """Returns whether a gateway answers."""
+        return self._run_flow(model_flows.is_live(self._policy))
+
     def _results(
         self,
         flow: Flow[httpx.Response],
@@ -476,7 +552,7 @@ class Client(ModelCalls):
         """
         http, reader = self._pool.take(), EventReader()
         try:
-            with closing(self._run_flow(flow, exchange=partial(_open_stream, http))) as reply:
+            with closing(self._run_flow(flow, http)) as reply:
                 for piece in reply.iter_bytes():
                     for event in reader.feed(piece):
                         if (result := take(event)) is not None:
@@ -488,59 +564,33 @@ class Client(ModelCalls):
         finally:
             self._pool.give(http)
 
-    def _run_flow(
-        self, flow: Flow[T], stop: Event | None = None, *, exchange: Callable[[Send], Outcome] | None = None
-    ) -> T:
-        """Executes a flow; `stop` ends it between two steps, `exchange` sends its requests."""
-        exchange = exchange or self._exchange
+    def _run_flow(self, flow: Flow[T], http: httpx.Client | None = None) -> T:
+        """Executes a flow, over the connection of `http` if it is given."""
         outcome: Outcome = None
-        pause: Callable[[float], object] = self._sleep if stop is None else stop.wait
         while True:
-            if stop is not None and stop.is_set():
-                flow.close()
-                raise Cancelled("the stream was left before this answer came")
             try:
                 step = flow.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
             if isinstance(step, Pause):
-                pause(step.seconds)
+                self._sleep(step.seconds)
                 outcome = None
             else:
-                outcome = exchange(step)
+                outcome = self._exchange(step) if http is None else _transmit(http, step)
 
     def _exchange(self, send: Send) -> Outcome:
         if self._hedged is not None:
-            return self._hedged.exchange(send, self._transmit)
-        return self._transmit(send)
-
-    def _transmit(self, send: Send, attempt: Attempt | None = None) -> Outcome:
-        http = self._pool.take()
-        try:
-            with nullcontext() if attempt is None else attempt.using(http) as extensions:
-                return http.request(
-                    send.method,
-                    send.url,
-                    headers=send.headers,
-                    content=send.content,
-                    timeout=send.http_timeout,
-                    extensions=extensions,
-                )
-        except httpx.RequestError as error:
-            return error
-        finally:
-            self._pool.give(http)
+            return self._hedged.exchange(send)
+        with self._pool.borrow() as http:
+            return _transmit(http, send)
 
 
-def _open_stream(http: httpx.Client, send: Send) -> Outcome:
-    """Sends a request of a flow whose last reply is a stream."""
-    request = http.build_request(
-        send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
-    )
+def _transmit(http: httpx.Client, send: Send, extensions: Mapping[str, Any] | None = None) -> Outcome:
+    """Sends a request; a successful reply of one that streams is left unread."""
     try:
-        reply = http.send(request, stream=True)
-        if not (send.streams and reply.is_success):
+        reply = http.send(send.build(http, extensions), stream=send.streams)
+        if send.streams and not reply.is_success:
             reply.read()
     except httpx.RequestError as error:
         return error

@@ -1,14 +1,15 @@
-"""Bulk jobs of both clients: status, waiting, cancellation, resumption and output."""
+# Made by scripts/generate_client.py from qinfer/client/_async/jobs.py; `make docs` writes it anew.
+"""A bulk job: status, waiting, cancellation, resumption and output."""
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qinfer.client import job_flows
-from qinfer.client.job_flows import JobLogLine, JobStatus, OnStatus, completed
+from qinfer.client.job_flows import JobStatus, OnStatus, completed
 from qinfer.client.job_progress import progress_observer
-from qinfer.client.steps import AsyncRun, FlowRunner, Policy
+from qinfer.client.steps import FlowRunner, Policy
+from qinfer.wire.bodies import JobLogLine
 
 if TYPE_CHECKING:
     import pandas
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class Job:
     """A bulk job on a gateway; made by `Client.submit_job` and `Client.job`.
 
-    Every method raises `JobNotFound` if the job was deleted or ended too long ago, and otherwise as `Client.infer`.
+    Every method raises `JobNotFound` if the job was deleted or ended too long ago, and otherwise as
+    `Client.infer`.
 
     Attributes:
         id: The job's id.
@@ -107,8 +109,7 @@ class Job:
         Args:
             columns: The columns to read; `None` = all.
             partial: Read the existing parts of a job that failed, expired or was cancelled; waits briefly for the list
-            of
-                parts, which is written after the end.
+                of parts, which is written after the end.
             storage_options: Options of fsspec for the store, besides those in the environment.
 
         Raises:
@@ -131,84 +132,5 @@ class Job:
         """Reads the output as a data frame; otherwise as `to_arrow`."""
         from qinfer.client.job_output import as_pandas
 
-        return as_pandas(self.to_arrow(columns=columns, partial=partial, storage_options=storage_options))
-
-
-class AsyncJob:
-    """A bulk job on a gateway: the calls of `Job` as coroutines.
-
-    Attributes:
-        id: The job's id.
-    """
-
-    def __init__(self, run: AsyncRun, policy: Policy, job_id: str) -> None:
-        self._run, self._policy = run, policy
-        self.id = job_id
-
-    def __repr__(self) -> str:
-        return f"<AsyncJob {self.id}>"
-
-    async def status(self) -> JobStatus:
-        """Returns the state and the progress of the job; see `Job.status`."""
-        return await self._run(job_flows.job(self._policy, self.id))
-
-    async def wait(
-        self,
-        *,
-        progress: bool = False,
-        timeout_s: float = math.inf,
-        on_status: OnStatus | None = None,
-        raise_on_failure: bool = False,
-    ) -> JobStatus:
-        """Waits until the job has ended; see `Job.wait`."""
-        with progress_observer(on_status, progress=progress) as observe:
-            status = await self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, observe))
-        return completed(status) if raise_on_failure else status
-
-    async def cancel(self) -> JobStatus:
-        """Cancels the job unless it has ended; see `Job.cancel`."""
-        return await self._run(job_flows.change_job(self._policy, self.id, "cancel"))
-
-    async def resume(
-        self,
-        *,
-        error_threshold: float | None = None,
-        max_parallel: int | None = None,
-        deadline_s: float | None = None,
-    ) -> JobStatus:
-        """Resumes the job; see `Job.resume`."""
-        changes = {"error_threshold": error_threshold, "max_parallel": max_parallel, "deadline_s": deadline_s}
-        return await self._run(job_flows.change_job(self._policy, self.id, "resume", **changes))
-
-    async def delete(self) -> None:
-        """Deletes the record of the job; see `Job.delete`."""
-        await self._run(job_flows.delete_job(self._policy, self.id))
-
-    async def log(self) -> list[JobLogLine]:
-        """Returns the events of the job, the oldest first; see `Job.log`."""
-        return await self._run(job_flows.job_log(self._policy, self.id))
-
-    async def to_arrow(
-        self,
-        *,
-        columns: Sequence[str] | None = None,
-        partial: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> "pyarrow.Table":
-        """Reads the output in a thread; see `Job.to_arrow`."""
-        from qinfer.client.job_output import read_output
-
-        return await asyncio.to_thread(read_output, await self.status(), columns, storage_options, partial=partial)
-
-    async def to_pandas(
-        self,
-        *,
-        columns: Sequence[str] | None = None,
-        partial: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> "pandas.DataFrame":
-        """Reads the output as a data frame; see `Job.to_pandas`."""
-        from qinfer.client.job_output import as_pandas
-
-        table = await self.to_arrow(columns=columns, partial=partial, storage_options=storage_options)
-        return await asyncio.to_thread(as_pandas, table)
+        table = self.to_arrow(columns=columns, partial=partial, storage_options=storage_options)
+        return as_pandas(table)

@@ -1,0 +1,1 @@
+"""The asynchronous client, from which `scripts.generate_client` makes the blocking one."""

@@ -1,0 +1,92 @@
+"""Bodies of the gateway's replies that are records of the Python client too, each defined once."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMetadata:
+    """An input or output of a model, as its metadata describes it; -1 is a variable dimension."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMetadata:
+    """The metadata of a model: the answer to `GET /v2/models/{m}`.
+
+    Attributes:
+        name: The model's name.
+        versions: The versions that are ready.
+        platform: The model's platform in Triton's terms, or its backend.
+        inputs: The inputs of a request.
+        outputs: The outputs of a response.
+    """
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str = ""
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIndexEntry:
+    """A model of the repositories, or one of its versions.
+
+    Attributes:
+        name: The model's name.
+        version: The version; empty for a model that was never loaded.
+        state: `READY`, `UNAVAILABLE`, `LOADING` or `UNLOADING`; empty for a model that was never loaded.
+        reason: Why the version is not ready.
+    """
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEstimate:
+    """The size of a bulk job that the gateway would accept.
+
+    Attributes:
+        model: The model.
+        version: The version that would score it.
+        files: Input files.
+        rows: Rows of the inputs, up to the job's `limit`.
+        shards: Shards that the job would have.
+        workers: Workers that have the model version now.
+        rows_per_s: Rows per second of one worker; `None` (null) = not known yet.
+        estimated_s: Seconds that the job would take with these workers and no other work; `None` (null) = not known.
+
+    Example:
+        {"model": "digits", "version": 1, "files": 2, "rows": 100000, "shards": 8, "workers": 2, "rows_per_s": 5000.0,
+         "estimated_s": 10.0}
+    """
+
+    model: str
+    version: int
+    files: int
+    rows: int
+    shards: int
+    workers: int
+    rows_per_s: float | None
+    estimated_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLogLine:
+    """A line of a job's log; `at` is an instant in RFC 3339."""
+
+    at: str
+    text: str
+
+
+def index_body(entries: Iterable[ModelIndexEntry]) -> list[dict[str, Any]]:
+    """Returns a model index as Triton writes it, without empty fields."""
+    return [{name: value for name, value in asdict(entry).items() if value} for entry in entries]
