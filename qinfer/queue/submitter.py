@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 64
 """The most entries of one script, because Redis serves no other client meanwhile."""
 
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
-_CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
+_CLOSED = "the connection to the queue was closed while tensors were sent; the request may have been enqueued"
 _SUBMIT = load_script("lanes/submit", *PLACING, "origin")
 
 MOVES_AT_ONCE = 50

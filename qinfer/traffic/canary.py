@@ -368,7 +368,7 @@ def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], n
         elif verdict.is_close:
             yield f"close: {verdict}"
         elif any(state.without[name][verdict.check].value >= plan.decides for name in names):
-            yield f"one tenant's requests hide what those of the others show; decide by hand: {verdict}"
+            yield f"the requests of the other tenants alone would decide; decide by hand: {verdict}"
     counted = [each for name in ("", *names) if (each := without(state.tenants, name)).requests]
     if counted and all(each.bad > plan.most_errors * each.requests for each in counted):
         yield (

@@ -48,7 +48,7 @@ class EndpointFiles:
                 del self._left[name]
             elif reason and self._reasons.get(name) != reason:
                 self._reasons[name] = reason
-                logger.error("endpoint of a file not used yet", extra={"endpoint": name, "reason": reason})
+                logger.error("endpoint of a file can't be used yet", extra={"endpoint": name, "reason": reason})
         await self._watch.refresh_endpoints()
 
     async def _write_endpoint(self, endpoint: Endpoint) -> bool:

@@ -140,12 +140,14 @@ def own_record(tenant: str, address: EntryAddress, record: RequestRecord | None)
 def conflict(request_id: str) -> Conflict:
     """Returns the error for an id or (empty) key with another body."""
     what = f"request id '{request_id}'" if request_id else "Idempotency-Key"
-    return Conflict(f"the {what} belongs to a request with another body; repeat that body, or choose another")
+    return Conflict(
+        f"the {what} belongs to a request with another body; send that body again, or choose another id or key"
+    )
 
 
 def expired(record: RequestRecord) -> ResultExpired:
     """Returns the error for a removed result."""
-    return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")
+    return ResultExpired(f"the result of request '{shown_id(record.address)}' has expired: its time to live is over")
 
 
 def failed_outcome(address: EntryAddress, state: RequestState, error: QinferError, version: int = 0) -> RequestOutcome:

@@ -83,7 +83,7 @@ class Targets:
         host = parsed.raw_host.decode("ascii").lower()
         if not any(entry.matches(parsed, host) for entry in self._allowed):
             raise InvalidRequest(
-                f"{words.refused} '{parsed.netloc.decode('ascii')}'; {words.allow} lists where they may"
+                f"{words.refused} '{parsed.netloc.decode('ascii')}'; {words.allow} lists the allowed hosts"
             )
         addresses = await self._addresses(host, parsed.port or _PORTS[parsed.scheme])
         for address in addresses:
@@ -135,7 +135,7 @@ def _parsed(url: str, name: str) -> "httpx.URL":
     if parsed.scheme not in _PORTS or not parsed.raw_host:
         raise InvalidRequest(f"a {name} URL begins with https:// or http:// and names a host")
     if parsed.userinfo:
-        raise InvalidRequest(f"a {name} URL carries no user name and no password; leave them out")
+        raise InvalidRequest(f"a {name} URL must have no user name and no password; leave them out")
     if parsed.fragment:
         raise InvalidRequest(f"a {name} URL has no fragment (#…); leave it out")
     return parsed

@@ -333,7 +333,8 @@ class RemoteFiles:
                         found[path] = Stamp(size_bytes, etag)
                     if len(found) > _MOST_FILES:
                         raise SettingsError(
-                            f"model repository '{self._shown}' holds more than {_MOST_FILES} files; is it one?"
+                            f"model repository '{self._shown}' holds more than {_MOST_FILES} files; "
+                            "check that it is a model repository"
                         )
         except FileNotFoundError:
             return {}
@@ -377,8 +378,8 @@ def place_of(url: str) -> RepositoryAddress:
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
     if is_bucket(protocol) and _SECRET.match(rest):
         raise SettingsError(
-            f"model repository '{shown}' may have no password in its URL; it comes from the store's own variables, "
-            "such as AWS_SECRET_ACCESS_KEY"
+            f"model repository '{shown}' may have no password in its URL; set the password by the store's own "
+            "variables, such as AWS_SECRET_ACCESS_KEY"
         )
     server = _S3_SERVER.fullmatch(url)
     if server is not None:

@@ -118,7 +118,7 @@ class Heartbeat:
             self._usage.stop()
 
     async def _beat_on(self) -> None:
-        outage = OutageLog(logger, "no heartbeat", "heartbeats again")
+        outage = OutageLog(logger, "heartbeat not written", "heartbeats are written again")
         is_news = False
         while True:
             is_news = is_news or self._changed.is_set()

@@ -327,7 +327,7 @@ class Worker:
     async def _fetch_loop(self, serving: Serving) -> None:
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
         key = batcher.model.spec.name, batcher.model.version
-        outage = OutageLog(logger, "nothing fetched", "fetching again")
+        outage = OutageLog(logger, "requests not fetched, trying again", "requests are fetched again")
         await self._keeper.watch(serving.lanes)
         if batcher.model.spec.decoupled:
             await self._caller.listen()
@@ -398,7 +398,7 @@ class Worker:
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
-        outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
+        outage = OutageLog(logger, "lost workers' entries not reclaimed, trying again", "entries are reclaimed again")
         lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
             await asyncio.sleep(self._settings.lease_s / 2)
@@ -532,7 +532,7 @@ class Worker:
         except TimeoutError:
             logger.error("drain timed out", extra={"executing": sum(b.executing for b in self._batchers())})
         except BrokerUnavailable as error:
-            logger.warning("drained without the broker", extra={"reason": error.message})
+            logger.warning("drained, but Redis is unavailable", extra={"reason": error.message})
         finally:
             self._heartbeat.missed = lambda _: None
 

@@ -47,7 +47,7 @@ MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
 )
 
-DEADLY = "the row kills workers: two of them died, or passed the execution limit, while it was executed alone"
+DEADLY = "the row kills workers: two workers died, or passed the execution limit, while they executed this row alone"
 """The `error_message` of deadly rows."""
 
 _FIRST_ROWS = 256
@@ -305,7 +305,7 @@ class ShardFiles:
                 if (outcome := self.existing()) is not None:
                     return outcome
                 store.set_aside(task.url, found.etag)
-        raise StoreUnavailable(f"'{task.url}' can't be committed: there is another broken part each time; try again")
+        raise StoreUnavailable(f"'{task.url}' can't be committed: each try found another broken part there; try again")
 
 
 def streamed_bytes(read_bytes: int) -> int:
