@@ -103,7 +103,7 @@ class Quota:
             )
 
     def take_use(self) -> QuotaUse:
-        """Returns the use to report, and begins to count anew; `not_told` adds an unreported use again."""
+        """Returns the use to report, and counts from zero again; `not_told` adds a use whose report failed."""
         self._demand *= _KEPT_DEMAND
         use = QuotaUse(self._used, self._demand, self.in_flight)
         self._used = 0.0

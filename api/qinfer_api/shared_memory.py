@@ -235,7 +235,7 @@ class SharedMemory:
         raise RegionNotFound(f"Unable to find {told} shared memory region: '{name}'")
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Checks that a region has that part."""
+        """Checks that a region exists and contains these bytes."""
         with self._part(name, offset, byte_size):
             pass
 

@@ -6,7 +6,7 @@
       - {model: digits, version: 3, role: stable}
       - {model: digits, version: 4, weight: 0.1, when: [{tenant: testers}]}
 
-The stable target answers the requests that no other target gets: here those of nine of ten users, and of no testers.
+The stable target answers the requests that no other target gets: here those of nine in ten users, except testers.
 """
 
 import re
@@ -246,7 +246,7 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
 
 
 def check(endpoint: Endpoint) -> None:
-    """Raises `InvalidRequest` for a declaration wrong by itself."""
+    """Raises `InvalidRequest` for a declaration that is wrong for any models."""
     problems = [*_problems(endpoint)]
     if problems:
         raise InvalidRequest(f"endpoint '{endpoint.name[:MAX_NAME]}': {'; '.join(problems)}")
@@ -321,8 +321,8 @@ def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
 def misfit(stable: ModelSpec, other: ModelSpec) -> str:
     """Returns why requests for one model can't go to another.
 
-    Both models need the same inputs and outputs, a batch dimension or none, and one response or a stream. A sequence
-    stays within one model.
+    Both models need the same inputs and outputs; both or neither have a batch dimension, and both or neither are
+    decoupled. A sequence stays within one model.
     """
     if stable.name == other.name:
         return ""

@@ -1,4 +1,4 @@
-"""Endpoints declared by files, written at a gateway's start once for each content of a file.
+"""Endpoints declared by files: a gateway stores each content of a file once, at its start.
 
 Later changes by the API or a promotion survive a restart; an edited file replaces them. An endpoint outlives its file.
 """
@@ -17,7 +17,7 @@ from qinfer.traffic.routing import EndpointWatch
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
-"""The pause before missing models are looked for again."""
+"""The pause before the next look for missing models."""
 
 
 def declared_here(settings: Settings) -> list[Endpoint]:

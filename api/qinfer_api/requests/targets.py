@@ -29,7 +29,7 @@ _resolver = ThreadPoolExecutor(4, "webhook-names")  # a look-up may hang
 
 
 class TargetTexts(NamedTuple):
-    """Terms of error texts: target, refusal, and settings that would allow it."""
+    """Terms of error texts: the target, its refusal, and the settings that would allow it."""
 
     name: str
     refused: str
@@ -123,7 +123,7 @@ def is_public(address: str) -> bool:
 
 
 def _parsed(url: str, name: str) -> "httpx.URL":
-    """Errors do not repeat the URL, which may hold a secret."""
+    """Parses a URL; errors do not repeat it, because it may hold a secret."""
     if len(url) > MAX_URL_CHARACTERS or not (url.isascii() and url.isprintable()):
         raise InvalidRequest(f"a {name} URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
     import httpx

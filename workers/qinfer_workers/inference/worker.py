@@ -426,7 +426,7 @@ class Worker:
             batcher.add_items(suspects)
 
     async def _has_suspects(self, serving: Serving) -> bool:
-        """Returns whether there is an entry to reclaim, and leaves it: a held one would count if the worker died."""
+        """Returns whether there is an entry to reclaim, and gives it back, so that it counts no delivery."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
             if not leases:

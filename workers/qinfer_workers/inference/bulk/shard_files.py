@@ -75,7 +75,7 @@ class TooManyFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTask:
-    """A shard to score; `model_hash` is of the files here, `max_errors` the job's limit (-1 = none)."""
+    """A shard to score; `model_hash` is the hash of this worker's files, `max_errors` the job's limit (-1 = none)."""
 
     job_id: str
     spec: JobSpec
@@ -197,7 +197,7 @@ class ShardFiles:
         writer = self._new_writer(self._outputs)
         try:
             self._write_all(writer, first, chunks)
-            # a driver's exception may keep this frame alive for long
+            # else a driver's exception may keep the chunk in memory for long
             del first
             is_stopped, is_whole = chunks.is_stopped, self.step == (0, self._task.shard.rows, False)
             if self.keeps if is_stopped else not is_whole:
@@ -338,7 +338,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Admits one thread beside online requests, because each takes a core."""
+    """Admits one thread at a time beside online requests, because each thread takes a core."""
     if not chunks.is_shared:
         yield
         return
