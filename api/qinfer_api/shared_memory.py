@@ -101,7 +101,7 @@ class _SystemObject:
         return data
 
     def write(self, position: int, data: memoryview) -> None:
-        """Writes a part."""
+        """Writes data at a position."""
         if position + len(data) > os.fstat(self._descriptor).st_size:  # writing beyond the end would lengthen it again
             raise _shortened(self._name)
         done = 0

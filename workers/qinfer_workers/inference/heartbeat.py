@@ -190,7 +190,7 @@ class Heartbeat:
             await self.flush()
 
     async def _tell_metrics(self) -> None:
-        """Writes changed model metrics, and all metrics now and then; a thread reads them, since there may be many."""
+        """Writes changed model metrics, and sometimes all metrics; a thread reads them, since there may be many."""
         executors = [one.model.executor for one in list(self._batchers())]
         loaded = [each for each in executors if isinstance(each, ThreadExecutor)]
         record = await asyncio.to_thread(_own_metrics, loaded)

@@ -576,4 +576,6 @@ async def cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
 def _log_reclaimed(item: WorkItem) -> None:
     lease, request = item.lease, item.request
     extra = {"request_id": request.id, "model": request.model, "version": request.version, "tenant": request.tenant}
-    logger.warning("reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})
+    logger.warning(
+        "request reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries}
+    )
