@@ -95,7 +95,7 @@ async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, lo
         except BrokerUnavailable:
             beat.excuse()  # a restart does not bring Redis back
         if (quiet_s := beat.quiet_s()) > longest_s:
-            logger.error("beat ends", extra={"reason": f"nothing could be sent for {quiet_s:.0f} s"})
+            logger.error("beat stops", extra={"reason": f"nothing could be sent for {quiet_s:.0f} s"})
             return os.EX_SOFTWARE
         try:
             async with asyncio.timeout(LIVENESS_EVERY_S):
