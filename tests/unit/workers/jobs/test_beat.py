@@ -56,7 +56,7 @@ class Away(ControlStore):
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "EVERY_S", 0.001)
+    monkeypatch.setattr(program, "LIVENESS_EVERY_S", 0.001)
 
 
 async def test_a_beat_that_dies_ends_the_process(store: ControlStore) -> None:
