@@ -24,6 +24,7 @@ READS_ENVIRONMENT = {
     "qinfer/jobs/examiner.py",
     "qinfer/backends/python_host/packed/start.py",
     "scripts/demo.py",
+    "scripts/unchanged_tests.py",
     "workers/qinfer_workers/jobs/beat.py",
     "workers/qinfer_workers/renewer.py",
     # A store is opened anew when the variables of its driver have changed.
