@@ -1,6 +1,7 @@
 """Prometheus' configuration, rules and alerts: valid, tested by promtool, and about metrics that there are."""
 
 import copy
+import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -29,7 +30,9 @@ CODE = "".join(path.read_text() for part in ("qinfer", "api", "workers") for pat
 
 
 def promtool(*words: str | Path) -> None:
-    found = subprocess.run([tool("promtool", "promtool"), *words], capture_output=True, text=True, check=False)
+    environment = os.environ | {"GOGC": "400"}  # to collect garbage more often takes a fifth of its time
+    command = [tool("promtool", "promtool"), *words]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
