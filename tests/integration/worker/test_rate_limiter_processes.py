@@ -48,6 +48,7 @@ async def test_executions_never_overlap_while_workers_are_killed(pool: WorkerPro
     assert overlaps(found) == []
 
 
+@pytest.mark.slow
 async def test_a_stopped_worker_holds_up_others_for_its_lease_only(pool: WorkerProcesses, log: Path) -> None:
     """What it goes on with afterwards is answered, too."""
     stopped = await pool.worker(**LIMITED)

@@ -53,6 +53,7 @@ def test_the_configuration_is_valid() -> None:
     promtool("check", "config", PROMETHEUS / "prometheus.yml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alert", NAMES)
 def test_the_alerts_do_what_they_should(alert: str, tmp_path: Path) -> None:
     """Each case of the unit tests has exactly the alerts that it names."""
