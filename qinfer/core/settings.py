@@ -573,8 +573,9 @@ class Settings(BaseSettings):
         cls, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, *_: Any, **__: Any
     ) -> tuple[Any, ...]:
         """Leaves out unknown variables, which `load_settings` reports."""
-        unknown = {name.lower() for name in env_settings.env_vars if unknown_variables([name])}
-        env_settings.env_vars = {name: v for name, v in env_settings.env_vars.items() if name.lower() not in unknown}
+        own = [name for name in env_settings.env_vars if name.upper().startswith(PREFIX)]
+        unknown = {name for name in own if unknown_variables([name])}
+        env_settings.env_vars = {name: v for name, v in env_settings.env_vars.items() if name not in unknown}
         return init_settings, env_settings
 
 

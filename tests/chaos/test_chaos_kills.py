@@ -21,8 +21,8 @@ from tests.chaos.repository import write_models
 from tests.chaos.verdict import Ledger, judge, leftovers
 from tests.support.servers.servers import matrix
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "12"))
-KILLS = int(os.environ.get("CHAOS_KILLS", "12"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "6"))
+KILLS = int(os.environ.get("CHAOS_KILLS", "8"))
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 
 MODES = {"always": 0.7, "everysec": 0.3}

@@ -110,6 +110,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     reader.close()
 
 
+@pytest.mark.slow
 def test_damaged_files(reader: Reader) -> None:
     """A crash of the parser ends a process that is there for it, and is no failure of this test."""
     files = whole_files()

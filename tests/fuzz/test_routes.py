@@ -304,6 +304,7 @@ def callers(fuzzed: FuzzedGateway) -> Iterator[Callers]:
     callers.close()
 
 
+@pytest.mark.slow
 def test_all_routes(callers: Callers) -> None:
     """Whoever asks for whatever."""
 

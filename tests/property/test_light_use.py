@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ class Use:
         ]
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32),
     levels=st.integers(0, 3),

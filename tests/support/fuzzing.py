@@ -1,6 +1,6 @@
 """How long fuzz tests go on, how one of their cases is repeated, and how bytes are damaged.
 
-`QINFER_TEST_FUZZ_S` are the seconds of all of them together: 20 unless it says otherwise. Each case has a seed of its
+`QINFER_TEST_FUZZ_S` are the seconds of all of them together: 15 unless it says otherwise. Each case has a seed of its
 own, and a failure names it: with `QINFER_TEST_SEED` set to it, a run begins with that case. Without it a run of up to
 `SHORT_S` tries the same cases each time, so that it fails by what was changed, and a longer one others each time.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-SHORT_S = 20
+SHORT_S = 15
 FUZZ_S = float(os.environ.get("QINFER_TEST_FUZZ_S", SHORT_S))
 SEED = int(os.environ.get("QINFER_TEST_SEED", 0 if FUZZ_S <= SHORT_S else random.getrandbits(32)))
 

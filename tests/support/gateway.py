@@ -13,6 +13,7 @@ named `responses` says how many responses it gets; `fails_in` names the version 
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +188,8 @@ async def running_gateway(
 
 async def declare_models(store: ControlStore, delivery: Queue) -> None:
     """Writes the models and their lanes, and the heartbeat of a worker that has most of them."""
-    await asyncio.gather(*(_declare(store, delivery, name) for name in MODELS))
+    for name in MODELS:  # at once each would have a connection of its own, which takes longer
+        await _declare(store, delivery, *_stored(name, *MODELS[name]))
     ready = {
         name: {version: VersionState(State.READY, 1) for version in versions}
         for name, (_, versions) in MODELS.items()
@@ -200,25 +202,27 @@ async def declare_more(
     running: Running, name: str, *, versions: tuple[int, ...] = (1,), is_ready: bool = False, more: str = ""
 ) -> None:
     """Writes a model like `echo` that nobody serves, unless it is said to be READY; `more` is configuration."""
-    await _declare(running.store, running.delivery, name, (f"{_FP32} {more}", versions))
+    await _declare(running.store, running.delivery, *_stored(name, f"{_FP32} {more}", versions))
     if is_ready:
         states = {version: VersionState(State.READY, 1) for version in versions}
         await running.store.heartbeat(WorkerRecord(id=f"of {name}", started_at=0.0, models={name: states}), ttl_s=3600)
     await running.store.wake()
 
 
-async def _declare(
-    store: ControlStore, delivery: Queue, name: str, model: tuple[str, tuple[int, ...]] | None = None
-) -> None:
-    tensors, versions = model or MODELS[name]
+async def _declare(store: ControlStore, delivery: Queue, stored: StoredModel, lanes: list[Lane]) -> None:
+    await store.put_model(stored)
+    await store.set_desired(DesiredState(stored.model, 1))
+    await delivery.ensure(lanes)
+
+
+@functools.cache
+def _stored(name: str, tensors: str, versions: tuple[int, ...]) -> tuple[StoredModel, list[Lane]]:
     rows = 0 if name in UNBATCHED else 8
     config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)
     spec = to_spec(config, LimitSettings())
     labels = LABELS if name == "echo" else {}
     stored = StoredModel(name, 1, to_json(config), versions, min_workers=spec.min_workers, labels=labels)
-    await store.put_model(stored)
-    await store.set_desired(DesiredState(name, 1))
-    await delivery.ensure([lane for version in versions for lane in lanes_of(spec, version)])
+    return stored, [lane for version in versions for lane in lanes_of(spec, version)]
 
 
 def _lanes(names: Any) -> list[Lane]:

@@ -6,6 +6,7 @@ value fails. Copied columns without a declared type stay as written.
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +26,13 @@ DECLARED = b"qinfer.type"
 JSON_NUMBER = b"qinfer.json_number"
 """Marks texts that are JSON numbers."""
 
-_NULLS = pa.array(pa.csv.ConvertOptions().null_values)
 _DECIMAL = re.compile(r"decimal128\((?P<digits>\d+), ?(?P<fraction>\d+)\)")
+
+
+@cache
+def _nulls() -> pa.Array:
+    # pyarrow imports pandas, where it is installed, with the first array: no program needs it to start.
+    return pa.array(pa.csv.ConvertOptions().null_values)
 
 
 def type_of(name: str) -> pa.DataType:
@@ -130,7 +136,7 @@ def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
     if pa.types.is_string(kind):
         return texts
     plain = pc.utf8_trim_whitespace(texts)
-    plain = pc.if_else(pc.is_in(plain, _NULLS), None, plain)
+    plain = pc.if_else(pc.is_in(plain, _nulls()), None, plain)
     if decimal_point == "." or pa.types.is_temporal(kind):
         return plain
     return pc.if_else(pc.match_substring(plain, "."), "?", pc.replace_substring(plain, decimal_point, "."))

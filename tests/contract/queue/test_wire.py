@@ -223,7 +223,7 @@ async def test_a_tls_server_is_reached_and_verified(tmp_path: Path) -> None:
         await router.close()
 
         with pytest.raises(BrokerUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-            await Router.connect(RedisSettings.model_validate({"url": url, "connect_timeout_s": 0.2}))
+            await Router.connect(RedisSettings.model_validate({"url": url, "connect_timeout_s": 1.0}))
 
 
 async def test_new_connections_read_the_files_of_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

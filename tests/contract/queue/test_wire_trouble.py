@@ -140,7 +140,7 @@ async def test_data_that_is_still_loaded_is_waited_for(tmp_path: Path) -> None:
         server.stop()
         server.start(loaded=False)
 
-        async with connected(server.url) as router:
+        async with connected(server.url, connect_timeout_s=50) as router:
             assert await router.call(0, b"DBSIZE") == 2000
 
 

@@ -27,7 +27,7 @@ def test_readme_leads_to_a_first_answer_in_four_lines(tmp_path: Path) -> None:
     assert extras is not None
     room = Room(tmp_path / "room")
 
-    room.install(f"{make_wheel(tmp_path)}{extras[1]}")
+    room.install("--no-compile", f"{make_wheel(tmp_path)}{extras[1]}")
     room.run(*example)
     with room.serving(*up[2:]) as url:
         path = curl[-3].removeprefix("localhost:8000")

@@ -121,6 +121,7 @@ async def test_a_version_that_fails_is_rolled_back(both: list[Running]) -> None:
     assert (reply.status_code, "targets of that endpoint are echo:1" in reply.text) == (404, True)
 
 
+@pytest.mark.slow
 async def test_a_good_version_is_promoted(both: list[Running]) -> None:
     """By itself, step by step; `latest` stays the canary, for the next version."""
     await call(both[0], "PUT", "good", json=split(CANARY | {"version": "latest"}, canary=PLAN))

@@ -42,7 +42,9 @@ EXAMPLES = int(os.environ.get("QINFER_TEST_EXAMPLES", "6"))
 FOLDER = Path(tempfile.gettempdir()) / f"qinfer-openapi-{os.getpid()}"
 SEED = int(os.environ.get("QINFER_TEST_SEED", random.getrandbits(32)))
 
-pytestmark = [  # of Hypothesis: the gateway's thread draws random numbers too, and these strategies are long to print
+pytestmark = [
+    pytest.mark.slow,
+    # Of Hypothesis: the gateway's thread draws random numbers too, and these strategies are long to print.
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
     pytest.mark.filterwarnings("ignore:Generating overly large repr"),
 ]

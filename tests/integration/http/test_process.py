@@ -1,4 +1,7 @@
-"""`python -m qinfer_api` as a process: its exit codes, its log line, its drain."""
+"""`python -m qinfer_api` as a process: its exit codes, its log line, its drain.
+
+`tests/integration/worker/test_starts_without_redis.py` has its start while Redis is away.
+"""
 
 import json
 import re
@@ -11,11 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-
-from qinfer.testing import wait_until
-from tests.support.servers.servers import RedisServer, free_port, system_redis
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs a redis-server")
 
@@ -60,26 +59,6 @@ def test_it_serves_and_drains(tmp_path: Path, redis_url: str) -> None:
     assert re.search(r'^qinfer_store_up\{process="gateway-\w+"\} 1.0$', metrics, re.MULTILINE)
 
 
-def test_it_waits_live_and_not_ready_while_redis_is_away(tmp_path: Path) -> None:
-    """It serves when Redis is there."""
-    directory = tmp_path / "redis"
-    directory.mkdir()
-    with RedisServer(system_redis(), directory) as server:
-        server.stop()
-        port = free_port()
-        variables = environment(tmp_path, QINFER_REDIS__URL=server.url, QINFER_HTTP__PORT=str(port))
-        variables["QINFER_REDIS__CONNECT_TIMEOUT_S"] = "0.2"
-        with subprocess.Popen(COMMAND, env=variables, stderr=subprocess.DEVNULL) as process:
-            wait_until(lambda: _health(port, "live") == 200, 30.0, "liveness")
-            ready = _health(port, "ready")
-            server.start()
-            wait_until(lambda: _health(port, "ready") == 200, 30.0, "readiness")
-            process.terminate()
-            code = process.wait(20)
-
-    assert (ready, code) == (503, 0)
-
-
 def test_it_ends_by_sigterm_while_it_waits_for_redis(tmp_path: Path) -> None:
     variables = environment(tmp_path, QINFER_REDIS__URL=f"unix://{tmp_path}/nothing.sock", QINFER_HTTP__PORT="0")
     variables["QINFER_REDIS__CONNECT_TIMEOUT_S"] = "0.2"
@@ -92,13 +71,6 @@ def test_it_ends_by_sigterm_while_it_waits_for_redis(tmp_path: Path) -> None:
 
     assert code == 0, waiting + rest
     assert "Traceback" not in rest
-
-
-def _health(port: int, what: str) -> int:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/v2/health/{what}", timeout=10).status_code
-    except httpx.HTTPError:
-        return 0
 
 
 def test_it_can_be_interrupted_while_it_starts(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from qinfer.testing import stub_spec
 from tests.support.jobs.job_proof import parquet, rows_of
 from tests.support.servers.s3_server import S3Server
 
-FILES = 100
+FILES = 40
 ROWS = 40
 MODEL = stub_spec(name="twice", dims=(2,))
 COLUMNS = ("id", "x", "name")
@@ -43,15 +43,21 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A bucket with `in/`, whose Parquet files have 4,000 rows together."""
+    """An empty bucket."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    url = server.make_bucket(f"requests-{len(request.node.name)}-{random.randrange(10**9)}")
-    for number in range(FILES):
-        store_for(url).write(parquet(rows_of(number * ROWS, ROWS, FILES * ROWS)), f"{url}/in/{number:03d}.parquet")
-    server.requests.clear()
-    yield url
+    yield server.make_bucket(f"requests-{len(request.node.name)}-{random.randrange(10**9)}")
     server.reset()
+
+
+@pytest.fixture
+def filled(server: S3Server, bucket: str) -> str:
+    """A bucket with `in/`, whose Parquet files have 1,600 rows together."""
+    store = store_for(bucket)
+    for number in range(FILES):
+        store.write(parquet(rows_of(number * ROWS, ROWS, FILES * ROWS)), f"{bucket}/in/{number:03d}.parquet")
+    server.requests.clear()
+    return bucket
 
 
 def job(bucket: str, pattern: str = "*.parquet") -> JobSpec:
@@ -109,10 +115,10 @@ def asked_by(server: S3Server, bucket: str, spec: JobSpec) -> tuple[Counter[str]
     return inputs_asked(server), rows
 
 
-def test_a_job_asks_for_its_inputs_no_more_than_a_fifth_beyond_a_loop(server: S3Server, bucket: str) -> None:
-    loop = loop_over(server, folder=f"{bucket}/in")
+def test_a_job_asks_for_its_inputs_no_more_than_a_fifth_beyond_a_loop(server: S3Server, filled: str) -> None:
+    loop = loop_over(server, folder=f"{filled}/in")
 
-    asked, rows = asked_by(server, bucket, job(bucket))
+    asked, rows = asked_by(server, filled, job(filled))
 
     assert rows == FILES * ROWS
     assert loop == {"HEAD": FILES, "GET": FILES + 1}
@@ -122,11 +128,11 @@ def test_a_job_asks_for_its_inputs_no_more_than_a_fifth_beyond_a_loop(server: S3
     assert lists(server) <= 5, server.lists
 
 
-def test_inputs_that_are_named_one_by_one_are_asked_for_as_seldom(server: S3Server, bucket: str) -> None:
-    urls = [f"{bucket}/in/{number:03d}.parquet" for number in range(FILES)]
+def test_inputs_that_are_named_one_by_one_are_asked_for_as_seldom(server: S3Server, filled: str) -> None:
+    urls = [f"{filled}/in/{number:03d}.parquet" for number in range(FILES)]
     loop = loop_over(server, urls)
 
-    asked, rows = asked_by(server, bucket, msgspec.structs.replace(job(bucket), inputs=tuple(reversed(urls))))
+    asked, rows = asked_by(server, filled, msgspec.structs.replace(job(filled), inputs=tuple(reversed(urls))))
 
     assert rows == FILES * ROWS
     assert loop == {"HEAD": FILES, "GET": FILES}
@@ -146,9 +152,9 @@ def test_large_files_are_asked_for_as_seldom(server: S3Server, bucket: str, file
             "unread": random.random(rows),
         }
     )
+    sink = io.BytesIO()
+    pq.write_table(table, sink, row_group_size=rows // groups)
     for number in range(files):
-        sink = io.BytesIO()
-        pq.write_table(table, sink, row_group_size=rows // groups)
         store_for(bucket).write(sink.getvalue(), f"{bucket}/large/{number}.parquet")
     assert sink.tell() > 5 * 2**20
     loop = loop_over(server, folder=f"{bucket}/large")
@@ -166,11 +172,11 @@ def lists(server: S3Server, folder: str = "") -> int:
     return sum(prefix == f"{folder}/" for prefix in server.lists) if folder else len(server.lists)
 
 
-def test_a_part_costs_four_requests(server: S3Server, bucket: str, tmp_path: Path) -> None:
+def test_a_part_costs_four_requests(server: S3Server, filled: str, tmp_path: Path) -> None:
     """It is looked for, put, and looked at and read when the job is finished."""
-    plan = planned(bucket, job(bucket))
-    parts = ExpectedParts("job-1", "hash", f"{bucket}/out", plan.shards, UrlGrant((bucket,), (bucket,)))
-    store = store_for(bucket)
+    plan = planned(filled, job(filled))
+    parts = ExpectedParts("job-1", "hash", f"{filled}/out", plan.shards, UrlGrant((filled,), (filled,)))
+    store = store_for(filled)
     server.requests.clear()
 
     for shard in plan.shards:
@@ -180,7 +186,7 @@ def test_a_part_costs_four_requests(server: S3Server, bucket: str, tmp_path: Pat
         record = pa.record_batch([numbers, *[pa.nulls(shard.rows, pa.string())] * 2], ["id", *ERROR_COLUMNS])
         with PartWriter(path, record.schema, plan.spec.output, part_metadata("job-1", shard, "hash")) as writer:
             writer.write(record)
-        assert store.commit_if_absent(path, f"{bucket}/out/{shard.part}") is CommitOutcome.CREATED
+        assert store.commit_if_absent(path, f"{filled}/out/{shard.part}") is CommitOutcome.CREATED
     found = [part_of(store, parts, shard) for shard in plan.shards]
 
     assert all(isinstance(part, PartInfo) for part in found)
@@ -190,16 +196,15 @@ def test_a_part_costs_four_requests(server: S3Server, bucket: str, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_store_that_refuses_three_of_ten_requests_is_asked_little_more(server: S3Server, bucket: str) -> None:
+def test_a_store_that_refuses_three_of_ten_requests_is_asked_little_more(server: S3Server, filled: str) -> None:
     """The plan is made at its first try, and no file is read more often than its own refusals ask for."""
     server.busy = random.Random(18)
 
-    plan = planned(bucket, job(bucket, "0[0-3]*.parquet"))
+    plan = planned(filled, job(filled))
     rows = sum(rows_read(plan, shard) for shard in plan.shards)
 
-    files = 40
-    assert rows == files * ROWS
-    assert len(server.requests) <= 2 * (2 * files + 20)
+    assert rows == FILES * ROWS
+    assert len(server.requests) <= 2 * (2 * FILES + 20)
 
 
 @pytest.mark.parametrize("rows", [ROWS, 400_000], ids=["small", "large"])

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from qinfer.core.messages import CalledTensor, CallRecord, CallTraces
+from qinfer.core.messages import CallTraces
 from qinfer.testing import eventually
 from tests.support.ensembles import ROW, EnsemblesServed, chain, ensembles_served, scale
 from tests.support.python_models import DECOUPLED, HEADER, execute, write_model
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
 
 ACTIVITIES = [
     "REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END",
@@ -43,11 +44,11 @@ def caller(repository: Path, name: str, target: str, answer: str = ONE) -> None:
     write_model(repository, execute(CALLER.format(target=target, answer=answer)), name, max_batch_size=8, dims=2)
 
 
-@pytest.fixture
-async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnsemblesServed]:
-    """A worker with models that call one another, and a gateway that writes traces to `tmp_path`."""
-    monkeypatch.setenv("QINFER_TRACE__FILE", str(tmp_path / "trace.json"))
-    repository = tmp_path / "repository"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EnsemblesServed]:
+    """A worker with models that call one another, and a gateway that writes traces beside the repository."""
+    path = tmp_path_factory.mktemp("served")
+    repository = path / "repository"
     for name, factor in (("twice", 2.0), ("tenth", 0.1)):
         scale(repository, name, factor)
     chain(repository, "line", "twice", "tenth")
@@ -55,16 +56,28 @@ async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     for name, target in (("middle", "twice"), ("front", "middle"), ("late", "line"), ("lost", "nothing")):
         caller(repository, name, target)
     caller(repository, "listener", "stream", LAST)
-    async with ensembles_served(repository) as one:
-        await one.sync()
-        await one.worker()
-        await one.ready()
-        yield one
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("QINFER_TRACE__FILE", str(path / "trace.json"))
+        async with ensembles_served(repository) as one:
+            await one.sync()
+            await one.worker()
+            await one.ready()
+            yield one
 
 
-async def traces(
-    scene: EnsemblesServed, path: Path, model: str, *levels: str, stored: bool = False
-) -> list[dict[str, Any]]:
+@pytest.fixture
+def scene(served: EnsemblesServed) -> EnsemblesServed:
+    """The scene without the traces of earlier tests."""
+    for file in written(served):
+        file.unlink()
+    return served
+
+
+def written(scene: EnsemblesServed) -> list[Path]:
+    return list(scene.repository.parent.glob("trace.json*"))
+
+
+async def traces(scene: EnsemblesServed, model: str, *levels: str, stored: bool = False) -> list[dict[str, Any]]:
     """Returns what is written of one request: its trace, with those that were made for it as `calls`."""
     settings = {"trace_level": levels or ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "1"}
     await scene.client.post("/v2/trace/setting", json=settings)
@@ -73,13 +86,12 @@ async def traces(
         await scene.client.post(f"/v1/models/{model}/requests", json={"id": "outer", "inputs": [tensor]})
     else:
         await scene.post(model, id="outer")
-    await eventually(lambda: bool(list(path.glob("trace.json*"))), description="the trace file")
-    return read(path)
+    await eventually(lambda: bool(written(scene)), description="the trace file")
+    return read(*written(scene))
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(file: Path) -> list[dict[str, Any]]:
     """Returns what the one file tells; see `traces`."""
-    (file,) = path.glob("trace.json*")
     whole: dict[int, dict[str, Any]] = {}
     for part in json.loads(file.read_text()):
         one = whole.setdefault(part["id"], {"tensors": [], "calls": []})
@@ -102,9 +114,9 @@ def times(trace: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("stored", [False, True])
-async def test_a_call_has_a_trace_of_its_own(scene: EnsemblesServed, tmp_path: Path, *, stored: bool) -> None:
+async def test_a_call_has_a_trace_of_its_own(scene: EnsemblesServed, *, stored: bool) -> None:
     """And so have the calls that are made for it, each with the id of the one that it is made for."""
-    (outer,) = await traces(scene, tmp_path, "front", stored=stored)
+    (outer,) = await traces(scene, "front", stored=stored)
 
     assert shown(outer) == ("front", 1, [("middle", 1, [("twice", 1, [])])])
     (middle,) = outer["calls"]
@@ -115,8 +127,8 @@ async def test_a_call_has_a_trace_of_its_own(scene: EnsemblesServed, tmp_path: P
 
 
 @pytest.mark.parametrize("stored", [False, True])
-async def test_calls_have_tensors_if_their_request_has(scene: EnsemblesServed, tmp_path: Path, *, stored: bool) -> None:
-    (outer,) = await traces(scene, tmp_path, "middle", "TENSORS", stored=stored)
+async def test_calls_have_tensors_if_their_request_has(scene: EnsemblesServed, *, stored: bool) -> None:
+    (outer,) = await traces(scene, "middle", "TENSORS", stored=stored)
 
     (call,) = outer["calls"]
     assert "timestamps" not in call
@@ -137,45 +149,28 @@ async def test_calls_have_tensors_if_their_request_has(scene: EnsemblesServed, t
     ],
 )
 async def test_steps_and_streams_have_traces(
-    scene: EnsemblesServed, tmp_path: Path, model: str, *, stored: bool, expected: list[Any]
+    scene: EnsemblesServed, model: str, *, stored: bool, expected: list[Any]
 ) -> None:
     """Steps of an ensemble, also of one that a model calls, and a call of a decoupled model."""
-    (outer,) = await traces(scene, tmp_path, model, stored=stored)
+    (outer,) = await traces(scene, model, stored=stored)
 
     assert shown(outer) == (model, 1, expected)
 
 
-def test_what_all_calls_take_is_bounded() -> None:
-    """Also where a call makes calls."""
-    traces = CallTraces(has_tensors=True)
-    tensor = CalledTensor(is_output=False, name="x", datatype="UINT8", shape=(1,), data=bytes(400_000))
-    inner = CallRecord("inner", 1, "", 1.0, 2.0, tensors=(tensor,))
-
-    for name in ("first", "second", "third"):
-        traces.add(CallRecord(name, 1, "", 1.0, 2.0, calls=(inner,)))
-    for _ in range(100):
-        traces.add(CallRecord("small", 1, "", 1.0, 2.0))
-
-    assert [call.model for call in traces.ended[:3]] == ["first", "second", "small"]
-    assert sum(call.weight for call in traces.ended) <= 2**20
-
-
-async def test_a_call_that_is_refused_has_no_trace(scene: EnsemblesServed, tmp_path: Path) -> None:
+async def test_a_call_that_is_refused_has_no_trace(scene: EnsemblesServed) -> None:
     """It never came into the queue."""
-    (outer,) = await traces(scene, tmp_path, "lost")
+    (outer,) = await traces(scene, "lost")
 
     assert outer["calls"] == []
 
 
-async def test_what_can_not_be_traced_is_answered(
-    scene: EnsemblesServed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_can_not_be_traced_is_answered(scene: EnsemblesServed, monkeypatch: pytest.MonkeyPatch) -> None:
     def boom(*_: object) -> None:
         raise RuntimeError("it can't be noted")
 
     monkeypatch.setattr(CallTraces, "add", boom)
 
-    (outer,) = await traces(scene, tmp_path, "middle")
+    (outer,) = await traces(scene, "middle")
 
     assert outer["calls"] == []
     assert outer["timestamps"]

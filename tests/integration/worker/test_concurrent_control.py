@@ -46,6 +46,7 @@ async def refusals(call: Callable[[], Awaitable[Any]], times: int = ROUNDS) -> C
     return found
 
 
+@pytest.mark.slow
 async def test_everything_at_once(scene: ServedModels) -> None:
     """The index is whole at any time, a model that others leave alone answers every request, and in the end all load.
 

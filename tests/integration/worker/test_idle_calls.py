@@ -91,6 +91,7 @@ def _is_stirred(scene: InlineWorkers, reader: readers.LaneReader) -> bool:
     return scene.delivery.doorbell.is_stirred(reader.stirred_at_s)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("models", "stateful"), [(MODELS, 0), (0, MODELS)])
 async def test_an_idle_worker_asks_little_however_many_models_it_serves(

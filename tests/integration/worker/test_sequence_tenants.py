@@ -1,15 +1,18 @@
 """Sequences of several tenants with equal ids: a model that keys its state by the correlation ID mixes none of them.
 
-A gateway with keys, workers with real models, a real Redis. Of each test `acme` is the first tenant.
+A gateway with keys, workers with real models, a real Redis. Tests share them: each has sequences of its own, or
+models. `acme` is the first tenant of most models.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from onnx import helper
 
 from qinfer.core.api_keys import Scope, add_key
@@ -17,7 +20,7 @@ from tests.support import models
 from tests.support.ensembles import EnsemblesServed, ensemble, ensembles_served, scale
 from tests.support.python_models import HEADER, execute, write_model
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio(loop_scope="module")]
 
 IDLE = "max_sequence_idle_microseconds: 60000000"
 
@@ -118,20 +121,49 @@ class Tenants:
         return {name: reply["parameters"][name] for name in ("key", "kind", "id")}
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    path = tmp_path / "repository"
-    for kind in ("INT64", "STRING"):
-        write_keeper(path, kind)
-    return path
-
-
-@pytest.fixture
-async def tenants(repository: Path, tmp_path: Path) -> AsyncIterator[Tenants]:
-    file = tmp_path / "keys.json"
+@asynccontextmanager
+async def tenants_served(path: Path) -> AsyncIterator[Tenants]:
+    """Runs a gateway with the keys of three tenants for the models in `path / "repository"`, and no worker yet."""
+    file = path / "keys.json"
     keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "evil", "third")}
-    async with ensembles_served(repository, auth={"mode": "keys", "keys_file": str(file)}) as scene:
+    async with ensembles_served(path / "repository", auth={"mode": "keys", "keys_file": str(file)}) as scene:
         yield Tenants(scene, keys)
+
+
+def write_fronts(repository: Path) -> None:
+    """Writes models that pass their steps on: two to each of `numbers` and `texts`, and two to `INT64`."""
+    for kind, called in (("INT64", "numbers"), ("STRING", "texts")):
+        write_keeper(repository, kind, called)
+        for front in ("plain", "none"):
+            write_keeper(repository, front, f"{front}-{called}", CALLER.replace("INT64", called))
+    write_keeper(repository, "none", "front", CALLER)
+    write_model(repository, CALLER, "batches", max_batch_size=4, dims=1, delay_us=50_000)
+
+
+def write_few(repository: Path) -> None:
+    """Writes models of four slots: `few` and `busy` in Python, whose sequences stay open, and `kept` in ONNX."""
+    scheduling = f"sequence_batching {{ {models.DIRECT} {IDLE} }}"
+    for name in ("few", "busy"):
+        write_model(repository, KEEPER, name, max_batch_size=4, dims=1, scheduling=scheduling)
+    models.accumulator(repository, "kept", strategy=models.DIRECT, more=IDLE)
+    with (repository / "kept" / "config.pbtxt").open("a") as config:
+        config.write("\ninstance_group { count: 1 kind: KIND_CPU }\n")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tenants(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tenants]:
+    path = tmp_path_factory.mktemp("tenants")
+    repository = path / "repository"
+    for kind in TYPES:
+        write_keeper(repository, kind)
+    scale(repository, "once", 1.0, width=1)
+    steps = ("once", {"x": "x"}, {"y": "scaled"}), ("INT64", {"x": "scaled"}, {"y": "y"})
+    ensemble(repository, "sums", *steps, width=1, max_batch_size=4)
+    write_fronts(repository)
+    write_few(repository)
+    async with tenants_served(path) as one:
+        await one.start()
+        yield one
 
 
 async def check_apart(tenants: Tenants, model: str, sequence: int | str = 7) -> None:
@@ -149,33 +181,16 @@ async def check_apart(tenants: Tenants, model: str, sequence: int | str = 7) -> 
 
 
 @pytest.mark.parametrize("kind", TYPES)
-async def test_a_tenant_neither_reads_nor_writes_the_state_of_another(
-    tenants: Tenants, repository: Path, kind: str
-) -> None:
-    if kind not in {"INT64", "STRING"}:
-        write_keeper(repository, kind)
-    await tenants.start(kind)
-
+async def test_a_tenant_neither_reads_nor_writes_the_state_of_another(tenants: Tenants, kind: str) -> None:
     await check_apart(tenants, kind)
 
 
 @pytest.mark.parametrize("kind", ["STRING", "none", "plain"])
-async def test_texts_as_ids_are_told_apart(tenants: Tenants, repository: Path, kind: str) -> None:
-    if kind != "STRING":
-        write_keeper(repository, kind)
-    await tenants.start(kind)
-
+async def test_texts_as_ids_are_told_apart(tenants: Tenants, kind: str) -> None:
     await check_apart(tenants, kind, "call")
 
 
-async def test_the_first_tenant_sees_its_ids_and_others_see_numbers_of_the_type(
-    tenants: Tenants, repository: Path
-) -> None:
-    for kind in TYPES:
-        if kind not in {"INT64", "STRING"}:
-            write_keeper(repository, kind)
-    await tenants.start(*TYPES)
-
+async def test_the_first_tenant_sees_its_ids_and_others_see_numbers_of_the_type(tenants: Tenants) -> None:
     first = {kind: await tenants.told("acme", kind) for kind in TYPES}
     other = {kind: await tenants.told("evil", kind) for kind in TYPES}
     third = {kind: await tenants.told("third", kind) for kind in TYPES}
@@ -191,91 +206,81 @@ async def test_the_first_tenant_sees_its_ids_and_others_see_numbers_of_the_type(
 
 
 async def test_a_text_that_looks_like_that_of_another_tenant_is_told_apart(tenants: Tenants) -> None:
-    await tenants.start()
     await tenants.told("acme", "STRING")
-    others = (await tenants.told("evil", "STRING", "call"))["key"]
-    await tenants.sum("evil", "STRING", 5, "call", start=True)
+    others = (await tenants.told("evil", "STRING", "same"))["key"]
+    await tenants.sum("evil", "STRING", 5, "same", start=True)
 
     assert await tenants.sum("acme", "STRING", 0, others, start=True) == 0
-    assert (await tenants.told("acme", "STRING", "evil:call"))["key"] == "evil:call"
+    assert (await tenants.told("acme", "STRING", "evil:same"))["key"] == "evil:same"
 
 
 async def test_the_number_of_another_tenant_names_no_sequence_of_it(tenants: Tenants) -> None:
     """The first tenant knows the number, and names it while the other's sequence is open, and once it has ended."""
-    await tenants.start()
     await tenants.told("acme", "INT64")
-    await tenants.sum("evil", "INT64", 5, start=True)
-    number = int((await tenants.send("evil", "INT64", 0))["parameters"]["key"])
+    await tenants.sum("evil", "INT64", 5, 8, start=True)
+    number = int((await tenants.send("evil", "INT64", 0, 8))["parameters"]["key"])
 
     assert await tenants.sum("acme", "INT64", 1, number, start=True) == 1
-    assert await tenants.sum("evil", "INT64", 0, end=True) == 5
+    assert await tenants.sum("evil", "INT64", 0, 8, end=True) == 5
     assert await tenants.sum("acme", "INT64", 1, number + 1, start=True) == 1
 
 
 async def test_a_client_is_told_its_own_id(tenants: Tenants) -> None:
     """Also by errors of the worker, and where another tenant has begun that sequence."""
-    await tenants.start()
-    await tenants.told("acme", "INT64")
+    await tenants.told("acme", "INT64", 9)
 
-    missing = await tenants.post("evil", "INT64", 0, 7)
-    await tenants.sum("evil", "INT64", 5, start=True)
-    await tenants.sum("evil", "INT64", 5, end=True)
-    ended = await tenants.post("evil", "INT64", 0, 7)
+    missing = await tenants.post("evil", "INT64", 0, 9)
+    await tenants.sum("evil", "INT64", 5, 9, start=True)
+    await tenants.sum("evil", "INT64", 5, 9, end=True)
+    ended = await tenants.post("evil", "INT64", 0, 9)
 
     for reply in (missing, ended):
-        assert "inference request for sequence 7 to model 'INT64' must specify the START flag" in reply.json()["error"]
+        assert "inference request for sequence 9 to model 'INT64' must specify the START flag" in reply.json()["error"]
 
 
-async def test_steps_of_an_ensemble_are_told_apart(tenants: Tenants, repository: Path) -> None:
-    scale(repository, "once", 1.0, width=1)
-    steps = ("once", {"x": "x"}, {"y": "scaled"}), ("INT64", {"x": "scaled"}, {"y": "y"})
-    ensemble(repository, "sums", *steps, width=1, max_batch_size=4)
-    await tenants.start()
+async def test_steps_of_an_ensemble_are_told_apart(tenants: Tenants) -> None:
+    await tenants.told("acme", "INT64")
 
-    await check_apart(tenants, "sums")
+    await check_apart(tenants, "sums", 10)
 
 
 @pytest.mark.parametrize("kind", ["plain", "none"])
-@pytest.mark.parametrize(("called", "sequence"), [("INT64", 7), ("STRING", "call")])
-async def test_calls_with_the_id_that_a_model_sees_are_told_apart(
-    tenants: Tenants, repository: Path, kind: str, called: str, sequence: int | str
-) -> None:
+@pytest.mark.parametrize("called", ["numbers", "texts"])
+async def test_calls_with_the_id_that_a_model_sees_are_told_apart(tenants: Tenants, kind: str, called: str) -> None:
     """They are steps of their caller's sequence, also where the first tenant of the called model is another one."""
-    write_keeper(repository, kind, "front", CALLER.replace("INT64", called))
-    await tenants.start()
-    await tenants.told("evil", called, "other" if called == "STRING" else 1)
+    sequence: int | str = {"plain": 7, "none": 8}[kind] if called == "numbers" else kind
+    await tenants.told("evil", called, "first" if called == "texts" else 1)
 
-    await check_apart(tenants, "front", sequence)
+    await check_apart(tenants, f"{kind}-{called}", sequence)
 
 
-async def test_calls_of_a_batch_of_several_tenants_are_told_apart(tenants: Tenants, repository: Path) -> None:
-    write_model(repository, CALLER, "front", max_batch_size=4, dims=1, delay_us=50_000)
-    await tenants.start()
+async def test_calls_of_a_batch_of_several_tenants_are_told_apart(tenants: Tenants) -> None:
     names = ("acme", "evil", "third")
 
     async def step(**flags: bool) -> list[float]:
-        steps = [tenants.sum(name, "front", factor, **flags) for name, factor in zip(names, (1, 10, 100), strict=True)]
-        return list(await asyncio.gather(*steps))
+        factors = zip(names, (1, 10, 100), strict=True)
+        return list(
+            await asyncio.gather(*[tenants.sum(name, "batches", factor, 11, **flags) for name, factor in factors])
+        )
 
     assert [await step(start=True), await step(), await step(end=True)] == [[1, 10, 100], [2, 20, 200], [3, 30, 300]]
 
 
-async def test_the_called_model_has_the_sequence_of_the_client(tenants: Tenants, repository: Path) -> None:
+async def test_the_called_model_has_the_sequence_of_the_client(tenants: Tenants) -> None:
     """What the client has begun at the called model itself goes on by a call."""
-    write_keeper(repository, "none", "front", CALLER)
-    await tenants.start()
     await tenants.told("acme", "front")
     await tenants.told("acme", "INT64", 1)
-    await tenants.sum("evil", "front", 0, start=True)
+    await tenants.sum("evil", "front", 0, 12, start=True)
 
-    before = await tenants.sum("evil", "INT64", 40, 7)
+    before = await tenants.sum("evil", "INT64", 40, 12)
 
     assert before == 40
-    assert await tenants.sum("evil", "front", 2, 7) == 42
+    assert await tenants.sum("evil", "front", 2, 12) == 42
 
 
-async def test_an_onnx_model_is_told_apart_across_workers(tenants: Tenants, repository: Path) -> None:
+async def test_an_onnx_model_is_told_apart_across_workers(tmp_path: Path) -> None:
     """The number stays the same when the sequence goes on at another worker, whether its own drains or dies."""
+    repository = tmp_path / "repository"
     nodes = [
         helper.make_node("Add", ["x", "STATE_IN"], ["y"]),
         helper.make_node("Identity", ["y"], ["STATE_OUT"]),
@@ -289,20 +294,23 @@ async def test_an_onnx_model_is_told_apart_across_workers(tenants: Tenants, repo
     kept = 'state { input_name: "STATE_IN" output_name: "STATE_OUT" data_type: TYPE_FP32 dims: [ 1 ] }'
     text = models.sequence_batching(models.OLDEST, control, kept, IDLE)
     (repository / "seen" / "config.pbtxt").write_text(models.config("seen", own, outputs, 4, text))
-    await tenants.start()
-    scene = tenants.scene
+    async with tenants_served(tmp_path) as tenants:
+        await tenants.start()
+        scene = tenants.scene
 
-    async def step(tenant: str, **flags: bool) -> tuple[float, int]:
-        found = {each["name"]: each["data"][0] for each in (await tenants.send(tenant, "seen", 1, **flags))["outputs"]}
-        return found["y"], found["SEEN"]
+        async def step(tenant: str, **flags: bool) -> tuple[float, int]:
+            found = {
+                each["name"]: each["data"][0] for each in (await tenants.send(tenant, "seen", 1, **flags))["outputs"]
+            }
+            return found["y"], found["SEEN"]
 
-    first = {tenant: await step(tenant, start=True) for tenant in ("acme", "evil")}
-    await scene.worker("w2")
-    await scene.stop("w1")
-    second = {tenant: await step(tenant) for tenant in ("acme", "evil")}
-    await scene.kill("w2")
-    await scene.worker("w3")
-    third = {tenant: await step(tenant) for tenant in ("acme", "evil")}
+        first = {tenant: await step(tenant, start=True) for tenant in ("acme", "evil")}
+        await scene.worker("w2")
+        await scene.stop("w1")
+        second = {tenant: await step(tenant) for tenant in ("acme", "evil")}
+        await scene.kill("w2")
+        await scene.worker("w3")
+        third = {tenant: await step(tenant) for tenant in ("acme", "evil")}
 
     assert first["acme"] == (1.0, 7)
     number = first["evil"][1]
@@ -311,19 +319,8 @@ async def test_an_onnx_model_is_told_apart_across_workers(tenants: Tenants, repo
     assert third == {"acme": (3.0, 7), "evil": (3.0, number)}
 
 
-def write_few(repository: Path) -> None:
-    """Writes `few`, a python model of four slots whose sequences stay open, and `kept`, an ONNX model of four."""
-    scheduling = f"sequence_batching {{ {models.DIRECT} {IDLE} }}"
-    write_model(repository, KEEPER, "few", max_batch_size=4, dims=1, scheduling=scheduling)
-    models.accumulator(repository, "kept", strategy=models.DIRECT, more=IDLE)
-    with (repository / "kept" / "config.pbtxt").open("a") as config:
-        config.write("\ninstance_group { count: 1 kind: KIND_CPU }\n")
-
-
-async def test_a_tenant_that_waits_gets_a_slot_of_one_with_more(tenants: Tenants, repository: Path) -> None:
+async def test_a_tenant_that_waits_gets_a_slot_of_one_with_more(tenants: Tenants) -> None:
     """Where the state is in the model's memory the sequence that had the slot is lost, and its caller is told why."""
-    write_few(repository)
-    await tenants.start("few")
     for number in range(1, 5):
         await tenants.sum("evil", "few", 1, number, start=True)
 
@@ -336,10 +333,7 @@ async def test_a_tenant_that_waits_gets_a_slot_of_one_with_more(tenants: Tenants
     assert await tenants.sum("acme", "few", 5, "mine", end=True) == 10
 
 
-async def test_a_sequence_with_a_stored_state_gives_its_slot_up_and_goes_on(tenants: Tenants, repository: Path) -> None:
-    write_few(repository)
-    await tenants.start("kept")
-
+async def test_a_sequence_with_a_stored_state_gives_its_slot_up_and_goes_on(tenants: Tenants) -> None:
     async def step(tenant: str, number: int, **flags: bool) -> float:
         return await tenants.sum(tenant, "kept", 1, number, name="INPUT", **flags)
 
@@ -351,21 +345,19 @@ async def test_a_sequence_with_a_stored_state_gives_its_slot_up_and_goes_on(tena
     assert [await step("evil", number) for number in range(1, 5)] == [2, 2, 2, 2]
 
 
-async def test_a_tenant_that_keeps_its_slots_busy_shares_them(tenants: Tenants, repository: Path) -> None:
+async def test_a_tenant_that_keeps_its_slots_busy_shares_them(tenants: Tenants) -> None:
     """Steps of all four follow one another without a pause, and what waits behind them is the same tenant's."""
-    write_few(repository)
-    await tenants.start("few")
 
     async def hold(number: int) -> None:
         while True:
-            reply = await tenants.post("evil", "few", 1, number, start=True)
+            reply = await tenants.post("evil", "busy", 1, number, start=True)
             while reply.status_code == 200:
-                reply = await tenants.post("evil", "few", 1, number)
+                reply = await tenants.post("evil", "busy", 1, number)
 
     async with asyncio.TaskGroup() as tasks:
         holding = [tasks.create_task(hold(number)) for number in range(1, 9)]
-        mine = [await asyncio.gather(*[tenants.sum("acme", "few", 1, each, start=True) for each in (1, 2)])]
-        mine += [await asyncio.gather(*[tenants.sum("acme", "few", 1, each) for each in (1, 2)]) for _ in range(3)]
+        mine = [await asyncio.gather(*[tenants.sum("acme", "busy", 1, each, start=True) for each in (1, 2)])]
+        mine += [await asyncio.gather(*[tenants.sum("acme", "busy", 1, each) for each in (1, 2)]) for _ in range(3)]
         for task in holding:
             task.cancel()
 

@@ -22,6 +22,8 @@ from tests.e2e.conftest import clean_environment
 from tests.support.proxy import Proxy
 from tests.support.servers.servers import RedisServer, free_port, system_redis
 
+pytestmark = pytest.mark.slow
+
 ROUTES = """
 routes:
   - name: one
@@ -207,13 +209,12 @@ async def test_redis_goes_away_while_it_starts(late: Late, program: str, connect
 @pytest.mark.parametrize(
     ("program", "connections"),
     [
-        (GATEWAY, 0),
-        (WORKER, 0),
-        *(pytest.param(program, 0, marks=pytest.mark.long) for program in COMMANDS if program not in {GATEWAY, WORKER}),
+        *(pytest.param(program, 0, marks=pytest.mark.long) for program in COMMANDS),
         *(each if hasattr(each, "marks") else pytest.param(*each, marks=pytest.mark.long) for each in BREAKS),
     ],
 )
 async def test_it_can_be_stopped_while_it_waits(late: Late, program: str, connections: int) -> None:
+    """The two tests named `test_process.py` have the gateway and the worker that never had a connection."""
     await asyncio.to_thread(late.server.start)
     with Breaking(late.server.port, connections) as way, late.run(program, way.url) as process:
         await eventually(lambda: way.tries > 5, 30.0, "a few tries")

@@ -1,11 +1,11 @@
-"""Ids and failures."""
+"""Ids, failures, and records of calls."""
 
 import re
 import time
 
 import pytest
 
-from qinfer.core.messages import Failure, IdFactory, parse_request_id
+from qinfer.core.messages import CalledTensor, CallRecord, CallTraces, Failure, IdFactory, parse_request_id
 from qinfer.errors import InvalidRequest, QueueFull
 
 CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -61,3 +61,18 @@ def test_failures_keep_foreign_texts_from_clients() -> None:
     """A qinfer error is described as it is, any other as internal."""
     assert Failure.from_error(QueueFull("full")) == Failure("queue_full", "full", retryable=True)
     assert "secret" not in Failure.from_error(RuntimeError("secret")).message
+
+
+def test_what_all_calls_take_is_bounded() -> None:
+    """The records of calls that a called model made count, too."""
+    traces = CallTraces(has_tensors=True)
+    tensor = CalledTensor(is_output=False, name="x", datatype="UINT8", shape=(1,), data=bytes(400_000))
+    inner = CallRecord("inner", 1, "", 1.0, 2.0, tensors=(tensor,))
+
+    for name in ("first", "second", "third"):
+        traces.add(CallRecord(name, 1, "", 1.0, 2.0, calls=(inner,)))
+    for _ in range(100):
+        traces.add(CallRecord("small", 1, "", 1.0, 2.0))
+
+    assert [call.model for call in traces.ended[:3]] == ["first", "second", "small"]
+    assert sum(call.weight for call in traces.ended) <= 2**20

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
 from scripts.reference_alerts import OUTAGES, RECORDED
-from tests.support.deploy.deployments import DEPLOY
-from tests.unit.deploy.test_prometheus import run_cases
+from tests.unit.deploy.test_prometheus import ALERTS, run_cases
 
 SOON_S = 120
-RULES = [str(DEPLOY / "prometheus" / "rules" / name) for name in ("recording.yml", "alerts.yml")]
 
 
 class Expected(NamedTuple):
@@ -114,11 +111,7 @@ def test_what_fired_then_is_what_fires_in_the_tests(outage: str) -> None:
 
 def test_callers_saw_what_is_said_of_them() -> None:
     """Each outage that callers notice has a critical alert; what they do not notice has none."""
-    severity = {
-        rule["alert"]: rule["labels"]["severity"]
-        for group in yaml.safe_load(Path(RULES[1]).read_text())["groups"]
-        for rule in group["rules"]
-    }
+    severity = {rule["alert"]: rule["labels"]["severity"] for rule in ALERTS}
     for outage, expected in EXPECTED.items():
         statuses = json.loads((RECORDED / f"{outage}.json").read_text())["statuses"]
         is_noticed = any(status.startswith(("0", "5")) for status in statuses)

@@ -13,6 +13,7 @@ OTHERS = {"fsspec", "grpc", "onnxruntime", "opentelemetry.exporter", "sklearn", 
 UNWANTED = {
     "qinfer.cli.local.deployment": {"asyncio", "httpx", "numpy", "pydantic", "redis", "ssl"} | GATEWAY | JOBS | OTHERS,
     "qinfer_api.__main__": CLIENTS | JOBS | OTHERS,
+    "qinfer_workers.jobs.__main__": {"fastapi", "onnxruntime", "pandas", "sklearn", "torch", "tritonclient"},
     "qinfer_workers.inference.__main__": CLIENTS | GATEWAY | JOBS | OTHERS,
     "qinfer_workers.renewer": {"numpy", "pydantic"} | CLIENTS | GATEWAY | JOBS | OTHERS,
 }

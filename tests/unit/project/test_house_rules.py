@@ -3,12 +3,12 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import qinfer
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("qinfer", "api", "workers", "scripts", "examples")
-SOURCES = {path: path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-TREES = {path: ast.parse(text) for path, text in SOURCES.items()}
 SMALL_LINES, FILE_LINES, FUNCTION_LINES, ARCHITECTURE_LINES = 60, 800, 50, 150
 
 # "path" or "path:function" → since when, and why it can't be shorter.
@@ -56,6 +56,7 @@ READS_ENVIRONMENT = {
     "qinfer/jobs/examiner.py",
     "qinfer/backends/python_host/packed/start.py",
     "scripts/demo.py",
+    "scripts/unchanged_tests.py",
     "workers/qinfer_workers/jobs/beat.py",
     "workers/qinfer_workers/renewer.py",
     # A store is opened anew when the variables of its driver have changed.
@@ -86,18 +87,28 @@ def imports(tree: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_files_are_short() -> None:
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, str]:
+    return {path: path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def trees(sources: dict[Path, str]) -> dict[Path, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources.items()}
+
+
+def test_files_are_short(sources: dict[Path, str]) -> None:
     """A file covers one subject, in at most 800 lines."""
-    lengths = {named(path): len(text.splitlines()) for path, text in SOURCES.items()}
+    lengths = {named(path): len(text.splitlines()) for path, text in sources.items()}
 
     assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES and name not in EXCEPTIONS} == {}
 
 
-def test_small_files_have_a_reason() -> None:
+def test_small_files_have_a_reason(sources: dict[Path, str]) -> None:
     """A file of less than 60 lines belongs to the module that uses it, unless it has a meaning and users of its own."""
     small = {
         named(path)
-        for path, text in SOURCES.items()
+        for path, text in sources.items()
         if len(text.splitlines()) < SMALL_LINES and path.name != "__init__.py" and not path.stem.endswith("_pb2")
     }
 
@@ -105,11 +116,11 @@ def test_small_files_have_a_reason() -> None:
     assert SMALL_FILES.keys() - small == set()
 
 
-def test_functions_are_short() -> None:
+def test_functions_are_short(trees: dict[Path, ast.Module]) -> None:
     """A function of more than 50 lines can't be read at a glance."""
     lengths = [
         (f"{named(path)}:{function.name}", body_lines(function))
-        for path, tree in TREES.items()
+        for path, tree in trees.items()
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
@@ -117,18 +128,18 @@ def test_functions_are_short() -> None:
     assert [each for each in lengths if each[1] > FUNCTION_LINES and each[0] not in EXCEPTIONS] == []
 
 
-def test_exceptions_name_what_is_there() -> None:
+def test_exceptions_name_what_is_there(sources: dict[Path, str]) -> None:
     """An exception whose file is gone is removed from the list, and each says since when."""
-    names = {named(path) for path in SOURCES}
+    names = {named(path) for path in sources}
 
     assert all(name.partition(":")[0] in names and since.startswith("20") for name, since in EXCEPTIONS.items())
 
 
-def test_only_composition_roots_read_the_environment() -> None:
+def test_only_composition_roots_read_the_environment(trees: dict[Path, ast.Module]) -> None:
     """Everything else is given its settings."""
     reads = {
         named(path)
-        for path, tree in TREES.items()
+        for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
         if path.name not in COMPOSITION_ROOTS and not path.is_relative_to(ROOT / "qinfer" / "cli")
@@ -137,9 +148,9 @@ def test_only_composition_roots_read_the_environment() -> None:
     assert reads <= READS_ENVIRONMENT
 
 
-def test_nothing_is_pickled() -> None:
+def test_nothing_is_pickled(trees: dict[Path, ast.Module]) -> None:
     """What comes off a queue or a disk never becomes code."""
-    assert {named(path) for path, tree in TREES.items() if imports(tree) & PICKLERS} == set()
+    assert {named(path) for path, tree in trees.items() if imports(tree) & PICKLERS} == set()
 
 
 def test_the_changelog_knows_this_version() -> None:
