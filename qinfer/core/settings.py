@@ -494,11 +494,6 @@ class AutoscaleSettings(Section):
         description="Seconds after a step up in which there is no step down; 1.5 times the load time, if that is more.",
     )
     every_s: float = Field(1.0, gt=0, le=5, description="Seconds between two readings of the queue; at most 5.")
-    record: str = Field(
-        "",
-        description="File to which each reading and decision is appended as a line of JSON, for "
-        "`qinfer autoscale --replay`; empty = none.",
-    )
 
 
 class LogSettings(Section):

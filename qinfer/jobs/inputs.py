@@ -38,8 +38,7 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
         for name in spec.columns_of(tensor.name).columns:
             wanted[name] = kind if wanted.get(name, kind) == kind else None
     copied = frozenset(spec.passthrough).union({spec.key} - {""})
-    named = frozenset(wanted).union(copied - {"*"})
-    return TextTypes(wanted, spec.key, input_form(spec), named, copied, spec.column_types)
+    return TextTypes(wanted, spec.key, input_form(spec), copied, spec.column_types)
 
 
 class Partitions:

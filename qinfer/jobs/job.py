@@ -53,7 +53,7 @@ NO_ESCAPE = "none"
 ENCODINGS = frozenset(
     codecs.lookup(name).name
     for name in (
-        *("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "ascii"),
+        *("utf-8", "utf-8-sig", "ascii"),
         *(f"iso8859-{number}" for number in range(1, 17) if number != 12),
         *(f"cp125{number}" for number in range(9)),
         *("cp437", "cp850", "cp852", "cp866", "mac-roman", "koi8-r", "koi8-u"),
@@ -364,7 +364,10 @@ def _check_csv(csv: Csv) -> None:
         is_known = False
     if not is_known:
         known = ", ".join(sorted(ENCODINGS))
-        raise InvalidRequest(f"field 'csv.encoding' is '{shown(csv.encoding)}', which is not known; there are {known}")
+        raise InvalidRequest(
+            f"field 'csv.encoding' is '{shown(csv.encoding)}', which can't be read; convert such files to UTF-8, as by "
+            f"iconv, unless they are in one of {known}"
+        )
     if csv.column_names and csv.header:
         raise InvalidRequest("field 'csv.column_names' is for \"header\": false only; a header names the columns")
     _check_names("csv.column_names", csv.column_names)

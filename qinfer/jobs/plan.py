@@ -78,7 +78,6 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
         schema: The inputs' columns, as workers read them (`schemas.decode_schema`).
         created_at: The job's creation, in seconds since 1970, which distinguishes jobs of the same id; 0 = unknown,
             because an earlier qinfer made the plan.
-        not_copied: Descriptions of the first fields with values of several kinds.
         executes: The versions that an ensemble executes: itself, then the models of its steps.
     """
 
@@ -91,7 +90,6 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
-    not_copied: tuple[str, ...] = ()
     executes: tuple[ExecutedVersion, ...] = ()
 
 
@@ -210,7 +208,6 @@ class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[_Shard, ...]
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
-    not_copied: tuple[str, ...] = ()
     executes: tuple[ExecutedVersion, ...] = ()
 
 

@@ -42,8 +42,7 @@ from qinfer.tabular.columns.schemas import are_rounded, common_field, encode_sch
 from qinfer.tabular.columns.texts import is_declared
 from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES
 from qinfer.tabular.rows.csv_quotes import guessed_escape
-from qinfer.tabular.rows.json_fields import MAX_FIELDS, Path, without
-from qinfer.tabular.rows.json_numbers import marked, marks, numbers, plain
+from qinfer.tabular.rows.json_numbers import Path, marked, marks, numbers, plain
 from qinfer.tabular.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.tabular.rows.text_streams import BLOCK_BYTES, PieceKeeper, open_stream
 from qinfer.tabular.rows.text_types import TextTypes, joined, without_null
@@ -256,7 +255,6 @@ def make_plan(
         rows=rows,
         skipped=tuple(bad),
         created_at=job.created_at,
-        not_copied=columns.not_copied(),
         executes=job.executes,
     )
 
@@ -335,7 +333,7 @@ def _footers(
 class _CommonColumns:
     """Common columns of a job's files.
 
-    Fields that only `passthrough: ["*"]` copies may be missing, and are left out if their values are of several kinds.
+    Fields of JSON lines that only `passthrough: ["*"]` copies may be missing.
     """
 
     def __init__(self, spec: JobSpec, model: ModelSpec, format_: FileFormat) -> None:
@@ -344,7 +342,6 @@ class _CommonColumns:
         self._is_csv, self._is_json = format_ == "csv", format_ == "jsonl"
         self._types = text_types(spec, model)
         self._has_unnamed = format_ == "jsonl" and spec.passthrough == ("*",)
-        self._mixed: dict[Path, str] = {}
         self._merges = spec.merge_schema is True
         self._from: dict[str, str] = {}  # column → URL of the first file with it
         self._first = ""  # the first file with rows; until then, with columns
@@ -354,10 +351,7 @@ class _CommonColumns:
         self.example = 0
 
     def add(self, number: int, file: Stat, footer: Footer) -> None:
-        if self._has_unnamed:
-            for field in footer.mixed:
-                self._leave_out(field.path, f"{field} of '{file.url}'")
-        schema = without(footer.schema, self._mixed)
+        schema = footer.schema
         if not footer.rows:  # without rows, columns may lack a type, or be missing
             if schema.names and not self._schema.names:
                 self._first, self._schema, self.example = file.url, schema.remove_metadata(), number
@@ -401,18 +395,6 @@ class _CommonColumns:
         schema = without_null(self._schema) if self._is_csv else self._schema
         check(self._spec, self._model, schema)
         return schema
-
-    def not_copied(self) -> tuple[str, ...]:
-        return tuple(self._mixed.values())[:SHOWN_FILES]
-
-    def _leave_out(self, path: Path, why: str) -> None:
-        self._mixed.setdefault(path, why)
-        if len(self._mixed) > MAX_FIELDS:
-            raise InvalidRequest(
-                f"more than {MAX_FIELDS} fields of the inputs have values of several kinds, such as {why}; name the "
-                "columns that are to be copied in 'passthrough'"
-            )
-        self._schema = without(self._schema, [path])
 
     def _merge(self, url: str, schema: pa.Schema) -> None:
         copied = {*copied_columns(self._spec, schema), *copied_columns(self._spec, self._schema)}
@@ -476,10 +458,11 @@ class _CommonColumns:
         try:
             merged = marked(joined(pa.schema([plain(there)]), pa.schema([plain(here)])).field(0), texts)
         except pa.ArrowInvalid:
-            why = f"field '{shown(here.name)}' is {there.type} in '{self._first}' and {here.type} in '{url}'"
-            self._leave_out((here.name,), why)
-        else:
-            self._schema = replaced(self._schema, here.name, merged)
+            raise InvalidRequest(
+                f"column '{shown(here.name)}' is {here.type} in '{url}' and {there.type} in '{self._first}'; convert "
+                "one of them, or name it in 'exclude'"
+            ) from None
+        self._schema = replaced(self._schema, here.name, merged)
 
     def _fed(self, schema: pa.Schema) -> tuple[str, ...]:
         return InputColumns(self._spec, self._model, schema).columns

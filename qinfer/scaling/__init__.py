@@ -1,4 +1,4 @@
-"""Autoscaling: the waiting work, how many workers it needs, and the records of past decisions.
+"""Autoscaling: the waiting work, and how many workers it needs.
 
 Begin with `work`, the measure, and `policy`, the decision.
 """

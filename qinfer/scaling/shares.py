@@ -55,11 +55,10 @@ def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDecision:
-    """The total, the own share, and the total before."""
+    """The total and the own share."""
 
     total: ScalingDecision
     share: int
-    before: int
     state: ScalingState
 
 
@@ -92,7 +91,7 @@ def decide_share(
         after = replace(state, needs=after.needs, active_at_s=after.active_at_s, short_since_s=short_since_s)
     if share != own.target and total.target == before:
         total = replace(total, reason="the workers of an autoscaler that is gone are taken over")
-    return SharedDecision(total=total, share=share, before=before, state=replace(after, target=reached))
+    return SharedDecision(total=total, share=share, state=replace(after, target=reached))
 
 
 class Peers:

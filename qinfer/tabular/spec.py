@@ -59,7 +59,7 @@ class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         escape: The character before a quote within quotes, and before itself there (a backslash in files of Spark); it
             is a plain character outside quotes. `none` = quotes are doubled; empty = detected from the first file.
         decimal_point: The character before the fraction of a number.
-        encoding: The encoding of the text, such as utf-8, latin-1, windows-1252 or utf-16.
+        encoding: The encoding of the text, such as utf-8, latin-1 or windows-1252.
         header: Whether the first row names the columns.
         column_names: The names of the columns, in order, for files without a header; empty = f0, f1, ….
     """

@@ -75,7 +75,7 @@ DecimalPointOption = Annotated[
     str | None, typer.Option("--decimal-point", help="The character before the fraction of a number in CSV; default: .")
 ]
 EncodingOption = Annotated[
-    str | None, typer.Option("--encoding", help="The encoding of CSV, such as latin-1 or utf-16; default: utf-8.")
+    str | None, typer.Option("--encoding", help="The encoding of CSV, such as latin-1 or windows-1252; default: utf-8.")
 ]
 HeaderOption = Annotated[
     bool,

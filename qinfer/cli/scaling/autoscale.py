@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from qinfer.cli.console import DataDirOption, JsonOption, RedisOption
+from qinfer.cli.console import DataDirOption, RedisOption
 
 EXAMPLE = "Example: qinfer autoscale --min 0 --max 4 --redis redis://queue:6379/0"
 
@@ -48,28 +48,6 @@ CooldownOption = Annotated[
         help="Seconds without scaling down after scaling up; at least 1.5 times the models' load time.",
     ),
 ]
-RecordOption = Annotated[
-    str,
-    typer.Option(
-        envvar="QINFER_AUTOSCALE__RECORD",
-        metavar="FILE",
-        help="Append each second's measurements and decision to this file, as a line of JSON.",
-    ),
-]
-ReplayOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Start nothing; simulate these options on the traffic of a --record.",
-    ),
-]
-LateOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        help="With --replay: seconds after which a wait is late; default: --target-s plus a worker's start-up time.",
-    ),
-]
 
 
 def autoscale(
@@ -81,10 +59,6 @@ def autoscale(
     down_after_s: DownAfterOption = 60.0,
     idle_s: IdleOption = 300.0,
     cooldown_s: CooldownOption = 30.0,
-    record: RecordOption = "",
-    replay: ReplayOption = None,
-    late_s: LateOption = None,
-    as_json: JsonOption = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
 ) -> None:
@@ -98,13 +72,9 @@ def autoscale(
 
     While Redis is unreachable the number of workers does not change.
 
-    With --replay nothing is started and Redis is not contacted: a simulation of the same policy prints the worker-
-    seconds and late rows of these options beside the recorded ones. --late-s and --json apply to it.
-
-    Exit codes: 0 stopped, or replayed; 64 an option, a setting or a record is wrong.
+    Exit codes: 0 stopped; 64 an option or a setting is wrong.
     """
     from qinfer.cli.overview import redis_settings
-    from qinfer.cli.scaling.replay import run_replay
     from qinfer.cli.scaling.scaler import run_autoscaler
 
     options = {
@@ -116,9 +86,4 @@ def autoscale(
         "idle_s": idle_s,
         "cooldown_s": cooldown_s,
     }
-    if replay is not None:
-        run_replay(replay, options, late_s, as_json=as_json)
-        return
-    if as_json or late_s is not None:
-        raise typer.BadParameter("it requires --replay", param_hint="--json" if as_json else "--late-s")
-    run_autoscaler(redis_settings(redis, data_dir), {**options, "record": record})
+    run_autoscaler(redis_settings(redis, data_dir), options)

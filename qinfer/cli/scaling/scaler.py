@@ -15,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -36,7 +35,6 @@ from qinfer.observe import logs
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, Throughput, Version
-from qinfer.scaling.record import RecordFile
 from qinfer.scaling.sequences import SequenceWork, read_sequences
 from qinfer.scaling.shares import RECORD_TTL_S, Peers, SharedDecision, decide_share, policy_of_all
 from qinfer.scaling.work import VersionWork, read_work
@@ -241,8 +239,6 @@ class Autoscaler:
         places: Sequence[str],
         say: Callable[[str], None] | None = None,
         clock: Clock | None = None,
-        *,
-        record: RecordFile | None = None,
     ) -> None:
         self._policy = policy
         self._pool = pool
@@ -250,7 +246,6 @@ class Autoscaler:
         self._places = tuple(places)
         self._say = say
         self._clock = clock or SystemClock()
-        self._record = record
         self._host = socket.gethostname()
         self._id = f"{self._host}-{secrets.token_hex(4)}"
         self._throughput = Throughput()
@@ -310,7 +305,6 @@ class Autoscaler:
         )
         self._state, self._share = decided.state, decided.share
         self._log(decided, seen, share)
-        self._write_record(reading, decided, seen)
         try:
             self._pool.resize(self._share)
         except (QinferError, OSError) as error:
@@ -379,15 +373,6 @@ class Autoscaler:
         if self._say is not None:
             self._say(f"{share} worker{'s' * (share != 1)} instead of {before}{with_others}: {total.reason}")
 
-    def _write_record(self, reading: QueueReading, decided: SharedDecision, seen: QueueObservation) -> None:
-        if self._record is None:
-            return
-        problem = self._record.add(
-            seen, decided.total, before=decided.before, draining=self._draining, work=reading.work, rows=reading.rows
-        )
-        if problem:
-            self._note("record not written", f"the record can't be written: {problem}", {"reason": problem})
-
     @property
     def _draining(self) -> int:
         return self._pool.draining + sum(one.draining for one in self._peers.others)
@@ -423,7 +408,7 @@ class Autoscaler:
         )
 
 
-def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> None:
+def run_autoscaler(redis: RedisSettings, options: Mapping[str, float]) -> None:
     """Runs until a signal asks to stop, then drains."""
     protect_process(os.environ)
     settings = load_settings()
@@ -459,5 +444,4 @@ def make_autoscaler(
     stop_s = settings.worker.drain_s + KILL_MARGIN_S
     pool = ScalingPool(supervisor, env, shares, stop_s=stop_s, policy=RestartPolicy())
     watch = QueueWatch(settings.redis, settings.worker.models, settings.autoscale.every_s, supervisor.poke)
-    record = RecordFile(Path(settings.autoscale.record)) if settings.autoscale.record else None
-    return Autoscaler(policy, pool, watch, settings.worker.models, say, record=record)
+    return Autoscaler(policy, pool, watch, settings.worker.models, say)

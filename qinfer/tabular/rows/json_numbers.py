@@ -4,9 +4,7 @@ A copied field with such numbers is text: a block's numbers are put in quotes, a
 the field, so that inputs parse it and JSON lines are written without quotes.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -91,27 +89,6 @@ def large(table: pa.Table) -> set[Path]:
     return found
 
 
-def changed_in_lines(lines: bytes) -> tuple[set[Path], set[Path]]:
-    """Returns `changed` and `large` for lines with fields of several kinds."""
-    tokens: dict[Path, list[str]] = {}
-
-    def walk(value: Any, path: Path) -> None:
-        if isinstance(value, _Token):
-            tokens.setdefault(path, []).append(str(value))
-        elif isinstance(value, dict):
-            for name, inner in value.items():
-                walk(inner, (*path, name))
-        elif isinstance(value, list):
-            for item in value:
-                walk(item, (*path, ""))
-
-    for line in lines.splitlines():
-        if line and not line.isspace():
-            walk(json.loads(line, parse_float=_Token, parse_int=_Token), ())
-    texts = {path for path, found in tokens.items() if _changes(found)}
-    return texts, {path for path, found in tokens.items() if any(_is_whole(t) and abs(int(t)) >= _LARGE for t in found)}
-
-
 def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa.Schema) -> pa.Table:
     """Reads lines; keeps marked numbers as written."""
     raw, others = ([field for field in schema if bool(marks(field)) == is_raw] for is_raw in (True, False))
@@ -122,19 +99,6 @@ def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa
         column = (texts if marks(field) else table).column(field.name)
         columns.append(column if column.type.equals(field.type) else pc.cast(column, field.type))
     return pa.Table.from_arrays(columns, schema=schema)
-
-
-class _Token(str):
-    __slots__ = ()
-
-
-def _changes(tokens: list[str]) -> bool:
-    values = pa.array([int(token) if all(map(_is_whole, tokens)) else float(token) for token in tokens])
-    return bool(json_texts(values).to_pylist() != tokens)
-
-
-def _is_whole(token: str) -> bool:
-    return token.lstrip("-").isdigit() and -(2**63) <= int(token) < 2**63
 
 
 def _unmarked(field: pa.Field) -> pa.Field:

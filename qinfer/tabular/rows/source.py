@@ -16,7 +16,6 @@ from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
 from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES, batch_rows, open_arrow
-from qinfer.tabular.rows.json_fields import MixedField
 from qinfer.tabular.rows.parquet_instants import arrow_schema
 from qinfer.tabular.rows.parquet_pages import read_metadata
 from qinfer.tabular.rows.tables import check_above, check_names, table_of_log
@@ -63,13 +62,12 @@ class ReadLimits(NamedTuple):
 
 
 class Footer(NamedTuple):
-    """Text has `cuts` instead of row `groups`; `mixed` fields of several kinds are no columns."""
+    """Text has `cuts` instead of row `groups`."""
 
     schema: pa.Schema
     rows: int
     groups: tuple[int, ...] | None
     cuts: tuple[Cut, ...] = ()
-    mixed: tuple[MixedField, ...] = ()
 
 
 CheckRead = Callable[[str], None]
@@ -185,7 +183,7 @@ def read_footer(
                     footer = Footer(text_schema(text, format_, types), 0, None)
                 else:
                     contents = read_through(text, format_, types, on_block)
-                    footer = Footer(contents.schema, contents.rows, None, contents.cuts, contents.mixed)
+                    footer = Footer(contents.schema, contents.rows, None, contents.cuts)
         _read_names(footer.schema)
     except NotText as error:
         raise SourceBroken(f"'{file.url}' can't be read as {format_}: {reason_of(error)}") from None

@@ -16,22 +16,11 @@ import pyarrow.csv
 import pyarrow.json
 
 from qinfer.tabular.rows.csv_quotes import UNBALANCED, is_balanced, mended
-from qinfer.tabular.rows.json_fields import MAX_FIELDS, JsonFields, MixedField, Path, without
-from qinfer.tabular.rows.json_numbers import (
-    changed,
-    changed_in_lines,
-    large,
-    marked,
-    marks,
-    numbers,
-    quoted,
-    read,
-    texts_of,
-)
+from qinfer.tabular.rows.json_numbers import Path, changed, large, marked, marks, numbers, quoted, read, texts_of
 from qinfer.tabular.rows.text_cuts import CUT_BYTES, first_row, row_blocks
 from qinfer.tabular.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
 from qinfer.tabular.rows.text_types import TextTypes, csv_schema, joined, json_declared, json_schema, json_texts
-from qinfer.tabular.spec import Csv, Cut
+from qinfer.tabular.spec import Csv, Cut, shown
 
 MAX_COLUMNS = 10_000
 
@@ -44,18 +33,23 @@ _PLANNED_CELLS_BYTES = 512 * 2**20  # each colon may begin a column
 _COPIES = 4  # of cells with their texts
 _CELL_BYTES = 8
 
+_CHANGED_KIND = re.compile(r"Column\(/(.*)\) changed from (\w+) to (\w+) in row (\d+)", re.DOTALL)
+_KINDS = {
+    "number": "a number", "string": "a text", "boolean": "true or false", "array": "a list", "object": "an object",
+}  # fmt: skip
+_SAME_KIND = "write it the same way in all rows"
+
 _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
 _ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
 _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
 
 class Contents(NamedTuple):
-    """Columns, rows and cut points; `mixed` fields of several kinds are no columns."""
+    """Columns, rows and cut points."""
 
     schema: pa.Schema
     rows: int
     cuts: tuple[Cut, ...]
-    mixed: tuple[MixedField, ...] = ()
 
 
 OnBlock = Callable[[bytes, Cut | None], None]
@@ -78,8 +72,7 @@ def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.S
 def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
     """Counts the rows of a text and merges its columns.
 
-    CSV columns are known from the first block. JSON fields of several kinds are left out, or raise `NotText` if the job
-    names them.
+    CSV columns are known from the first block. A JSON field with values of several kinds raises `NotText`.
     """
     counting = _Csv(text, types) if format_ == "csv" else _Json(text, types)
     cuts, begin, uncut = [Cut(0, 0)], 0, 0
@@ -92,14 +85,13 @@ def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_blo
         counting.add(block)
         begin, uncut = begin + len(block), uncut + len(block)
     counting.finish()
-    return Contents(counting.schema, counting.rows, tuple(cuts), tuple(counting.mixed.values()))
+    return Contents(counting.schema, counting.rows, tuple(cuts))
 
 
 class _Csv:
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
         self.rows = 0
-        self.mixed: dict[Path, MixedField] = {}  # a column of CSV has one type
         self._text, self._csv = text, types.form.csv
         self._lines = 0
         options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
@@ -134,9 +126,7 @@ class _Json:
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = pa.schema([])
         self.rows = 0
-        self.mixed: dict[Path, MixedField] = {}
         self._text, self._types = text, types
-        self._lines = 0
         self._changed: set[Path] = set()
         self._large: set[Path] = set()
 
@@ -148,13 +138,16 @@ class _Json:
         for part in _apart(block, cells_bytes):
             try:
                 found, rows = self._read_fields(part)
-                self.schema = joined(self.schema, without(found, self.mixed))
             except pa.ArrowInvalid as error:
-                rows = self._add_mixed(part, error)
+                raise _located_kind(error, self.rows) from None
+            try:
+                self.schema = joined(self.schema, found)
+            except pa.ArrowInvalid as error:
+                raise NotText(f"from row {self.rows + 1} on, {error}; {_SAME_KIND}") from None
             self.rows += rows
-            self._lines += part.count(b"\n") or part.count(b"\r")
 
     def finish(self) -> None:
+        self.schema = json_texts(self.schema, self._types)
         found = {path: kind for field in self.schema for path, kind in numbers(field).items()}
         floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
         texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
@@ -165,41 +158,11 @@ class _Json:
         table = read_lines(part, None)
         if table.num_columns > MAX_COLUMNS:
             raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
-        schema = json_texts(json_schema(table.schema), self._types)
-        if self._types.copied and any(numbers(field) for field in schema):
+        schema = json_schema(table.schema)
+        if self._types.copied and any(numbers(field) for field in json_texts(schema, self._types)):
             self._changed |= changed(table, read_lines(quoted(part), texts_of(schema)))
             self._large |= large(table)
         return schema, table.num_rows
-
-    def _add_mixed(self, part: bytes, error: pa.ArrowInvalid) -> int:
-        """Adds lines that pyarrow refuses, or that conflict with earlier lines.
-
-        `NotText` = the job names a field of several kinds.
-        """
-        fields = JsonFields(self.schema, self._lines, self._types.declared)
-        try:
-            fields.add(part)
-        except (ValueError, RecursionError):  # no JSON, or not to this parser
-            raise error from None
-        if not fields.mixed:
-            self._check_texts(part, fields.schema(), error)
-        for field in fields.mixed:
-            if field.is_read(self._types.named):
-                raise NotText(f"{field}, and the job reads it; write it the same way in all lines")
-            self.mixed.setdefault(field.path, field)
-        if len(self.mixed) > MAX_FIELDS:
-            raise NotText(f"more than {MAX_FIELDS} of its fields have values of several kinds")
-        self.schema = without(fields.schema(), self.mixed)
-        if self._types.copied:
-            texts, whole = changed_in_lines(part)
-            self._changed |= texts
-            self._large |= whole
-        return fields.rows
-
-    def _check_texts(self, part: bytes, schema: pa.Schema, error: pa.ArrowInvalid) -> None:
-        if not self._types.declared:
-            raise error
-        read_lines(quoted(part), texts_of(schema))
 
 
 def open_text(
@@ -376,6 +339,17 @@ def read_lines(part: bytes, schema: pa.Schema | None) -> pa.Table:
         if "Empty JSON" in str(error):
             return schema.empty_table()
         raise
+
+
+def _located_kind(error: Exception, rows: int) -> Exception:
+    """Returns the error of a field of several kinds with its row in the file; any other as it is."""
+    found = _CHANGED_KIND.search(str(error))
+    if found is None:
+        return error
+    path, first, other, row = found.groups()
+    name = shown(path.replace("/[]", "").replace("/", "."))
+    kinds = f"{_KINDS.get(first, first)} at first and {_KINDS.get(other, other)} in row {rows + int(row) + 1}"
+    return NotText(f"field '{name}' is {kinds}; {_SAME_KIND}")
 
 
 def _dotted(path: Path) -> str:

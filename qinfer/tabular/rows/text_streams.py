@@ -43,7 +43,7 @@ _MAGIC: Mapping[str, bytes] = {
 }
 _OTHERS: Mapping[bytes, str] = {
     **{magic: f"is {name}; set 'input_compression' to {name}" for name, magic in _MAGIC.items()},
-    rb"\xff\xfe|\xfe\xff": "is UTF-16 text; of CSV set 'csv.encoding' to utf-16, JSON lines are to be UTF-8",
+    rb"\xff\xfe|\xfe\xff|\0\0\xfe\xff": "is UTF-16 or UTF-32 text; convert it to UTF-8, as by iconv -f UTF-16 -t UTF-8",
     rb"PK\x03\x04": "is a zip archive, or a file of Excel; unpack it, or export it as CSV",
     rb"PAR1[\x00-\x1f]": "is Parquet; set 'input_format' to parquet",
     rb"ARROW1\x00\x00": "is an Arrow file; set 'input_format' to arrow",

@@ -20,14 +20,12 @@ class TextTypes(NamedTuple):
 
     Attributes:
         wanted: Column → the type for its inputs; `None` = inputs need different types.
-        named: Inputs, key, and copied columns.
         copied: Copied columns with the key; `*` = all.
     """
 
     wanted: Mapping[str, pa.DataType | None]
     key: str = ""
     form: InputForm = PLAIN
-    named: frozenset[str] = frozenset()
     copied: frozenset[str] = frozenset()
     declared: Mapping[str, str] = {}
 

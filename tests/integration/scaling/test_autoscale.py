@@ -17,7 +17,6 @@ import pytest
 import redis
 
 from qinfer.queue import keys
-from qinfer.scaling.record import decode, traffic_of
 from qinfer.testing import wait_until
 from tests.support import models
 from tests.support.servers import servers
@@ -226,8 +225,7 @@ def test_autoscale_beside_a_gateway(
     url = gateway(QINFER_REPOSITORY__MIN_WORKERS="0")
     wait_until(lambda: is_ready(url), WITHIN_S, "a gateway that is ready without a worker")
     words = ("autoscale", "--min", "0", "--max", "2", "--idle-s", "10", "--redis", outside.url)
-    more = {"QINFER_AUTOSCALE__RECORD": str(repository.with_name("record.jsonl"))}
-    scaler = start("qinfer.cli.main", *words, QINFER_REPOSITORY__PATH=str(repository), **more)
+    scaler = start("qinfer.cli.main", *words, QINFER_REPOSITORY__PATH=str(repository))
 
     assert burst(url, 40) == {200}
     scaler.says('"workers scaled".*"to": ?2')
@@ -261,10 +259,6 @@ def test_autoscale_beside_a_gateway(
     assert counts["up"] == sum(before < after for before, after in steps)
     assert counts["down"] == sum(before > after for before, after in steps)
     assert counts["restarts"] == 1
-    with Path(more["QINFER_AUTOSCALE__RECORD"]).open("rb") as file:
-        recorded = decode(file)
-    assert [(one.before, one.target) for one in recorded if one.before != one.target] == steps
-    assert sum(traffic_of(recorded).arrivals) >= 40
 
 
 def test_two_autoscalers_share_the_work(

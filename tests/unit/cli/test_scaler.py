@@ -1,7 +1,6 @@
 """The autoscaler between what it reads and what it has done, without processes."""
 
 import logging
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +18,6 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.record import RecordFile, decode
 from qinfer.scaling.sequences import SequenceWork
 from qinfer.scaling.work import VersionWork
 from qinfer.testing import FakeClock
@@ -64,12 +62,11 @@ class Eyes(QueueWatch):
 class Scene:
     """An autoscaler with its surroundings."""
 
-    def __init__(self, record: Path | None = None) -> None:
+    def __init__(self) -> None:
         self.lines: list[str] = []
         self.hands, self.eyes, self.clock = Hands(self.lines.append), Eyes(), FakeClock(0.0)
         self.pool = ScalingPool(self.hands, {}, [()] * 3, stop_s=1, policy=RestartPolicy(), clock=self.clock)
-        file = None if record is None else RecordFile(record)
-        self.scaler = Autoscaler(POLICY, self.pool, self.eyes, ("*",), self.lines.append, self.clock, record=file)
+        self.scaler = Autoscaler(POLICY, self.pool, self.eyes, ("*",), self.lines.append, self.clock)
         self.scaler.start()
         self.eyes.said.clear()  # that it is there
 
@@ -115,25 +112,6 @@ def test_a_decision_is_done_said_logged_and_counted(scene: Scene, caplog: pytest
     assert [counts for _, counts in scene.eyes.said] == [{"up": 1}, {}]
     said = scene.eyes.said[-1][0]
     assert (said.target, said.starting, said.live, said.work_s, said.max_workers) == (2, 2, 0, 15.0, 3)
-
-
-def test_what_it_sees_and_decides_is_recorded(tmp_path: Path) -> None:
-    """A line each time; that the disk fails is said, and ends nothing."""
-    place = tmp_path / "place"
-    place.mkdir()
-    scene = Scene(place / "record.jsonl")
-    scene.see(15.0, rows=3)
-    scene.see(0.0, rows=4)
-    place.rename(tmp_path / "away")
-    assert scene.see(0.0) == 2
-
-    with (tmp_path / "away" / "record.jsonl").open("rb") as file:
-        first, second = decode(file)
-    assert (first.work_s, first.before, first.target, first.starting) == (15.0, 0, 2, 0)
-    assert (second.work_s, second.before, second.target, second.starting) == (0.0, 2, 2, 2)
-    assert [one.executed for one in (*first.versions, *second.versions)] == [3, 4]
-    assert second.at_s - first.at_s == pytest.approx(1.0, abs=0.01)
-    assert scene.lines[-1].startswith("the record can't be written: ")
 
 
 def test_nothing_is_done_without_news(scene: Scene) -> None:

@@ -2,7 +2,6 @@
 
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.record import RecordFile, decode
 from qinfer.scaling.shares import RECORD_TTL_S
 from qinfer.scaling.work import VersionWork
 from qinfer.testing import EmbeddedServer, FakeClock
@@ -197,16 +195,3 @@ async def test_nothing_changes_after_an_outage(scene: Scene) -> None:
 
     assert [await a.look(35.0) for _ in range(3)] == [2, 2, 2]
     assert set(await scene.watch(35.0, 40)) == {(2, 2)}
-
-
-async def test_the_record_has_what_all_have(scene: Scene, tmp_path: Path) -> None:
-    """What there is, what it does, and what is decided is of all workers: so it can be replayed."""
-    await scene.add("a")
-    b = await scene.add("b")
-    b.scaler._record = RecordFile(tmp_path / "record.jsonl")
-    await scene.watch(35.0)
-
-    with (tmp_path / "record.jsonl").open("rb") as file:
-        first, *_, last = decode(file)
-    assert (first.before, first.target, first.wanted) == (2, 4, 4)  # the other has begun
-    assert (last.before, last.target, last.live, last.starting) == (4, 4, 4, 0)

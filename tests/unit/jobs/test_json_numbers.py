@@ -149,12 +149,6 @@ def test_files_may_differ_in_how_numbers_are_written(
     assert found == [f'{{"{name}": {text}}}' if name == "v.a" else f'{{"v": {{"a": {text}}}}}' for text in texts]
 
 
-def test_what_is_written_otherwise_beside_fields_of_several_kinds_is_copied(folder: Path) -> None:
-    (folder / "a.jsonl").write_text('{"x": [1], "m": 1, "v": 1.10}\n{"x": [1], "m": "one", "v": 2}\n')
-
-    assert lines(folder, "v", passthrough=("*",)) == ['{"v": "1.10"}', '{"v": "2"}']
-
-
 def test_numbers_are_quoted_outside_strings_only() -> None:
     line = rb'{"a 1": [-1.5e+3,2, true, false,null], "b\\": "\"3", "c":{"d":0}}' + b"\n"
 

@@ -292,89 +292,70 @@ def test_a_text_of_json_lines_is_a_text(tmp_path: Path, lines: int) -> None:
     assert found == [{"x": "2020-01-01", "l": ["2020-01-01"]}] * lines + [{"x": "", "l": ["-"]}]
 
 
-MIXED = (
-    '{"x": 1, "n": {"m": 1, "a": 1}, "o": 1, "l": [1], "s": {"i": 1}, "t": "2020-01-01"}\n',
-    '{"x": 2, "n": {"m": "one", "a": 2}, "o": {}, "l": [{"k": []}], "s": {"i": [2]}, "t": "", "z": 0.5}\n',
-    '{"x": 3, "n": null, "o": false, "l": [[7]], "t": null, "z": 12345678901234567890, "late": true}\n',
-)
-"""Lines of which the fields `n.m`, `o`, `l` and `s.i` are of several kinds."""
-
-
-@pytest.mark.parametrize("repeats", [1, BLOCK])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_fields_of_several_kinds_that_no_one_names_are_left_out(
-    tmp_path: Path, repeats: int, order: tuple[int, ...]
-) -> None:
-    """In one block or in several; the job's own are read, and the others are copied where `*` asks for all."""
-    (tmp_path / "a.jsonl").write_text("".join(MIXED[number] * repeats for number in order))
-    wanted = [
-        {"x": 1, "n": {"a": 1}, "t": "2020-01-01", "z": None, "late": None},
-        {"x": 2, "n": {"a": 2}, "t": "", "z": "0.5", "late": None},
-        {"x": 3, "n": None, "t": None, "z": "12345678901234567890", "late": True},
-    ]
-
-    plan = planned(tmp_path, WHOLE, passthrough=("*",))
-    found = rows(tmp_path, WHOLE, passthrough=("*",))
-
-    assert found == [wanted[number] for number in order for _ in range(repeats)]
-    assert sorted(text.split("'")[1] for text in plan.not_copied) == ["l", "n.m", "o", "s.i"]
-    assert planned(tmp_path, WHOLE).not_copied == ()
-    assert [row["x"] for row in rows(tmp_path, WHOLE)] == [row["x"] for row in found]
-
-
-@pytest.mark.parametrize("repeats", [1, BLOCK])
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("first", "other", "said"),
     [
-        ({"columns": {"x": "o"}}, "field 'o' is a number at first and an object in line {line}, and the job reads it"),
-        ({"key": "n.m"}, "field 'n.m' is a number at first and a text in line {line}"),
-        ({"passthrough": ("s",)}, "field 's.i' is a number at first and a list in line {line}"),
-        ({"passthrough": ("x", "l")}, "field 'l' is a number at first and an object in line {line}"),
-        ({"columns": {"x": "l"}, "passthrough": ("*",)}, "field 'l' is a number at first and an object in line {line}"),
+        ('{"x": 1, "o": 1}', '{"x": 1, "o": {}}', "field 'o' is a number at first and an object in row 3"),
+        ('{"x": 1, "n": {"m": 1}}', '{"x": 1, "n": {"m": "1"}}', "field 'n.m' is a number at first and a text in row"),
+        ('{"x": 1, "l": [1]}', '{"x": 1, "l": [[1]]}', "field 'l' is a number at first and a list in row 3"),
+        ('{"x": 1, "b": true}', '{"x": 1, "b": 1}', "field 'b' is true or false at first and a number in row 3"),
+        ('{"x": 1}', '{"x": "1"}', "field 'x' is a number at first and a text in row 3"),
     ],
 )
-def test_a_field_of_several_kinds_that_the_job_names_is_an_error_with_its_place(
-    tmp_path: Path, repeats: int, fields: dict[str, Any], said: str
+@pytest.mark.parametrize("passthrough", [(), ("*",)])
+def test_a_field_of_several_kinds_is_the_error_of_its_file(
+    tmp_path: Path, first: str, other: str, said: str, passthrough: tuple[str, ...]
 ) -> None:
-    (tmp_path / "a.jsonl").write_text("\n" + MIXED[0] * repeats + MIXED[1])
+    """Whether the job reads the field or not."""
+    (tmp_path / "a.jsonl").write_text(f"\n{first}\n\n{first}\n{other}\n")
 
     with pytest.raises(InvalidRequest) as caught:
-        planned(tmp_path, WHOLE, **fields)
+        planned(tmp_path, WHOLE, passthrough=passthrough)
 
-    assert f"/a.jsonl' can't be read as jsonl: {said.format(line=repeats + 2)}" in caught.value.message
-
-
-def test_a_field_may_be_read_beside_one_of_several_kinds(tmp_path: Path) -> None:
-    """Within the same object; what is not copied is named with its place."""
-    (tmp_path / "a.jsonl").write_text("".join(MIXED))
-
-    assert [row["n"] for row in rows(tmp_path, WHOLE, passthrough=("n.a",))] == [{"a": 1}, {"a": 2}, None]
-    first, *_ = planned(tmp_path, WHOLE, passthrough=("*",)).not_copied
-    assert first == f"field 'n.m' is a number at first and a text in line 2 of 'file://{tmp_path}/a.jsonl'"
+    assert f"/a.jsonl' can't be read as jsonl: {said}" in caught.value.message
 
 
-def test_fields_that_files_differ_in_are_null_merged_or_left_out_where_all_are_copied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", [{}, {"n": "string"}])
+def test_a_field_of_several_kinds_is_an_error_in_later_blocks(tmp_path: Path, types: dict[str, str]) -> None:
+    """Even at the beginning of a block, and if the job declares a type."""
+    line = f'{{"x": 1, "n": 1{" " * (BLOCK // 2 - 17)}}}\n'
+    (tmp_path / "a.jsonl").write_text(line * 4 + '{"x": 1, "n": "1"}\n' + '{"x": 1}\n' * BLOCK)
+
+    with pytest.raises(InvalidRequest, match=r"can't be read as jsonl: from row 5 on, a field has values of diff.* n "):
+        planned(tmp_path, WHOLE, passthrough=("n",), types=types)
+
+
+def test_fields_that_only_some_files_have_are_null_or_merged_where_all_are_copied(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1, "n": 1, "only": "a", "in": {"a": 1}, "none": null}\n')
-    (tmp_path / "b.jsonl").write_text('{"x": 2, "n": "one", "in": {"b": 2}, "none": {"a": 1}}\n')
-    (tmp_path / "c.jsonl").write_text('{"x": 3, "n": 2, "new": true}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": 2, "n": 2, "in": {"b": 2}, "none": {"a": 1}}\n')
+    (tmp_path / "c.jsonl").write_text('{"x": 3, "n": 3, "new": true}\n')
 
-    plan, found = planned(tmp_path, WHOLE, passthrough=("*",)), rows(tmp_path, WHOLE, passthrough=("*",))
+    found = rows(tmp_path, WHOLE, passthrough=("*",))
 
     empty = {"only": None, "in": None, "none": None, "new": None}
     assert found == [
-        {**empty, "x": 1, "only": "a", "in": {"a": 1, "b": None}},
-        {**empty, "x": 2, "in": {"a": None, "b": 2}, "none": {"a": 1}},
-        {**empty, "x": 3, "new": True},
+        {**empty, "x": 1, "n": 1, "only": "a", "in": {"a": 1, "b": None}},
+        {**empty, "x": 2, "n": 2, "in": {"a": None, "b": 2}, "none": {"a": 1}},
+        {**empty, "x": 3, "n": 3, "new": True},
     ]
-    (text,) = plan.not_copied
-    assert text.startswith("field 'n' is int64 in 'file://")
+
+
+@pytest.mark.parametrize("passthrough", ["n", "*"])
+def test_a_field_whose_kind_differs_between_files_is_refused_where_it_is_copied(
+    tmp_path: Path, passthrough: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "n": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": 2, "n": "one"}\n')
+
     with pytest.raises(InvalidRequest, match=r"column 'n' is string in '.*/b.jsonl' and int64 in '.*/a.jsonl'"):
-        planned(tmp_path, WHOLE, passthrough=("n",))
+        planned(tmp_path, WHOLE, passthrough=(passthrough,))
+    assert planned(tmp_path, WHOLE).rows == 2
+    assert planned(tmp_path, WHOLE, passthrough=("*",), exclude=("n",)).rows == 2
 
 
-@pytest.mark.parametrize("line", ["[1]", "5", '{"x": 1', '{"x": 1} {"x": 2}', '"text"', '{"x": 1e999}'])
+@pytest.mark.parametrize("line", ["[1]", "5", '{"x": 1', '"text"', '{"x": 1e999}'])
 def test_what_is_no_object_is_refused_as_before(tmp_path: Path, line: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"x": 1, "n": 1}\n{"x": 1, "n": ""}\n' + line + "\n")
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "n": 1}\n{"x": 1, "n": 2}\n' + line + "\n")
 
     with pytest.raises(InvalidRequest, match=r"/a.jsonl' can't be read as jsonl; is it damaged or cut off"):
         planned(tmp_path, WHOLE)

@@ -6,7 +6,7 @@ The bounds are a little above what it does now: a change of the policy that make
 import pytest
 
 from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.simulation import WorkerProfile, simulate
+from tests.support.scaling_simulation import WorkerProfile, simulate
 from tests.support.scaling_traces import burst, diurnal, ramp, steady, wandering
 
 POLICY = ScalingPolicy(max_workers=8, target_s=10, down_after_s=60, idle_s=300, cooldown_s=30)

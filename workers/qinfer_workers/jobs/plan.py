@@ -111,8 +111,6 @@ class JobPlanner:
         if is_new:
             for file in plan.skipped[:SHOWN_FILES]:
                 await jobs.note(record.id, f"skipped: {file}")
-            for field in plan.not_copied:
-                await jobs.note(record.id, f"not copied: {field}")
         await jobs.note(record.id, _summary(plan, sum(not outcome.error for outcome in done.values()), len(again)))
         await jobs.advance(record.id, workers=await services.workers_for(record))
         logger.info("job planned", extra={"job": record.id, "shards": len(plan.shards), "rows": plan.rows})

@@ -178,20 +178,6 @@ async def test_a_file_without_the_column_fails_the_job_by_name(database: Databas
     assert not (tmp_path / "out" / "_plan.json").exists()
 
 
-async def test_fields_that_are_not_copied_are_in_the_log(database: Database, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text('{"x": 1, "n": 1}\n{"x": 2, "n": "two"}\n')
-    one = await bench(database, tmp_path)
-    asked = spec(tmp_path, inputs=(f"file://{tmp_path}/in/*.jsonl",), passthrough=("*",))
-    await one.jobs.create(record_of(asked))
-
-    await one.planner().run("job")
-
-    said = f"not copied: field 'n' is a number at first and a text in line 2 of 'file://{tmp_path}/in/a.jsonl'"
-    assert said in await one.texts()
-    assert (await one.record()).rows == 2
-
-
 async def test_a_truncated_file_fails_the_job_by_name(database: Database, tmp_path: Path) -> None:
     """Its footer is gone."""
     write_inputs(tmp_path / "in", [5, 5])

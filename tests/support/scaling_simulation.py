@@ -1,7 +1,6 @@
 """A simulation of a queue and its workers, second by second, around the production scaling policy.
 
 Rows wait in order for loaded workers. A started worker loads first, a dismissed one drains; both cost without serving.
-`as_recorded` computes the same outcome from a record.
 """
 
 import math
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, Throughput, decide
-from qinfer.scaling.record import Traffic
 
 _KEY = ("m", 1)
 
@@ -24,19 +22,12 @@ class WorkerProfile:
         load_s: The time from a worker's start until it serves.
         drain_s: The time from SIGTERM to a worker's end.
         speed_error: Measured speed divided by `rows_per_s`.
-        floor: Live workers that the most demanding model needs to be READY.
     """
 
     rows_per_s: float = 10.0
     load_s: float = 15.0
     drain_s: float = 2.0
     speed_error: float = 1.0
-    floor: int = 0
-
-    @classmethod
-    def from_traffic(cls, traffic: Traffic) -> "WorkerProfile":
-        """Returns the profile of a record's workers."""
-        return cls(rows_per_s=traffic.rows_per_s, load_s=traffic.load_s, drain_s=traffic.drain_s, floor=traffic.floor)
 
 
 @dataclass
@@ -154,7 +145,6 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
             live=live,
             starting=len(ready_at) - live,
             load_s=profile.load_s if served_rows else 0.0,
-            floor=profile.floor,
         )
         decision, state = decide(policy, state, seen)
         outcome.targets.append(decision.target)
@@ -165,20 +155,4 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
             leaving.append(now + profile.drain_s)
     outcome.most = max(outcome.targets, default=0)
     waiting.take_rest(len(arrivals), outcome)
-    return outcome
-
-
-def as_recorded(traffic: Traffic) -> SimulationOutcome:
-    """Returns a record's outcome."""
-    outcome = SimulationOutcome(
-        ideal_s=sum(traffic.arrivals) / traffic.rows_per_s,
-        worker_s=float(sum(traffic.workers)),
-        most=max(traffic.targets),
-        targets=list(traffic.targets),
-    )
-    waiting = _WaitingRows()
-    for now, (count, served) in enumerate(zip(traffic.arrivals, traffic.served, strict=True)):
-        waiting.add(now, count)
-        waiting.take_rows(now, min(served, waiting.count), outcome)
-    waiting.take_rest(len(traffic.arrivals), outcome)
     return outcome
