@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from qinfer.cli.checks.report import Finding, ok, problem
 from qinfer.core.settings import RedisSettings
-from qinfer.models.state import BEAT, BRIDGE, BULK, GATEWAY
+from qinfer.models.state import BRIDGE, BULK, GATEWAY
 from qinfer.queue import keys
 
 Words = tuple[str | int, ...]
@@ -97,7 +97,7 @@ def _places(nonce: str) -> Iterator[Words]:
     )
     yield from (("HDEL", name, nonce) for name in (keys.endpoints(), keys.trials(), keys.heard_revisions()))
     yield ("EXISTS", keys.installation())
-    live = map(keys.liveness, (GATEWAY, BULK, BEAT, BRIDGE))
+    live = map(keys.liveness, (GATEWAY, BULK, BRIDGE))
     yield from (("ZREM", name, nonce) for name in (keys.workers(), *live, keys.jobs(), keys.open_jobs()))
     yield from (
         ("HDEL", keys.bridges(), nonce),

@@ -73,7 +73,7 @@ def test_clocks_are_compared(offset_s: float, level: Severity) -> None:
     """Redis' with this machine's, and each worker's with Redis'."""
     node = levels(list(examine_node(NodeReport("h:1", INFO, CONFIG, offset_s), RedisSettings())))
     workers = [WORKER, msgspec.structs.replace(WORKER, id="w2", clock_offset_s=offset_s)]
-    fleet = levels(list(examine_workers(workers, [], [], needs_bulk=False)))
+    fleet = levels(list(examine_workers(workers, [], needs_bulk=False)))
 
     assert node["clock of Redis"] is level
     assert fleet.get("clock of a worker", Severity.OK) is level
@@ -98,19 +98,10 @@ def test_eviction_is_checked_where_config_is_forbidden() -> None:
 def test_workers_that_can_not_read_what_gateways_write_are_a_problem() -> None:
     """They must be upgraded first."""
     old = msgspec.structs.replace(WORKER, id="old", frame_versions=(0,))
-    findings = list(examine_workers([WORKER, old], ["b@h"], ["b@h"], needs_bulk=True))
+    findings = list(examine_workers([WORKER, old], ["b@h"], needs_bulk=True))
 
     (frames,) = (finding for finding in findings if finding.subject == "frame versions")
     assert (frames.level, "old" in frames.text, "w1" in frames.text) == (Severity.PROBLEM, True, False)
-
-
-def test_bulk_workers_without_a_beat_are_told() -> None:
-    """Jobs run without one; only what is stuck stays so."""
-    without = levels(list(examine_workers([WORKER], ["b@h"], [], needs_bulk=True)))
-    beside = levels(list(examine_workers([WORKER], ["b@h"], ["beat@other"], needs_bulk=True)))
-
-    assert (without["bulk workers"], without["beat"]) == (Severity.OK, Severity.WARNING)
-    assert "beat" not in beside
 
 
 def test_missing_workers_and_failed_models_are_named() -> None:
@@ -118,7 +109,7 @@ def test_missing_workers_and_failed_models_are_named() -> None:
     desired, stored = {"m": DesiredState("m", 1)}, {"m": StoredModel("m", 1, "{}", (1,))}
     failed = msgspec.structs.replace(WORKER, models={"m": {1: VersionState(State.UNAVAILABLE, 1, "no file")}})
 
-    nobody = levels(list(examine_workers([], [], [], needs_bulk=True)))
+    nobody = levels(list(examine_workers([], [], needs_bulk=True)))
     (waits,) = examine_models(desired, stored, [])
     (broken,) = examine_models(desired, stored, [failed])
 
