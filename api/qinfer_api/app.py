@@ -456,7 +456,7 @@ class RepositoryWatch:
         self._delivery = delivery
         self._every_s = every_s
         self._min_workers = min_workers
-        self._outage = OutageLog(logger, "model repository not looked through", "model repository looked through again")
+        self._outage = OutageLog(logger, "model repository can't be read", "model repository is read again")
 
     async def run(self) -> None:
         """Polls until cancelled."""

@@ -99,11 +99,11 @@ class Quota:
         if self.in_flight >= (min(self._places, most) if self._is_leased(now_s) else most):
             self.wake(self)
             raise QuotaExceeded(
-                f"tenant '{self.tenant}' has {most} requests in flight, as many as it may; wait for an answer first"
+                f"tenant '{self.tenant}' has {most} requests in flight, the most that it may have; wait for an answer"
             )
 
     def take_use(self) -> QuotaUse:
-        """Returns the use to report, and begins to count anew; `not_told` adds an unreported use again."""
+        """Returns the use to report, and counts from zero again; `not_told` adds a use whose report failed."""
         self._demand *= _KEPT_DEMAND
         use = QuotaUse(self._used, self._demand, self.in_flight)
         self._used = 0.0
@@ -153,7 +153,7 @@ class QuotaLeases:
         self._now_s = now_s
         self._active: dict[str, Quota] = {}
         self._woken = asyncio.Event()
-        self._outage = OutageLog(logger, "quotas count in this gateway alone", "quotas count over all gateways again")
+        self._outage = OutageLog(logger, "quotas hold for this gateway alone", "quotas hold for all gateways again")
 
     def wake(self, quota: Quota) -> None:
         """Makes `run` exchange a tenant's lease soon; see `Quota.wake`."""

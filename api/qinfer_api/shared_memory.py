@@ -101,7 +101,7 @@ class _SystemObject:
         return data
 
     def write(self, position: int, data: memoryview) -> None:
-        """Writes a part."""
+        """Writes data at a position."""
         if position + len(data) > os.fstat(self._descriptor).st_size:  # writing beyond the end would lengthen it again
             raise _shortened(self._name)
         done = 0
@@ -235,7 +235,7 @@ class SharedMemory:
         raise RegionNotFound(f"Unable to find {told} shared memory region: '{name}'")
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Checks that a region has that part."""
+        """Checks that a region exists and contains these bytes."""
         with self._part(name, offset, byte_size):
             pass
 

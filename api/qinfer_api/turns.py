@@ -1,7 +1,8 @@
-"""Fairness between connections: those that send a lot are read in slices, in turns of the event loop.
+"""Fairness between connections: large reads are parsed in slices, and applications start, in turns of the event loop.
 
-Hostile frames can take seconds: one read has up to 256 KB, one poll of a socket up to 32 reads. Connections that have
-just sent go first, so that cheap bytes, such as uploads, do not wait behind floods.
+Hostile frames can take seconds: one read has up to 256 KB, one poll of a socket up to 32 reads. A hundred clients may
+begin requests at once. Connections that have just sent go first, so that cheap bytes, such as uploads, do not wait
+behind floods.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ SLICE_BYTES = 2048
 """Bytes parsed between two looks at the clock."""
 
 TURN_S = 0.004
-"""The time that all large reads of a port may take together before the event loop serves others."""
+"""The time that all large reads and starts of a port may take together before the event loop serves others."""
 
 START_S = 0.0002
 """The part of a turn that one start of an application costs."""
@@ -26,7 +27,7 @@ LEAST_S = 0.0002
 
 
 class Turns:
-    """Schedules a port's large reads."""
+    """Schedules the large reads of a port, and the starts of its applications."""
 
     def __init__(self) -> None:
         self._fresh: deque[Callable[[], None]] = deque()
@@ -42,7 +43,7 @@ class Turns:
         return now_s < self._ends_s
 
     def may_start(self) -> bool:
-        """Returns whether an application may start for a request of a flood; the turn pays for it."""
+        """Returns whether an application may start; the turn pays for it."""
         if not self.may_read():
             return False
         self._ends_s -= START_S

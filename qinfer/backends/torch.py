@@ -137,7 +137,7 @@ def _aoti(path: Path, device: torch.device) -> OpenedModel:
             f"'{path.name}' was compiled for {compiled_for}, but its instance group is on {device.type}; "
             "compile it for that, or set the group's kind"
         )
-    return OpenedModel(loaded, (), False, "aoti", path.stat().st_size)  # with the weights
+    return OpenedModel(loaded, (), False, "aoti", path.stat().st_size)  # the file contains the weights
 
 
 def _weights_bytes(module: torch.nn.Module) -> int:

@@ -48,7 +48,7 @@ def nbytes_of(answer: Answer | Failure) -> int:
 
 
 class Window:
-    """One stream's bytes on their way, with `RESPONSE_OVERHEAD_BYTES` per response."""
+    """Counts the bytes of one stream that its caller has not taken, with `RESPONSE_OVERHEAD_BYTES` per response."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -57,7 +57,7 @@ class Window:
         """Per response: the bytes sent up to its end, and its share of the window."""
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether a response may leave; an empty or lone one always may."""
+        """Returns whether a response may leave; an empty response, or one without others on their way, always may."""
         return not nbytes or not self._on_way or self.on_way_bytes + nbytes + RESPONSE_OVERHEAD_BYTES <= self.size_bytes
 
     @property

@@ -1,10 +1,10 @@
-"""Time limits of executions: a wrapper around any backend records when its instance began, and must end.
+"""Time limits of executions: a wrapper around any backend records when an execution began, and when it must end.
 
     WatchedBackend.load, execute ──▶ ExecutionClock ◀── a watchdog reads it, warns, and ends overdue executions
 
-The clock runs for all work of an instance, and stops during calls to other models. A decoupled model's responses
-restart it, and it runs until its last stream has ended. The streams of an instance share its clock: progress of one is
-enough.
+The clock runs for all work of an instance, and stops during calls to other models. For a decoupled model, each response
+restarts the clock, and it runs until the last stream has ended. All streams of an instance share the clock: a response
+of one of them gives all of them more time.
 """
 
 import math
@@ -28,11 +28,11 @@ from qinfer.tensors import Tensor
 _Answer = tuple[Tensor, ...] | QinferError
 
 NONE: float = 0.0
-"""The instant while an instance is idle."""
+"""The instant that stands for an idle instance."""
 
 
 class TimeLimit(NamedTuple):
-    """A kind of work's limit, named `what` in messages, set by `parameter`."""
+    """The time limit of a kind of work: messages name the work `what`, and `parameter` sets the limit."""
 
     what: str
     parameter: str
@@ -76,7 +76,7 @@ def lateness(elapsed_s: float, limit_s: float) -> Lateness:
 
 
 class ExecutionClock:
-    """An instance's present work; its thread writes, a watchdog's reads.
+    """The present work of an instance; the instance's thread writes it, and the watchdog's thread reads it.
 
     Attributes:
         began: The number of executions, so that a watchdog warns once of each.
@@ -165,7 +165,7 @@ class ExecutionClock:
             return self._elapsed_s()
 
     def expire(self, interrupt: Callable[[], bool]) -> bool:
-        """Interrupts an overdue execution, under the lock, so that a later one is safe."""
+        """Interrupts an overdue execution, under the lock, so that the interruption can't hit a later one."""
         with self._lock:
             if self._elapsed_s() < self._limit_s:
                 return False
@@ -191,7 +191,7 @@ class ExecutionClock:
         return [item for ctx in found if ctx is not None for item in _items_of(ctx)]
 
     def alone(self) -> Any:
-        """Returns the only executing item, if not lost."""
+        """Returns the executing item, if there is only one and its lease is not lost."""
         items = self.items
         return items[0] if len(items) == 1 and not items[0].lost else None
 
@@ -212,7 +212,7 @@ class ExecutionClock:
 class WatchedBackend:
     """Records its work on a clock; `unready` returns why the model is not ready.
 
-    `interrupt` is `None` if only the worker's end interrupts.
+    `interrupt` is `None` if only the worker's end can interrupt an execution.
     """
 
     def __init__(self, backend: Backend, clock: ExecutionClock) -> None:
@@ -326,7 +326,7 @@ class _Streaming(_TimedContext):
         clock.opened(self)
 
     def drop_abandoned(self) -> bool:
-        """Returns whether a stream waits for its caller."""
+        """Closes the streams whose callers have left; returns whether another stream waits for its caller."""
         for item in [item for item in tuple(self.open) if self.cancelled(item)]:
             self._close_item(item)
         return any(self._waits(item) for item in tuple(self.open))
@@ -346,7 +346,7 @@ class _Streaming(_TimedContext):
         self._send_outputs(self.inner.offer, item, outputs, final=final, parameters=parameters)
 
     def _reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Ends the item's time here; its next execution has its own context."""
+        """Closes the item here; its next execution has a context of its own."""
         self.inner.reschedule(item, states)
         self._close_item(item)
 
@@ -371,7 +371,7 @@ class _Streaming(_TimedContext):
 
 
 def within(limit: TimeLimit, model: str, work: Callable[[], None], late: Callable[[], None]) -> None:
-    """Runs part of a load in a thread, abandoned at the limit; `late` is called if it then succeeds."""
+    """Runs part of a load in a thread, and abandons it at the limit; calls `late` if it succeeds after that."""
     if limit.seconds == math.inf:
         work()
         return
@@ -381,7 +381,7 @@ def within(limit: TimeLimit, model: str, work: Callable[[], None], late: Callabl
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  it is raised where the work is waited for
+        except BaseException as error:  # noqa: BLE001  the waiting thread raises it
             errors.append(error)
         with lock:
             ended.set()

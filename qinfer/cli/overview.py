@@ -192,7 +192,7 @@ def with_url(settings: RedisSettings, url: str) -> RedisSettings:
 
 
 def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Overview:
-    """Reads an overview, without workers up for more than `max_up_s`."""
+    """Reads an overview; leaves out workers that have run for more than `max_up_s`."""
     return asyncio.run(_overview(settings, max_up_s))
 
 

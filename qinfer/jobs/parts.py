@@ -169,7 +169,7 @@ class PartWriter:
             self._failed_file().add(paths[1])
 
     def prepare(self, store: Store, folder: str, name: str) -> None:
-        """Stores failed rows and commit record, which precede the part."""
+        """Stores the failed rows and the record of the commit, which must exist before the part."""
         if not self._split and self._output.format not in TEXT_FORMATS:
             return
         part, failed = self._good.written(), None

@@ -53,7 +53,7 @@ def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[
 
 
 def wanted_for_another(model: str, wish: DesiredState | None) -> DesiredState:
-    """Returns the wish for an ensemble's unloaded model."""
+    """Returns the desired state of an ensemble's unloaded model."""
     return msgspec.structs.replace(wish or DesiredState(model, 0), load=False, dependent=True)
 
 

@@ -1,8 +1,8 @@
 """The identity of the data in Redis, and its restoration after a loss (ADR 0015).
 
 `qinfer:installation` holds a random id for as long as Redis has its data; another id or none means a loss. A node of a
-cluster has lost its data if all wishes or a model's configuration are missing, which qinfer never removes. A failover
-to an older replica is no loss.
+cluster has lost its data if all desired states or a model's configuration are missing, which qinfer never removes. A
+failover to an older replica is no loss.
 
 One gateway restores its last snapshot: it replaces the id with a claim, which expires if the gateway dies. Each model
 gets a generation above all that were seen.
@@ -175,7 +175,7 @@ class InstallationGuard:
         await self._store.wake()
 
     async def _restore_model(self, wish: DesiredState, queue: Queue) -> None:
-        """Restores a model and its wish; a value written meanwhile stays."""
+        """Restores a model and its desired state; a value written meanwhile stays."""
         known, generation = self._whole.stored.get(wish.model), wish.generation
         if known is not None and not await self._store.has_model(wish.model):
             newest = max(generation, known.generation) + 1

@@ -73,7 +73,7 @@ class ControlStore:
             return {decode_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, DesiredState]:
-        """Returns all wishes; damaged records keep their last."""
+        """Returns all desired states; of a damaged record, the last one that could be read."""
         with translated():
             values = await self.client.hgetall(keys.desired())
         read = {decode_text(model): value for model, value in values.items()}

@@ -1,7 +1,7 @@
 """Writes a model into the control store: lanes, configuration, then desired state.
 
-Lanes come first, so that an admitted request has a queue; the configuration precedes the wish, so that a reader of the
-wish finds it. The next writer completes an interrupted write.
+Lanes come first, so that an admitted request has a queue; the configuration precedes the desired state, so that a
+reader of that state finds it. The next writer completes an interrupted write.
 
 Only a runtime can complete some configurations, such as those of Python models: they are stored as `pending`, and a
 worker completes each content once.
@@ -40,7 +40,7 @@ async def write_model(
     anew: bool = False,
     min_workers: int = 1,
 ) -> WrittenModel:
-    """Stores a changed model and its wish, or any `anew`."""
+    """Stores a changed model and its desired state; with `anew`, an unchanged model too."""
     new = await _as_stored(model, store, min_workers)
     await ensure_lanes(new, delivery)
     written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)

@@ -391,7 +391,7 @@ class PublishTally(ModelCounts):
 
 
 def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
-    """Adds deltas to totals; instants keep the latest."""
+    """Adds deltas to totals; for an instant, keeps the later one."""
     for name, value in deltas.items():
         so_far = totals.get(name, 0)
         totals[name] = max(so_far, value) if name in LATEST else so_far + value

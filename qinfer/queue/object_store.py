@@ -187,7 +187,7 @@ class ObjectStore:
             await asyncio.gather(*(self._used(partial(self._remove, name), self._small_s) for name in some))
 
     async def _used(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Fails while the store counts as away."""
+        """Runs a call of the store in a thread; fails at once while the store counts as unreachable."""
         if self._recovering is not None:
             raise BrokerUnavailable(UNREACHABLE)
         try:

@@ -67,7 +67,7 @@ STAGED_BYTES = 16 * 2**20
 """The most bytes of large results that are stored before their requests end."""
 
 AT_ONCE_BYTES = 2**20
-"""The most bytes of values in one script, unless it has a single value."""
+"""The most bytes of values in one script; a single value may be larger."""
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),

@@ -1,12 +1,12 @@
 """Appends entries to lanes, and moves them between versions: the submitting half of `Queue`.
 
 plain                XADD to the lane, in one write with the others of the tick
-of a known tenant    XADD to the tenant's stream, where it still exists
-with a limit         submit.lua, once for those of the tick that have lane, sender and limit in common
+of a known tenant    XADD to the tenant's stream, if the stream still exists
+with a limit         submit.lua, once for all entries of the tick with the same lane, sender and limit
 of a new tenant, or with a payload    submit.lua, which knows each tenant's stream
 
-`Moves` takes waiting entries from the lanes of one version to those of another, which answers instead. A movable entry
-has the fields `e`, its endpoint; `t`, the tenant; `r`, the id of a request with a record. `move.lua` moves each
+`Moves` takes waiting entries from the lanes of one version to those of another, which executes them. A movable entry
+has the fields `e`, its endpoint; `t`, its tenant; `r`, the id of a request with a record. `move.lua` moves each
 atomically. The record, or a note (`…:moved`), has the new address for `Queue.cancel` and `Queue.withdraw`.
 """
 
@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 64
 """The most entries of one script, because Redis serves no other client meanwhile."""
 
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
-_CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
+_CLOSED = "the connection to the queue was closed while tensors were sent; the request may have been enqueued"
 _SUBMIT = load_script("lanes/submit", *PLACING, "origin")
 
 MOVES_AT_ONCE = 50
@@ -67,7 +67,7 @@ class Submitter:
         self._large: set[asyncio.Task[None]] = set()
         self._gathered: dict[tuple[Lane, int, str, str], list[tuple[Bytes, Done]]] = {}
 
-    def submit(  # noqa: PLR0913, PLR0917 - what is to be known of an entry; for each request, so without keywords
+    def submit(  # noqa: PLR0913, PLR0917 - all about an entry; called for each request, so without keywords
         self,
         lane: Lane,
         frame: Bytes,
@@ -127,7 +127,7 @@ class Submitter:
                 self._run_later(lane, _Sender(tenant, endpoint), entries[start : start + _MOST_AT_ONCE], limit)
 
     def _run_later(self, lane: Lane, sender: _Sender, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
-        """Runs the script; reports a missing connection by `done`, since the submitter has gone on."""
+        """Runs the script; reports a missing connection by `done`, since `submit` has returned already."""
         try:
             self._send_script(lane, sender, entries, limit)
         except BrokerUnavailable as error:
@@ -141,7 +141,7 @@ class Submitter:
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
             self._send_script(lane, sender, [(frame, done)], limit, about)
         else:
-            self._router.check_up(keys.lane_slot(lane))  # else it would wait for the connection
+            self._router.check_up(keys.lane_slot(lane))  # else the request would wait for the connection
             storing = self._submit_large(lane, frame, done, payload, limit, sender)
             task = asyncio.create_task(storing, name="large submit")
             self._large.add(task)
@@ -192,7 +192,7 @@ class Submitter:
     async def _submit_large(
         self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender
     ) -> None:
-        """Removes the payload if the lane is full."""
+        """Stores the payload, then appends the entry; removes the payload if the lane is full."""
         slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
@@ -205,7 +205,7 @@ class Submitter:
             done(BrokerUnavailable(_CLOSED))
             raise
         if isinstance(answer, QueueFull):
-            with suppress(BrokerUnavailable):  # it expires
+            with suppress(BrokerUnavailable):  # the payload expires anyway
                 await self._values.remove(slot, key)
         done(answer)
 
@@ -244,7 +244,7 @@ class Moves:
 async def _move(
     call: Call, lane: Lane, other: Lane, endpoint: str, start: tuple[int, str]
 ) -> tuple[int, tuple[int, str] | None]:
-    """Returns how many, and where to continue (share and id)."""
+    """Returns the number of moved entries, and where to continue (share and id)."""
     names = (keys.lane(lane), keys.lane(other), keys.moved(lane.model, lane.partition).encode())
     place = (keys.prefix(lane.model, lane.partition), other.version, other.name)
     limits = (MOVES_AT_ONCE, MOVED_BYTES_AT_ONCE, ttl_ms(NOTES_KEPT_S))

@@ -43,7 +43,7 @@ _REFER = load_script("values/refer", "drop")
 _REMOVE = load_script("values/remove", "drop")
 _OWNER = re.compile(rb"\{([^}]*)\}")
 _NO_STORE = "the tensors are in a payload store, and this process knows none: set QINFER_LIMITS__PAYLOAD_URL"
-_TORN = "a large value was lost while it was written: the broker restarted or failed over; send the request again"
+_TORN = "a large value was lost while it was written: Redis restarted or failed over; send the request again"
 _LOST = "the tensors are not in the payload store any more: they were deleted there before their time"
 
 

@@ -170,7 +170,7 @@ def writable(grant: UrlGrant, opener: Callable[[str], Store] = store_for) -> "Wi
 
 
 class Within:
-    """Opens the store of an object below a prefix, as `store_for`.
+    """Opens the store of an object as `store_for` does, if its URL is below one of the prefixes.
 
     All existing links in `file://` URLs and prefixes are resolved; one made after this check is not noticed. `use` is
     in the text of a refusal.

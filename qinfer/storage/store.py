@@ -26,8 +26,8 @@ class CommitOutcome(Enum):
 class Stat(NamedTuple):
     """An object.
 
-    `etag` changes with the content: the store's tag or generation, or a file's `<mtime>-<size>-<ctime>` in ns. No call
-    sets a ctime; inodes differ between mounts (FUSE).
+    `etag` changes with the content: the store's tag or generation, or a file's `<mtime>-<size>-<ctime>` in ns. The
+    ctime is in it, because no call can set it; an inode differs between mounts (FUSE).
     """
 
     url: str

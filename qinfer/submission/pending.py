@@ -476,7 +476,7 @@ class PendingRequests:
                 self._answered(pending, response)
         except Exception as error:  # one bad answer may not end the loop that answers everyone
             extra = {"request_id": response.request_id, "model": pending.model, "version": pending.version}
-            logger.exception("answer failed", extra=extra)
+            logger.exception("a response can't be delivered", extra=extra)
             self.fail(pending, error)
 
     def fail(self, pending: PendingCall, error: Exception) -> None:

@@ -6,8 +6,8 @@
 
 Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`), from the
 first step to the last. The checks share the plan's rate of false rollbacks evenly. Limits from stable's latencies at
-the start of a step define slow requests, so that load on both targets proves nothing against the canary. Of several
-tenants none decides alone (`qinfer.traffic.tenant_parts`).
+the start of a step define slow requests, so that load on both targets is no evidence against the canary. With several
+tenants, no tenant's requests decide alone (`qinfer.traffic.tenant_parts`).
 
 A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
 a decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
@@ -35,9 +35,9 @@ DEADLINE, _DEADLINE_QUANTILE = "deadline", 0.99
 """Below this limit, a missed deadline is the caller's fault."""
 
 _CLOSE = 0.5
-"""The part of the way to a decision (of its logarithm) that holds a canary back."""
+"""The share of a decision's evidence (of its logarithm) from which a canary stays in its step."""
 _OF_OTHERS = 0.75
-"""The part that the evidence must reach without any one tenant."""
+"""The share that the evidence must reach without the requests of any one tenant."""
 
 Latencies = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """`execution` and `latency` → stratum → tenant → seconds."""
@@ -368,7 +368,7 @@ def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], n
         elif verdict.is_close:
             yield f"close: {verdict}"
         elif any(state.without[name][verdict.check].value >= plan.decides for name in names):
-            yield f"one tenant's requests hide what those of the others show; decide by hand: {verdict}"
+            yield f"the requests of the other tenants alone would decide; decide by hand: {verdict}"
     counted = [each for name in ("", *names) if (each := without(state.tenants, name)).requests]
     if counted and all(each.bad > plan.most_errors * each.requests for each in counted):
         yield (

@@ -6,7 +6,7 @@
       - {model: digits, version: 3, role: stable}
       - {model: digits, version: 4, weight: 0.1, when: [{tenant: testers}]}
 
-The stable target answers the requests that no other target gets: here those of nine of ten users, and of no testers.
+The stable target answers the requests that no other target gets: here those of nine in ten users, except testers.
 """
 
 import re
@@ -189,7 +189,7 @@ def read_endpoint(document: Any, name: str = "") -> Endpoint:
             raise InvalidRequest(f"{where} of an endpoint has no '{min(unknown, key=str)[:60]}'; it has {known}")
     if name and endpoint.name not in ("", name):
         raise InvalidRequest(
-            f"the declaration names '{endpoint.name[:MAX_NAME]}', but it is for '{name}'; leave it out"
+            f"the declaration names '{endpoint.name[:MAX_NAME]}', but it is for '{name}'; leave the name out"
         )
     endpoint = replace(endpoint, name=endpoint.name or name).at_rest()
     check(endpoint)
@@ -246,7 +246,7 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
 
 
 def check(endpoint: Endpoint) -> None:
-    """Raises `InvalidRequest` for a declaration wrong by itself."""
+    """Raises `InvalidRequest` for a declaration that is wrong for any models."""
     problems = [*_problems(endpoint)]
     if problems:
         raise InvalidRequest(f"endpoint '{endpoint.name[:MAX_NAME]}': {'; '.join(problems)}")
@@ -255,7 +255,7 @@ def check(endpoint: Endpoint) -> None:
 def _problems(endpoint: Endpoint) -> Iterator[str]:
     name, targets = endpoint.name, endpoint.targets
     if not is_model_name(name) or len(name) > MAX_NAME:
-        yield f"it needs a name as models have, of at most {MAX_NAME} characters"
+        yield f"its name must have the form of a model's name, and at most {MAX_NAME} characters"
     stable = [target for target in targets if target.role is Role.STABLE]
     if len(stable) != 1:
         yield f"one target must have the role stable, not {len(stable)}"
@@ -287,7 +287,7 @@ def _problems_of_plan(endpoint: Endpoint, plan: CanaryPlan) -> Iterator[str]:
             yield f"target '{target.label}': a plan follows the latest version of '{stable}' only; write a number"
     for target in endpoint.targets:
         if target.role is not Role.SHADOW and target.weight is not None and not target.trial:
-            yield f"target '{target.label}': the plan's steps have the weights; leave its own out"
+            yield f"target '{target.label}': the steps of the plan set its weight; leave the weight out"
     try:
         checked(plan)
     except InvalidRequest as error:
@@ -303,7 +303,7 @@ def _problems_of(target: Target) -> Iterator[str]:
     if target.version != LATEST and not 0 < target.number < 2**63:
         yield f"target '{label}': a version is a number above 0, or latest"
     if target.weight is not None and not 0 <= target.weight <= 1:
-        yield f"target '{label}': weight {target.weight:g} is no share from 0 to 1, such as 0.1"
+        yield f"target '{label}': weight {target.weight:g} is not a share from 0 to 1, such as 0.1"
     if target.when and target.role is not Role.CANARY:
         yield f"target '{label}': only a canary may have `when`"
     if len(target.when) > _MAX_CONDITIONS or Condition() in target.when:
@@ -313,7 +313,7 @@ def _problems_of(target: Target) -> Iterator[str]:
 def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
     rest = endpoint.weight_of(stable)
     if rest < 0:
-        yield f"the weights of the canaries add up to {1 - rest:g}; 1 is all"
+        yield f"the weights of the canaries add up to {1 - rest:g}; make it at most 1"
     elif stable.weight is not None and round(stable.weight, _DIGITS) != rest:
         yield f"the stable target gets the rest, {rest:g}, not {stable.weight:g}; leave its weight out"
 
@@ -321,8 +321,8 @@ def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
 def misfit(stable: ModelSpec, other: ModelSpec) -> str:
     """Returns why requests for one model can't go to another.
 
-    Both models need the same inputs and outputs, a batch dimension or none, and one response or a stream. A sequence
-    stays within one model.
+    Both models need the same inputs and outputs; both or neither have a batch dimension, and both or neither are
+    decoupled. A sequence stays within one model.
     """
     if stable.name == other.name:
         return ""

@@ -6,11 +6,11 @@ A thread would need the GIL, which model code may hold for longer than a lease. 
     worker ── RenewerHello, then HeldLeases each second ──▶ stdin │ renewer
     renewer │ stdout ── RenewalReport after each renewal ──▶ worker
 
-The renewer renews the last reported leases. Without reports, because the GIL is held, it asks Redis for entries that
-the worker has fetched since, and renews those too. When the worker is gone, or stopped (SIGSTOP), it renews nothing, so
-that others take over.
+The renewer renews the last reported leases. While a model holds the GIL, the worker can't report: the renewer asks
+Redis for entries that the worker has fetched since, and renews those too. When the worker is gone, or stopped
+(SIGSTOP), the renewer renews nothing, so that others take over.
 
-It also kills a worker whose execution exceeds its model's limit and which does not end by itself (`due_table`, decision
+It also kills a worker that does not end by itself when an execution exceeds its model's limit (`due_table`, decision
 0031). It imports neither numpy nor pydantic.
 """
 
@@ -115,7 +115,7 @@ class Renewer:
                     self._note_fetched(lane, began_s)
                 both = entries | self._unreported.get(lane, {})
                 ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
-                for start in range(0, max(len(ids), int(lane in self._failed)), _PAGE):  # 1: test a failed node
+                for start in range(0, max(len(ids), int(lane in self._failed)), _PAGE):  # 1: tests a failed node
                     page = ids[start : start + _PAGE]
                     gone = self._renew(lane, page)
                     report.lost += [(lane, entry_id) for entry_id in gone]
@@ -154,7 +154,7 @@ class Renewer:
                 self._hello.script, 1, lane, self._hello.group, self._hello.consumer, *ids
             )
         except ResponseError as error:
-            if "NOGROUP " not in str(error):  # in 6.2 somewhere in the text
+            if "NOGROUP " not in str(error):  # Redis 6.2 has it inside the text
                 raise
             return ids  # the lane was deleted
         return lost
@@ -225,7 +225,7 @@ def _count_overdue(overdue: list[str], hello: RenewerHello) -> None:
     client: Any = blocking_client(hello.redis)
     for name in overdue:
         model, _, version = name.rpartition(":")
-        if len(name.encode()) < NAME_BYTES:  # else a part of it is missing
+        if len(name.encode()) < NAME_BYTES:  # else the name is cut
             client.hincrby(keys.stats(model, int(version)), hello.overdue_field, 1)
 
 

@@ -78,9 +78,9 @@ class StoredEnds:
                 elif record.state is not RequestState.SUCCEEDED:
                     on_trial.failed(record.code, witness, given_s)
         except QinferError as error:
-            logger.debug("end of a stored request not seen", extra={"reason": error.message})
+            logger.debug("the outcome of a stored request can't be counted", extra={"reason": error.message})
         except Exception:  # a failing watcher must not disturb other work of the gateway
-            logger.exception("end of a stored request not seen")
+            logger.exception("the outcome of a stored request can't be counted")
         finally:
             for shadow in shadows:
                 shadow.left()

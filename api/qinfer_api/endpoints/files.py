@@ -1,4 +1,4 @@
-"""Endpoints declared by files, written at a gateway's start once for each content of a file.
+"""Endpoints declared by files: a gateway stores each content of a file once, at its start.
 
 Later changes by the API or a promotion survive a restart; an edited file replaces them. An endpoint outlives its file.
 """
@@ -17,7 +17,7 @@ from qinfer.traffic.routing import EndpointWatch
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
-"""The pause before missing models are looked for again."""
+"""The pause before the next look for missing models."""
 
 
 def declared_here(settings: Settings) -> list[Endpoint]:
@@ -48,7 +48,7 @@ class EndpointFiles:
                 del self._left[name]
             elif reason and self._reasons.get(name) != reason:
                 self._reasons[name] = reason
-                logger.error("endpoint of a file not used yet", extra={"endpoint": name, "reason": reason})
+                logger.error("endpoint of a file can't be used yet", extra={"endpoint": name, "reason": reason})
         await self._watch.refresh_endpoints()
 
     async def _write_endpoint(self, endpoint: Endpoint) -> bool:

@@ -288,7 +288,7 @@ class Shadow(Inner):
         self._compare()
 
     def fail(self, error: Exception) -> None:
-        """Handles a failure of queue or gateway."""
+        """Takes a failure of the queue or the gateway in place of a response."""
         self._take_pending()
         self._fail(error.code.value if isinstance(error, DeadlineExceeded) else ErrorCode.CANCELLED.value)
 

@@ -84,13 +84,13 @@ class Cycle:
         return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
 
     def start(self) -> None:
-        """Runs the application, once; a request of a flood waits for a turn first."""
+        """Runs the application, once, in its turn; requests of a flood have theirs after the others."""
         if self._is_started or self._awaits_turn or self._is_gone:
             return
         turns = self._connection.port.turns
-        if self._connection.floods and not turns.may_start():
+        if not turns.may_start():
             self._awaits_turn = True
-            turns.wait(self._start_in_turn, is_fresh=False)
+            turns.wait(self._start_in_turn, is_fresh=not self._connection.floods)
         else:
             self._is_started = True
             tasks = self._connection.port.tasks
@@ -102,8 +102,9 @@ class Cycle:
         self._awaits_turn = False
         if self._connection.is_abandoned():
             self._connection.transport.abort()
-        else:
-            self.start()
+            return
+        self.start()
+        self._connection.go_on()  # reading was paused until now
 
     def come_first(self) -> None:
         """Starts the application."""

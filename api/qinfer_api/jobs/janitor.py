@@ -111,6 +111,6 @@ class JobJanitor:
             return JobState.FAILED
         following = _FOLLOWING.get(standing.state)
         if following and standing.is_settled and await self._jobs.move(record.id, {standing.state}, following):
-            logger.info("job moved", extra={"job_id": record.id, "state": following})
+            logger.info("job state changed", extra={"job_id": record.id, "state": following})
             return following
         return standing.state

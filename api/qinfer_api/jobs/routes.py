@@ -65,7 +65,7 @@ def _refusals(*statuses: int) -> dict[int, Json]:
         s403="The API key does not allow it, or a URL is in no store that this server may use.",
         s404="No such job, model or version.",
         s409="The id belongs to another job, or the job's state does not allow it.",
-        s501="This server accepts no jobs, or a library or the broker is missing; the text says which.",
+        s501="This server accepts no jobs, or a library or Celery's broker is missing; the text says which.",
     )
 
 

@@ -260,7 +260,7 @@ class BulkJobs:
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         if not self.watchers.has_room(MAX_WATCHERS, self.dispatcher.sharing(context)):
-            raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
+            raise Overloaded("too many clients follow jobs at this server; poll the job's state, or try again")
 
     def _pinned(self, spec: JobSpec) -> tuple[JobSpec, ServedVersion, str]:
         """Returns the job bound to one version, that version, and the endpoint that the job named, if any.
@@ -310,7 +310,7 @@ class BulkJobs:
         count = sum(record.tenant == context.tenant for record in unfinished)
         if count >= self.settings.bulk.max_jobs:
             raise QuotaExceeded(
-                f"{count} jobs are unfinished, as many as there may be (QINFER_BULK__MAX_JOBS); wait for one to end",
+                f"{count} jobs are unfinished, the most that QINFER_BULK__MAX_JOBS allows; wait until one has ended",
                 _FULL_AGAIN_S,
             )
 

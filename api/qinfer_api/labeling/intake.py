@@ -194,7 +194,7 @@ class TaskIntake:
         """Returns the error for tasks that did not fit."""
         return QueueFull(
             f"{taken.refused} tasks of project {board.project} were not queued for model '{board.model}', "
-            f"{taken.queued} were: {self._settings.max_waiting_tasks} wait, as many as "
+            f"{taken.queued} were: {self._settings.max_waiting_tasks} wait, the most that "
             "QINFER_LABELING__MAX_WAITING_TASKS allows; queue the others later by "
             f"POST /v1/label-studio/{board.model}/projects/{board.project}/tasks",
             _LATER_S,

@@ -151,7 +151,7 @@ class Pusher:
             try:
                 notes = msgspec.msgpack.decode(ending.notes, type=Notes)
             except (msgspec.DecodeError, msgspec.ValidationError):
-                logger.error("ending without notes dropped", extra={"request_id": ending.request_id})
+                logger.error("ended request dropped: its notes are unreadable", extra={"request_id": ending.request_id})
                 unread.append(ending.id)
                 continue
             board = Board(notes.endpoint or model, notes.tenant, notes.project)

@@ -323,7 +323,7 @@ class TraceFile:
         """Writes traces to a file, or drops them if too many traces wait to be written."""
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
-                logger.error("traces lost", extra={"reason": "they come faster than they can be written"})
+                logger.error("traces lost", extra={"reason": "requests are traced faster than the file can be written"})
             self._is_behind = True
             return
         self._is_behind = False

@@ -23,7 +23,7 @@ from qinfer.models.repository.reader import is_model_name
 from qinfer.queue.entries import EntryAddress, RequestOutcome, RequestRecord, RequestState
 from qinfer.wire.frame import encode_responses
 
-_CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop `.` and `..`
+_CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # HTTP clients drop the path segments `.` and `..`
 _MAX_ID_CHARACTERS = 512
 _CHOSEN_PARTITION = 0
 
@@ -40,7 +40,7 @@ class RequestProblem(msgspec.Struct, frozen=True):
 
 
 class WebhookBody(msgspec.Struct, frozen=True):
-    """The webhook that is notified of the end.
+    """The webhook that is called at the request's end.
 
     Attributes:
         state: waiting (for the end) | pending | delivered | failed
@@ -111,7 +111,7 @@ def address_of(request_id: str, tenant: str, model: str | None = None) -> EntryA
     made = made_by_server(request_id)
     name = model if made is None else made.model
     if name is not None and not is_model_name(name):
-        raise unknown(request_id)  # braces would spread its keys over slots
+        raise unknown(request_id)  # a name with braces would spread the request's keys over cluster slots
     if made is not None and model in (None, made.model):
         return made
     if model is None or made is not None:
@@ -138,14 +138,16 @@ def own_record(tenant: str, address: EntryAddress, record: RequestRecord | None)
 
 
 def conflict(request_id: str) -> Conflict:
-    """Returns the error for an id or (empty) key with another body."""
+    """Returns the error for a known id, or a known key if the id is empty, with another body."""
     what = f"request id '{request_id}'" if request_id else "Idempotency-Key"
-    return Conflict(f"the {what} belongs to a request with another body; repeat that body, or choose another")
+    return Conflict(
+        f"the {what} belongs to a request with another body; send that body again, or choose another id or key"
+    )
 
 
 def expired(record: RequestRecord) -> ResultExpired:
     """Returns the error for a removed result."""
-    return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")
+    return ResultExpired(f"the result of request '{shown_id(record.address)}' has expired: its time to live is over")
 
 
 def failed_outcome(address: EntryAddress, state: RequestState, error: QinferError, version: int = 0) -> RequestOutcome:

@@ -29,7 +29,7 @@ _resolver = ThreadPoolExecutor(4, "webhook-names")  # a look-up may hang
 
 
 class TargetTexts(NamedTuple):
-    """Terms of error texts: target, refusal, and settings that would allow it."""
+    """Terms of error texts: the target, its refusal, and the settings that would allow it."""
 
     name: str
     refused: str
@@ -83,7 +83,7 @@ class Targets:
         host = parsed.raw_host.decode("ascii").lower()
         if not any(entry.matches(parsed, host) for entry in self._allowed):
             raise InvalidRequest(
-                f"{words.refused} '{parsed.netloc.decode('ascii')}'; {words.allow} lists where they may"
+                f"{words.refused} '{parsed.netloc.decode('ascii')}'; {words.allow} lists the allowed hosts"
             )
         addresses = await self._addresses(host, parsed.port or _PORTS[parsed.scheme])
         for address in addresses:
@@ -123,7 +123,7 @@ def is_public(address: str) -> bool:
 
 
 def _parsed(url: str, name: str) -> "httpx.URL":
-    """Errors do not repeat the URL, which may hold a secret."""
+    """Parses a URL; errors do not repeat it, because it may hold a secret."""
     if len(url) > MAX_URL_CHARACTERS or not (url.isascii() and url.isprintable()):
         raise InvalidRequest(f"a {name} URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
     import httpx
@@ -135,7 +135,7 @@ def _parsed(url: str, name: str) -> "httpx.URL":
     if parsed.scheme not in _PORTS or not parsed.raw_host:
         raise InvalidRequest(f"a {name} URL begins with https:// or http:// and names a host")
     if parsed.userinfo:
-        raise InvalidRequest(f"a {name} URL carries no user name and no password; leave them out")
+        raise InvalidRequest(f"a {name} URL must have no user name and no password; leave them out")
     if parsed.fragment:
         raise InvalidRequest(f"a {name} URL has no fragment (#…); leave it out")
     return parsed

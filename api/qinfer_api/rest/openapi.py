@@ -33,7 +33,7 @@ _MEANING = {
     403: "The API key does not allow it.",
     404: "No such model, version or request.",
     409: "The id or the idempotency key belongs to a request with another body.",
-    410: "The result was there; its time to live is over.",
+    410: "The result has expired: its time to live is over.",
     429: "Too much waits, or the tenant's quota is used up: try again after `Retry-After` seconds.",
     500: "A JSON value has the wrong type, or the model failed.",
     501: "The server does not offer this.",

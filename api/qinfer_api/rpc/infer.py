@@ -483,7 +483,7 @@ class _StreamCall:
             except QinferError as error:
                 failure = Failure.from_error(error)
             except Exception as error:
-                logger.exception("answer failed")
+                logger.exception("a response can't be encoded")
                 failure = Failure.from_error(error)
         if self._is_strict:
             raise self._call.status_of(failure)

@@ -58,7 +58,7 @@ class ChannelInbox:
                 self._step()
 
     def drop_question(self, number: int) -> None:
-        """Drops a question, without a lock, for the garbage collector."""
+        """Drops a question; takes no lock, because the garbage collector may call it."""
         self._answers.pop(number, None)
 
     def _step(self) -> None:

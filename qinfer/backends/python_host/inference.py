@@ -177,7 +177,7 @@ class InferenceRequest:
         return json.dumps(self._parameters)
 
     def parameters_dict(self) -> dict[str, Scalar]:
-        """Returns the custom parameters; not Triton's."""
+        """Returns the custom parameters; Triton has no such method."""
         return self._parameters
 
     def timeout(self) -> int:
@@ -212,7 +212,7 @@ class InferenceRequest:
         self._release_flags = int(flags)
 
     def is_rescheduled(self) -> bool:
-        """Returns whether the request runs again; not Triton's."""
+        """Returns whether the request runs again; Triton has no such method."""
         return self._release_flags == RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
@@ -226,11 +226,11 @@ class InferenceRequest:
             return self._sender
 
     def responses(self) -> "SingleReply | ResponseStream | None":
-        """Returns the `SingleReply` or `ResponseStream` of the request's sender; not Triton's."""
+        """Returns the `SingleReply` or `ResponseStream` of the request's sender; Triton has no such method."""
         return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> SingleReply:
-        """Returns the single reply; not Triton's."""
+        """Returns the single reply; Triton has no such method."""
         is_asked_for = self._sender is not None
         self.get_response_sender()
         assert self._reply is not None

@@ -121,7 +121,7 @@ class InferenceResponseSender:
         return self._responses.is_cancelled()
 
     def responses(self) -> "SingleReply | ResponseStream":
-        """Returns the `SingleReply` or `ResponseStream` that takes the responses; not Triton's."""
+        """Returns the `SingleReply` or `ResponseStream` that takes the responses; Triton has no such method."""
         return self._responses
 
     def __del__(self) -> None:

@@ -83,7 +83,7 @@ _FILE = "file:"
 
 
 def set_model_dir(directory: str) -> None:
-    """Sets the result of `get_model_dir`; not Triton's."""
+    """Sets the result of `get_model_dir`; Triton has no such function."""
     global _model_dir  # noqa: PLW0603  a module of functions has no other place
     _model_dir = directory
 

@@ -298,7 +298,7 @@ class Client:
             request: As in `result`.
 
         Raises:
-            QinferError: As `result`; if the request failed, after the responses stored before.
+            QinferError: As `result`; a failed request raises after its stored responses.
         """
         handle, follower, tries = handle_of(request), Follower(), 0
         while not follower.has_ended:

@@ -241,7 +241,7 @@ def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
     for group in config.instance_group:
         if group.passive:
             continue
-        # As in Triton, the last one of a name counts.
+        # As in Triton, the last of several resources with one name counts.
         named = {r.name: ResourceSpec(r.name, r.count, getattr(r, "global")) for r in group.rate_limiter.resources}
         resources = tuple(named.values())
         on_gpu = group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU

@@ -50,7 +50,7 @@ class FilesCache:
         """Descriptors that hold shared locks on the latest copies."""
 
     def version_dir(self, files: Files, repository: str, directory: str, version: int, content_hash: str = "") -> Path:
-        """Returns the copy's version directory; asks nothing if `content_hash` has a copy."""
+        """Returns the version directory of a copy; reads no remote file if there is a copy for `content_hash`."""
         model = directory.partition("/")[0]
         home = self._root / hashlib.sha256(repository.encode()).hexdigest()[:16] / model
         alias = home / "content" / f"{content_hash}-{version}"
@@ -85,7 +85,7 @@ class FilesCache:
         )
 
     def _hold(self, model: str, version: int, copy: Path) -> bool:
-        """Tells whether the copy still exists."""
+        """Keeps a copy from being removed; returns false if it is gone already."""
         descriptor = hold(copy, MANIFEST)
         if descriptor is None:
             return False

@@ -1,8 +1,8 @@
 """The files of one model repository: of a directory (`LocalFiles`), or at a URL that fsspec knows (`RemoteFiles`).
 
-Paths are relative to the root: `<model>/<version>/model.onnx`. Every method blocks. It raises `SettingsError`, for
-operators, when the storage can't be reached or refuses, and `OSError` when one file can't be read. Triton's spellings
-of URLs work too (docs/how-to/model-repositories.md).
+Paths are relative to the root: `<model>/<version>/model.onnx`. Every method blocks. It raises `SettingsError`, with a
+text for operators, when the storage can't be reached or denies access, and `OSError` when one file can't be read.
+Triton's spellings of URLs work too (docs/how-to/model-repositories.md).
 """
 
 import hashlib
@@ -41,7 +41,7 @@ MAX_PAGES = 512
 _LOCAL_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
 _LOCAL_PAGE_BYTES = 4096
 _S3_SERVER = re.compile(r"s3://(?:(?P<scheme>https?)://(?P<host>[\w.:-]+)|(?P<server>[\w.-]+:\d+))/(?P<path>.+)")
-_SECRET = re.compile(r"(?:https?://)?[^/@]*:[^/@]*@")  # user:password@host; user@host holds none
+_SECRET = re.compile(r"(?:https?://)?[^/@]*:[^/@]*@")  # user:password@host; user@host has no password
 _REMOTE_WHOLE_BYTES = 4 * 2**20
 _MOST_FILES = 10 * MAX_FILES
 _LEFT_OUT = frozenset({"", ".", "..", IGNORED})
@@ -64,7 +64,7 @@ class Listing:
     directories: Collection[str]
 
     def versions(self) -> list[int]:
-        """Returns the version directories, ascending: no leading 0."""
+        """Returns the versions, ascending; a name with a leading 0 is no version."""
         return sorted(
             int(name)
             for name in self.directories
@@ -93,7 +93,7 @@ class TooFarSpreadError(Exception):
 
 @dataclass(slots=True)
 class Ranges:
-    """A part of a file, read by shared pages when needed; for one thread."""
+    """A part of a file, for one thread; parts share the pages, which are read when they are needed."""
 
     fetch: Callable[[int, int], bytes]
     end: int
@@ -264,7 +264,7 @@ class RemoteFiles:
         return sorted({child.name for child in found if child.is_folder and not child.name.startswith(".")})
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Lists everything once, for each directory."""
+        """Lists the repository once; returns the listing of each directory."""
         found = self._find(self._root)
         if not found:
             raise self._unreadable(_NOTHING)
@@ -296,7 +296,7 @@ class RemoteFiles:
             yield Ranges(partial(self._range, path), size)
 
     def directory(self, path: str) -> Path | None:
-        """Returns `None`: the files are elsewhere."""
+        """Returns `None`, because the files are not on this machine."""
         del path
         return None
 
@@ -323,7 +323,7 @@ class RemoteFiles:
             return self._store.read_range(self._at(path), begin, end)
 
     def _find(self, root: str) -> dict[str, Stamp]:
-        """Skips paths that would lead out of a copy."""
+        """Returns the files below a URL, without paths that would lead out of a copy."""
         found: dict[str, Stamp] = {}
         try:
             with self._named_errors():
@@ -333,7 +333,8 @@ class RemoteFiles:
                         found[path] = Stamp(size_bytes, etag)
                     if len(found) > _MOST_FILES:
                         raise SettingsError(
-                            f"model repository '{self._shown}' holds more than {_MOST_FILES} files; is it one?"
+                            f"model repository '{self._shown}' holds more than {_MOST_FILES} files; "
+                            "check that it is a model repository"
                         )
         except FileNotFoundError:
             return {}
@@ -377,8 +378,8 @@ def place_of(url: str) -> RepositoryAddress:
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
     if is_bucket(protocol) and _SECRET.match(rest):
         raise SettingsError(
-            f"model repository '{shown}' may have no password in its URL; it comes from the store's own variables, "
-            "such as AWS_SECRET_ACCESS_KEY"
+            f"model repository '{shown}' may have no password in its URL; set the password by the store's own "
+            "variables, such as AWS_SECRET_ACCESS_KEY"
         )
     server = _S3_SERVER.fullmatch(url)
     if server is not None:

@@ -187,7 +187,7 @@ async def test_redis_may_be_away(scene: Scene) -> None:
         with stopped(redis):
             for number in range(1, 200):
                 scene.put(number)
-            await bridge.says("the queue is away")
+            await bridge.says("Redis is away")
         found: dict[str, Any] = {}
         while len(found) < 199:
             (message,) = await scene.take()

@@ -226,7 +226,7 @@ async def test_an_endpoint_may_stand_in_front_of_a_model(both: list[Running], cl
         (split(canary(0.1, "half:1")), "target 'half:1' does not fit 'echo:1': they differ in input x"),
         (split(canary(0.1, "flow:1")), "one gives a single response, the other a stream"),
         (split(canary(0.1, "stateful:1")), "a model with sequences can be mixed with its own versions only"),
-        (split(canary(10)), "weight 10 is no share from 0 to 1, such as 0.1"),
+        (split(canary(10)), "weight 10 is not a share from 0 to 1, such as 0.1"),
         (split(typo=1), "the declaration of an endpoint has no 'typo'"),
         (split(shadow("stateful:1"), stable="stateful:1"), "a model with sequences can't be a shadow"),
         (split(shadow("flow:1"), stable="flow:1"), "a decoupled model can't be a shadow"),

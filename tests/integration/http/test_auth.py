@@ -127,8 +127,8 @@ async def test_as_many_in_flight_as_a_tenant_may(door: Door) -> None:
     served = await door.infer(door.bearer("busy"))
 
     assert refused.status_code == 503
-    assert (
-        refused.json()["error"] == "tenant 'busy' has 1 requests in flight, as many as it may; wait for an answer first"
+    assert refused.json()["error"] == (
+        "tenant 'busy' has 1 requests in flight, the most that it may have; wait for an answer"
     )
     assert refused.headers["retry-after"] == "1"
     assert served.status_code == 200

@@ -185,6 +185,28 @@ async def test_a_flood_ends_with_its_client_while_others_are_served() -> None:
             assert not port.tasks
 
 
+async def test_a_request_that_waited_for_a_turn_lets_its_connection_read_on() -> None:
+    """Reading pauses until the application starts, so that the end of a connection is noticed while it runs."""
+    started, gone = asyncio.Event(), asyncio.Event()
+
+    async def application(*_: object) -> None:
+        started.set()
+        await gone.wait()
+
+    async with running_gateway() as running:
+        port = running.gateway._server.port
+        turns, answers = port.turns, iter([False])
+        turns.may_start = lambda: turns.may_read() and next(answers, True)  # type: ignore[method-assign]
+        port.app = application
+        async with connected(running) as client, asyncio.timeout(TIMEOUT_S):
+            client.send(get("/"))
+            await started.wait()
+            assert next(answers, None) is None
+        async with asyncio.timeout(TIMEOUT_S):
+            await port.is_idle.wait()
+        gone.set()
+
+
 async def test_hundreds_of_pipelined_requests() -> None:
     """More than may be in flight on one connection: reading pauses, and all are answered in order."""
     ids = [str(number) for number in range(500)]

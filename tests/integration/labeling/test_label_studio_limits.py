@@ -86,7 +86,7 @@ async def test_a_project_has_so_many_waiting_tasks(
             refused = await client.post(WEBHOOK, json=event(tasks))
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
             assert refused.json()["error"] == (
-                "3 tasks of project 12 were not queued for model 'text', 5 were: 5 wait, as many as "
+                "3 tasks of project 12 were not queued for model 'text', 5 were: 5 wait, the most that "
                 "QINFER_LABELING__MAX_WAITING_TASKS allows; queue the others later by "
                 "POST /v1/label-studio/text/projects/12/tasks"
             )

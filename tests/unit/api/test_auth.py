@@ -97,7 +97,7 @@ def test_so_many_may_be_in_flight() -> None:
     assert principal is not None
     principal.quota.in_flight = 2
 
-    with pytest.raises(QuotaExceeded, match="tenant 'acme' has 2 requests in flight, as many as it may"):
+    with pytest.raises(QuotaExceeded, match="tenant 'acme' has 2 requests in flight, the most that it may have"):
         auth.authorize_inference(CallerContext(key="one"))
 
     principal.quota.in_flight = 1

@@ -84,7 +84,7 @@ def test_places_in_flight_are_those_it_holds() -> None:
 
     quota.lease(QuotaLease(tokens=0.0, level=0.0, part=0.5, places=4), clock.monotonic_s())
 
-    with pytest.raises(QuotaExceeded, match="tenant 'acme' has 8 requests in flight, as many as it may"):
+    with pytest.raises(QuotaExceeded, match="tenant 'acme' has 8 requests in flight, the most that it may have"):
         quota.check_in_flight(clock.monotonic_s())
     quota.in_flight = 3
     quota.check_in_flight(clock.monotonic_s())

@@ -185,7 +185,7 @@ async def test_a_look_that_goes_wrong_ends_no_gateway(
         await watch.sync_models()
     await watch.sync_models()
 
-    assert caplog.messages == ["model repository not looked through"]
+    assert caplog.messages == ["model repository can't be read"]
     assert await scene.loaded() == ["a"]
 
 
@@ -207,8 +207,8 @@ async def test_the_watch_follows_changes(scene: Scene, caplog: pytest.LogCapture
 
     assert [(record.message, record.__dict__.get("model")) for record in caplog.records][:4] == [
         ("model changed", "a"),
-        ("model repository not looked through", None),
-        ("model repository looked through again", None),
+        ("model repository can't be read", None),
+        ("model repository is read again", None),
         ("model changed", "b"),
     ]
     assert await scene.loaded() == ["a", "bad"]

@@ -124,7 +124,7 @@ def test_one_tenant_does_not_hide_what_the_others_show(controller: Controller) -
 
     assert not decision.verdicts[0].is_close
     assert decision.action is Action.HOLD
-    assert decision.reason.startswith("one tenant's requests hide what those of the others show; decide by hand: ")
+    assert decision.reason.startswith("the requests of the other tenants alone would decide; decide by hand: ")
 
 
 def test_disagreements_of_one_tenant_do_not_roll_back_either(controller: Controller) -> None:

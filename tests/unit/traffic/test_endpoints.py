@@ -59,7 +59,7 @@ def test_a_shadow_takes_nothing_from_the_others() -> None:
             "a target of an endpoint has no 'rol'; it has model, version, role, weight, when",
         ),
         ({"targets": [STABLE], "compare": {"y": {"agree": "close"}}}, "'close'; it may be argmax or equal or within"),
-        ({"targets": [STABLE, target(weight=-0.1)]}, "weight -0.1 is no share from 0 to 1"),
+        ({"targets": [STABLE, target(weight=-0.1)]}, "weight -0.1 is not a share from 0 to 1"),
         ({"targets": [STABLE, target(weight=0.7), target(5, weight=0.7)]}, "the weights of the canaries add up to 1.4"),
         ({"targets": [STABLE | {"weight": 0.5}, target(weight=0.1)]}, "the stable target gets the rest, 0.9, not 0.5"),
         ({"targets": [STABLE | {"when": [{"tenant": "a"}]}]}, "only a canary may have `when`"),
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said(document: Any, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "x" * 129])
 def test_a_name_is_one_that_models_have(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="it needs a name as models have"):
+    with pytest.raises(InvalidRequest, match="its name must have the form of a model's name"):
         read_endpoint({"name": name, "targets": [STABLE]})
 
 

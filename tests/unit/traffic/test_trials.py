@@ -215,7 +215,7 @@ def test_a_declaration_that_was_read_can_be_put_back() -> None:
     [
         ([{"model": "m", "version": 4}, {"model": "m", "version": 5}], PLAN, "the plan is for one canary, not 2"),
         ([{"model": "n", "version": "latest"}], PLAN, "a plan follows the latest version of 'm' only; write a number"),
-        ([{"model": "m", "version": 4, "weight": 0.1}], PLAN, "'m:4': the plan's steps have the weights; leave its"),
+        ([{"model": "m", "version": 4, "weight": 0.1}], PLAN, "'m:4': the steps of the plan set its weight; leave"),
         ([], {"steps": []}, "a canary has no steps"),
         ([], {"steps": [{"weight": 2}]}, "step 1 has weight 2"),
         ([], {"steps": [{"wieght": 0.1}]}, "a step of an endpoint has no 'wieght'"),

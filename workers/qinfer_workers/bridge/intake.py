@@ -95,7 +95,7 @@ class MessageIntake:
             quiet_s=_QUIET_S,
             route=name,
         )
-        self._away = OutageLog(logger, "the queue is away, messages wait in the source", remind_s=REMIND_S, route=name)
+        self._away = OutageLog(logger, "Redis is away, messages wait in the source", remind_s=REMIND_S, route=name)
 
     def add(self, works: Sequence[Work]) -> None:
         """Takes messages; for any thread."""

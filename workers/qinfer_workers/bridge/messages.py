@@ -1,6 +1,6 @@
 """Messages of the bridge: as delivered, as noted until the reply, and as published.
 
-Ids are bytes: some producers use a UUID's 16.
+Ids are bytes, because some producers use the 16 bytes of a UUID.
 """
 
 import hashlib

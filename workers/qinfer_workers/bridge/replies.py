@@ -28,7 +28,7 @@ Form = Literal["kserve", "json", "jsonl", "arrow-stream", "arrow-file"]
 
 
 class OutputColumn(msgspec.Struct, frozen=True, array_like=True):
-    """An output whose column one response does not show; -1 in `dims` is variable."""
+    """An output whose column can't be known from one response; -1 in `dims` is variable."""
 
     name: str
     dims: tuple[int, ...]

@@ -118,7 +118,7 @@ class Heartbeat:
             self._usage.stop()
 
     async def _beat_on(self) -> None:
-        outage = OutageLog(logger, "no heartbeat", "heartbeats again")
+        outage = OutageLog(logger, "heartbeat not written", "heartbeats are written again")
         is_news = False
         while True:
             is_news = is_news or self._changed.is_set()
@@ -190,7 +190,7 @@ class Heartbeat:
             await self.flush()
 
     async def _tell_metrics(self) -> None:
-        """Writes changed model metrics, and all metrics now and then; a thread reads them, since there may be many."""
+        """Writes changed model metrics, and sometimes all metrics; a thread reads them, since there may be many."""
         executors = [one.model.executor for one in list(self._batchers())]
         loaded = [each for each in executors if isinstance(each, ThreadExecutor)]
         record = await asyncio.to_thread(_own_metrics, loaded)

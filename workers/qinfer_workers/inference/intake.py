@@ -267,7 +267,7 @@ class LeaseIntake:
     def _bury(self, batcher: LaneBatcher, item: WorkItem, error: QinferError) -> None:
         deliveries, failure = item.lease.deliveries, Failure.from_error(error)
         extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
-        logger.error("given up", extra=extra)
+        logger.error("request given up", extra=extra)
         batcher.tally.failed(failure.code)
         response = Response(
             request_id=item.request.id,

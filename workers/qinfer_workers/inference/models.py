@@ -106,7 +106,7 @@ class Models:
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
         self._wanted: dict[str, WantedVersions] = {}
         self._settled: dict[str, WantedVersions] = {}
-        """The wishes tried last."""
+        """The last desired states that the worker has tried to reach."""
         self._again_at: dict[str, float] = {}
         self._tries: Counter[Key] = Counter()
         """Failures in a row."""
@@ -195,7 +195,7 @@ class Models:
                 if wanted is not None:
                     self._settled[name] = wanted
         except BrokerUnavailable as error:  # the next look starts it again
-            logger.warning("model not settled", extra={"model": name, "reason": error.message})
+            logger.warning("model not loaded or unloaded, trying again", extra={"model": name, "reason": error.message})
         finally:
             del self._tasks[name]
 

@@ -298,7 +298,7 @@ class Publisher:
         self._large: Counter[tuple[str, int]] = Counter()
         """Bytes of large answers not yet in Redis."""
         self._caught_up = asyncio.Event()
-        self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
+        self._outage = OutageLog(logger, "answers not written to Redis, trying again", "answers are written again")
         self._closed = False
 
     def hold(self, items: Sequence[WorkItem]) -> None:
@@ -540,7 +540,7 @@ class Publisher:
                 self._outage.failed(error.message)
             except QinferError:
                 extra = {"items": len(held), "request_ids": [item.request.id for item in held[:TOLD]]}
-                logger.exception("refused by the broker", extra=extra)
+                logger.exception("refused by Redis", extra=extra)
                 self._keeper.drop(held)
                 return
             failures += 1

@@ -76,7 +76,7 @@ class StreamPublisher:
             except (BrokerUnavailable, QueueFull):
                 raise
             except QinferError:
-                logger.exception("refused by the broker", extra={"request_ids": [item.request.id for item, _ in live]})
+                logger.exception("refused by Redis", extra={"request_ids": [item.request.id for item, _ in live]})
                 self._drop([item for item, _ in live])
             for _ in group:
                 waiting.popleft()

@@ -33,7 +33,7 @@ _Inputs = Mapping[str, WarmupInput]
 
 
 class _Unheard(OneResponse):
-    """Discards answers; after a refused call (`called`), results mean nothing."""
+    """Discards answers; `called` says that a call was refused, after which an execution proves nothing."""
 
     def __init__(self) -> None:
         self.called = False

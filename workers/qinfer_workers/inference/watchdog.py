@@ -182,7 +182,7 @@ class ExecutionWatchdog:
                     )
                     changed()
             except Exception:
-                logger.exception("the watchdog failed to look")
+                logger.exception("a check of the watchdog failed")
 
 
 def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:

@@ -327,7 +327,7 @@ class Worker:
     async def _fetch_loop(self, serving: Serving) -> None:
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
         key = batcher.model.spec.name, batcher.model.version
-        outage = OutageLog(logger, "nothing fetched", "fetching again")
+        outage = OutageLog(logger, "requests not fetched, trying again", "requests are fetched again")
         await self._keeper.watch(serving.lanes)
         if batcher.model.spec.decoupled:
             await self._caller.listen()
@@ -398,7 +398,7 @@ class Worker:
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
-        outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
+        outage = OutageLog(logger, "lost workers' entries not reclaimed, trying again", "entries are reclaimed again")
         lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
             await asyncio.sleep(self._settings.lease_s / 2)
@@ -426,7 +426,7 @@ class Worker:
             batcher.add_items(suspects)
 
     async def _has_suspects(self, serving: Serving) -> bool:
-        """Returns whether there is an entry to reclaim, and leaves it: a held one would count if the worker died."""
+        """Returns whether there is an entry to reclaim, and gives it back, so that it counts no delivery."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
             if not leases:
@@ -532,7 +532,7 @@ class Worker:
         except TimeoutError:
             logger.error("drain timed out", extra={"executing": sum(b.executing for b in self._batchers())})
         except BrokerUnavailable as error:
-            logger.warning("drained without the broker", extra={"reason": error.message})
+            logger.warning("drained, but Redis is unavailable", extra={"reason": error.message})
         finally:
             self._heartbeat.missed = lambda _: None
 
@@ -576,4 +576,6 @@ async def cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
 def _log_reclaimed(item: WorkItem) -> None:
     lease, request = item.lease, item.request
     extra = {"request_id": request.id, "model": request.model, "version": request.version, "tenant": request.tenant}
-    logger.warning("reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})
+    logger.warning(
+        "request reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries}
+    )

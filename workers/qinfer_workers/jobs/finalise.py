@@ -101,7 +101,7 @@ async def leave_partial(services: JobServices, job_id: str) -> None:
         except QinferError as error:
             if error.retryable and services.clock.now_s() - record.ended_at < services.settings.plan_timeout_s:
                 raise
-            logger.warning("no partial manifest", extra={"job": record.id, "reason": error.message})
+            logger.warning("partial manifest not written", extra={"job": record.id, "reason": error.message})
         listed_at = record.ended_at
         record = await services.jobs.get(job_id)  # it may have ended again
 

@@ -55,7 +55,7 @@ class Sweeper:
     async def run(self) -> None:
         """Checks all open jobs."""
         services = self._services
-        # First: jobs that are resumed later are among the unfinished.
+        # Pins are read first, so that a job that is resumed meanwhile is among the unfinished jobs.
         held = {pin.id: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}
         for record in await services.jobs.overdue():
             await self._attend(self._expire, record)
@@ -99,7 +99,7 @@ class Sweeper:
         except BrokerUnavailable:
             raise
         except QinferError as error:
-            logger.warning("job can't be moved on now", extra={"job": record.id, "reason": error.message})
+            logger.warning("job can't be continued now", extra={"job": record.id, "reason": error.message})
         except Exception:  # the other jobs need the sweep
             logger.exception("a job can't be checked", extra={"job": record.id})
 

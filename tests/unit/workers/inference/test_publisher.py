@@ -249,7 +249,7 @@ async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.
         await publisher.finish_accepted()
 
     assert not keeper.holds(item.lease.entry)
-    assert "refused by the broker" in caplog.text
+    assert "refused by Redis" in caplog.text
 
 
 def responses(items: Sequence[WorkItem]) -> list[Response]:

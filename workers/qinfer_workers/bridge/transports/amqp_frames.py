@@ -25,7 +25,8 @@ class Due(NamedTuple):
 class AckLine:
     """The acknowledgements of one AMQP channel, which numbers its messages from 1.
 
-    After `patience_s`, messages done out of order are acknowledged singly: a stuck one must not hold up the source.
+    After `patience_s`, messages done out of order are acknowledged singly, so that one slow message does not stop
+    the source.
     """
 
     def __init__(self, patience_s: float) -> None:

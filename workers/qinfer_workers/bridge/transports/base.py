@@ -11,7 +11,7 @@ from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 
 
 class MessageRefused(Exception):
-    """An unknown published message ended the connection."""
+    """The broker closed the connection because of a published message; it does not say which one."""
 
 
 class MessageSource(Protocol):

@@ -10,7 +10,7 @@ that scores many rows as fast as one would score single rows.
 _TRIALS = 3
 _MOST_TRIALS = 32
 _ENOUGH_S = 0.03
-"""Batches of a size must take this long together."""
+"""The least total time of a size's batches before the size is judged."""
 _HOPELESS = 4
 _SINGLE_ROWS = 2
 _QUICK = 4

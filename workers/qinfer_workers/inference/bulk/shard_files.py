@@ -47,7 +47,7 @@ MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
 )
 
-DEADLY = "the row kills workers: two of them died, or passed the execution limit, while it was executed alone"
+DEADLY = "the row kills workers: two workers died, or passed the execution limit, while they executed this row alone"
 """The `error_message` of deadly rows."""
 
 _FIRST_ROWS = 256
@@ -75,7 +75,7 @@ class TooManyFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTask:
-    """A shard to score; `model_hash` is of the files here, `max_errors` the job's limit (-1 = none)."""
+    """A shard to score; `model_hash` is the hash of this worker's files, `max_errors` the job's limit (-1 = none)."""
 
     job_id: str
     spec: JobSpec
@@ -197,7 +197,7 @@ class ShardFiles:
         writer = self._new_writer(self._outputs)
         try:
             self._write_all(writer, first, chunks)
-            # a driver's exception may keep this frame alive for long
+            # else a driver's exception may keep the chunk in memory for long
             del first
             is_stopped, is_whole = chunks.is_stopped, self.step == (0, self._task.shard.rows, False)
             if self.keeps if is_stopped else not is_whole:
@@ -305,7 +305,7 @@ class ShardFiles:
                 if (outcome := self.existing()) is not None:
                     return outcome
                 store.set_aside(task.url, found.etag)
-        raise StoreUnavailable(f"'{task.url}' can't be committed: there is another broken part each time; try again")
+        raise StoreUnavailable(f"'{task.url}' can't be committed: each try found another broken part there; try again")
 
 
 def streamed_bytes(read_bytes: int) -> int:
@@ -338,7 +338,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Admits one thread beside online requests, because each takes a core."""
+    """Admits one thread at a time beside online requests, because each thread takes a core."""
     if not chunks.is_shared:
         yield
         return

@@ -371,7 +371,7 @@ class ShardLoop:
     async def _run_task(self, shard: ShardTask) -> None:
         try:
             await shard.run()
-        except Exception:  # the lease will expire, and count as an execution
+        except Exception:  # the lease will expire, so the try counts
             logger.exception("shard task failed")
         finally:
             self._shards.discard(shard)

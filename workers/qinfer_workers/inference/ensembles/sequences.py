@@ -2,8 +2,9 @@
 
     adopt, add_step ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
 
-A step is a step of each stateful model, with the same correlation id. The ensemble's state is the number of steps that
-each model has got: a step repeated after a crash has the same numbers, and gets the committed responses.
+A step of the ensemble makes a step of each stateful model, with the same correlation id. The ensemble's state is the
+number of steps that each model has received: a step repeated after a crash has the same numbers, and gets the committed
+responses.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ _STATE = "steps"
 _ENDINGS: dict[str, type[QinferError]] = {
     error.code.value: error for error in (SequenceEnded, SequenceLost, DeadlineExceeded, Cancelled, BrokerUnavailable)
 }
-"""These may have ended the sequence."""
+"""Errors of steps that may have ended the sequence."""
 
 
 class _EnsembleSequence:
@@ -201,7 +202,7 @@ class EnsembleSteps:
             self._break(kept, item, _ENDINGS.get(failure.code, InferenceFailed)(failure.message))
             return
         kept.counts = steps.counts()
-        # earlier models' sequences may have changed
+        # models before the failed one may have changed their states
         counts = np.array([kept.counts[model] for model in self._stateful], "<i8")
         item.state, item.changes_failing = (from_numpy(_STATE, counts),), True
         self._outlet.executed([item], [response])
@@ -209,7 +210,7 @@ class EnsembleSteps:
         self.pump()
 
     def _is_certain(self, item: PendingStep, steps: "_NumberedSteps") -> bool:
-        """Returns whether the models that got a failed step are known: a dead worker may have got further."""
+        """Returns whether all models that received a failed step are known; a dead worker may have reached others."""
         return steps.are_known and (item.lease.deliveries <= 1 or steps.are_all(self._stateful))
 
     def _break(self, kept: _EnsembleSequence, step: PendingStep, error: QinferError) -> None:

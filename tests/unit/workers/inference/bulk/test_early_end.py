@@ -133,7 +133,7 @@ async def test_a_list_that_can_not_be_made_is_given_up(
 
     await one.finaliser().run("job")
 
-    assert "no partial manifest" in caplog.text
+    assert "partial manifest not written" in caplog.text
     assert (await one.record()).state == JobState.CANCELLED
 
 
@@ -149,7 +149,7 @@ async def test_a_part_that_kills_its_reader_ends_the_list_only(
     await one.finaliser().run("job")
 
     assert (tmp_path / "out" / LIST).exists() == is_listed
-    assert ("no partial manifest" in caplog.text) != is_listed
+    assert ("partial manifest not written" in caplog.text) != is_listed
 
 
 async def test_a_job_that_was_never_planned_has_no_list(database: Database, tmp_path: Path) -> None:
