@@ -52,7 +52,6 @@ MANAGED = frozenset(
         "BULK__ENABLED",
         "BULK__BROKER_URL",
         "BULK__SPOOL_DIR",
-        "BULK__BEAT",
         "WORKER__MODELS",
         "WORKER__DRAIN_S",
         "REPOSITORY__PATH",
@@ -66,7 +65,7 @@ MANAGED = frozenset(
 
 ADDED = {
     "bridge": ("bridge.yaml",),
-    "bulk": ("beat.yaml", "bulk.yaml"),
+    "bulk": ("bulk.yaml",),
     "keda": ("keda.yaml",),
     "monitoring": ("monitoring.yaml",),
 }

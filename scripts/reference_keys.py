@@ -398,6 +398,7 @@ ROWS = (
     Row(keys.workers, "sorted set", "permanent", "ids of workers by the time of their last heartbeat"),
     Row(keys.jobs, "sorted set", "permanent", "ids of bulk jobs by the time of their creation"),
     Row(keys.open_jobs, "sorted set", "permanent", "ids of bulk jobs that may not have ended, by deadline"),
+    Row(keys.sweep, "string", "`bulk.sweep_every_s`", "the turn of a bulk worker to look for stuck jobs"),
     Row(keys.job_places, "hash", "permanent", "the partition and model of each bulk job"),
     Row(
         keys.worker,
@@ -423,8 +424,8 @@ ROWS = (
         keys.liveness,
         "sorted set",
         "15 s after the last heartbeat",
-        "the live gateways, bulk workers, beats and bridges, by the time at which they no longer count as alive",
-        ({"program": "gateway"}, {"program": "bulk"}, {"program": "beat"}, {"program": "bridge"}),
+        "the live gateways, bulk workers and bridges, by the time at which they no longer count as alive",
+        ({"program": "gateway"}, {"program": "bulk"}, {"program": "bridge"}),
     ),
     Row(
         keys.bridges,

@@ -35,7 +35,7 @@ from scripts.rooms import free_port
 
 UID = 10001
 HEALTHY_WITHIN_S, SERVED_WITHIN_S, GRACE_S = 90.0, 90.0, 10.0
-TARGETS = ("runtime", "gateway", "worker", "bulk", "beat", "bridge", "flower")
+TARGETS = ("runtime", "gateway", "worker", "bulk", "bridge", "flower")
 ROUTES = """
 routes:
   - name: digits
@@ -94,7 +94,6 @@ class Scene:
             "QINFER_GRPC__PORT": "0",
             "QINFER_METRICS__PORT": "0",
             "QINFER_STORES__ALLOW": '["file:///data"]',
-            "QINFER_BULK__BEAT": "false",
             "CELERY_BROKER_URL": f"{self.redis}/0",
         }
 

@@ -310,10 +310,6 @@ class BulkSettings(Section):
     )
     record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that the record of an ended job is kept.")
     sweep_every_s: float = Field(10.0, gt=0, description="Seconds between checks for stuck and expired jobs.")
-    beat: bool = Field(
-        True,
-        description="Run Celery's beat within bulk workers; false if `qinfer_workers.jobs.beat` is running.",
-    )
 
 
 class LabelingSettings(Section):
@@ -389,7 +385,7 @@ class WorkerSettings(Section):
     health_dir: str = Field(
         "",
         description="Directory, of this process alone, of files that probes look at: `live` is younger than a minute "
-        "while the worker, bulk worker, beat or bridge runs; `ready`, of a worker only, younger than half a minute "
+        "while the worker, bulk worker or bridge runs; `ready`, of a worker only, younger than half a minute "
         "while its models are loaded. Empty = none.",
     )
     load_threads: int = Field(4, gt=0, description="Concurrent loads of models (Triton's --model-load-thread-count).")

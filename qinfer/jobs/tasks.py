@@ -7,7 +7,6 @@ imported at the first task, so that a gateway without jobs does not load them.
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
 QUEUE = "qinfer-bulk"
-PLAN, FINALISE, SWEEP = "qinfer.bulk.plan", "qinfer.bulk.finalise", "qinfer.bulk.sweep"
+PLAN, FINALISE = "qinfer.bulk.plan", "qinfer.bulk.finalise"
 
 _VARIABLE = "QINFER_BULK__BROKER_URL"
 _UNUSED = {"connection_class", "host", "port", "path", "db", "username", "password"}
@@ -74,20 +73,6 @@ class BulkTasks:
     def finalise(self, job_id: str) -> None:
         """Requests the end of a job with all shards settled."""
         self._send_task(FINALISE, job_id)
-
-    def waiting(self) -> int:
-        """Returns how many tasks no bulk worker has taken yet."""
-        from kombu.exceptions import ChannelError, KombuError
-        from redis.exceptions import RedisError
-
-        try:
-            with closing(self._producer().connection_for_read()) as connection:
-                answer = connection.channel().queue_declare(QUEUE, passive=True)
-        except ChannelError:  # an empty queue does not exist
-            return 0
-        except (KombuError, RedisError, OSError):
-            raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
-        return int(answer.message_count)
 
     def close(self) -> None:
         """Closes the connections."""

@@ -7,7 +7,7 @@ import msgspec
 
 from qinfer.observe.host import GpuUse, MemoryUse
 
-GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
+GATEWAY, BULK, BRIDGE = "gateway", "bulk", "bridge"
 """The programs whose processes report liveness, as `<name>@<host>`."""
 
 CALLERS = (GATEWAY, BULK, BRIDGE)

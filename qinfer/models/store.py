@@ -165,6 +165,11 @@ class ControlStore:
         with translated():
             return sorted(map(decode_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
+    async def take_sweep(self, ttl_s: float) -> bool:
+        """Takes the turn to look for stuck jobs; returns false while another bulk worker has it."""
+        with translated():
+            return bool(await self.client.set(keys.sweep(), "1", nx=True, px=int(ttl_s * 1000)))
+
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
         """Writes an autoscaler's record, and adds to all counts."""
         with translated():
@@ -315,19 +320,17 @@ class ControlStore:
             return await pipe.execute()  # type: ignore[no-any-return]  # redis-py says no more of it
 
 
-async def report_liveness(store: ControlStore, name: str, *programs: str) -> NoReturn:
+async def report_liveness(store: ControlStore, name: str, program: str) -> NoReturn:
     """Reports every few seconds that `<name>@<host>` is live, until cancelled."""
     try:
         while True:
             with suppress(BrokerUnavailable):
-                for program in programs:
-                    await store.report_liveness(program, name, LIVENESS_HOLDS_S)
+                await store.report_liveness(program, name, LIVENESS_HOLDS_S)
             await asyncio.sleep(LIVENESS_EVERY_S)
     finally:
         with suppress(BrokerUnavailable, TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                for program in programs:
-                    await store.report_liveness(program, name, 0.0)
+                await store.report_liveness(program, name, 0.0)
 
 
 def _is_wrong_type(error: Exception) -> bool:

@@ -374,6 +374,11 @@ def open_jobs() -> str:
     return "qinfer:jobs:open"
 
 
+def sweep() -> str:
+    """String while a bulk worker has the turn to look for stuck jobs."""
+    return "qinfer:jobs:sweep"
+
+
 def label_board(model: str, tenant: str, project: int, part: str) -> str:
     """A project's `entries`, `data`, `ended`, or a state's index."""
     return f"{_partition(model, 0)}label-{part}:{project}:{tenant}"

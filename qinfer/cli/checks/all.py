@@ -27,7 +27,7 @@ from qinfer.errors import QinferError, SettingsError
 from qinfer.models.config.message import from_json
 from qinfer.models.readiness import assess
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.state import BEAT, BULK, GATEWAY, DesiredState, State, StoredModel, WorkerRecord
+from qinfer.models.state import BULK, GATEWAY, DesiredState, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.address import NodeAddress, parse_place
 from qinfer.queue.clients import Login, admin_client, blocking_client
@@ -42,7 +42,6 @@ _SHOWN = 5
 class _Workers(NamedTuple):
     workers: list[WorkerRecord]
     bulk_workers: list[str]
-    beats: list[str]
     gateways: list[str]
     desired: dict[str, DesiredState]
     stored: dict[str, StoredModel]
@@ -121,7 +120,7 @@ def _worker_findings(settings: Settings) -> list[Finding]:
     needs_bulk = bool(settings.bulk.enabled and settings.stores.allow)
     return [
         *examine_gateways(found.gateways),
-        *examine_workers(found.workers, found.bulk_workers, found.beats, needs_bulk=needs_bulk),
+        *examine_workers(found.workers, found.bulk_workers, needs_bulk=needs_bulk),
         *examine_models(found.desired, found.stored, found.workers),
     ]
 
@@ -131,8 +130,8 @@ async def _read_workers(settings: RedisSettings) -> _Workers:
     try:
         desired = await store.desired()
         workers = await store.workers()
-        bulk, beats, gateways = [await store.live_processes(program) for program in (BULK, BEAT, GATEWAY)]
-        return _Workers(workers, bulk, beats, gateways, desired, await store.models(sorted(desired)))
+        bulk, gateways = [await store.live_processes(program) for program in (BULK, GATEWAY)]
+        return _Workers(workers, bulk, gateways, desired, await store.models(sorted(desired)))
     finally:
         await store.close()
 
@@ -171,7 +170,7 @@ def examine_gateways(gateways: Sequence[str]) -> Iterator[Finding]:
 
 
 def examine_workers(
-    workers: Sequence[WorkerRecord], bulk_workers: Sequence[str], beats: Sequence[str], *, needs_bulk: bool
+    workers: Sequence[WorkerRecord], bulk_workers: Sequence[str], *, needs_bulk: bool
 ) -> Iterator[Finding]:
     """Yields findings about the workers."""
     if workers:
@@ -195,9 +194,6 @@ def examine_workers(
         yield warning("bulk workers", "none is live: bulk jobs wait", "start python -m qinfer_workers.jobs")
     elif bulk_workers:
         yield ok("bulk workers", f"{len(bulk_workers)} live")
-    if bulk_workers and not beats:
-        remedy = "start python -m qinfer_workers.jobs.beat, or set QINFER_BULK__BEAT=true for bulk workers"
-        yield warning("beat", "none is live: stuck and expired bulk jobs are not found", remedy)
 
 
 def examine_models(

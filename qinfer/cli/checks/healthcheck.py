@@ -44,10 +44,6 @@ _PROGRAMS = {
     While Redis is unreachable a bulk worker counts as alive, because a restart would not help; with --ready it does
     not.
     """,
-    "beat": """Check that Celery's beat is alive on this host, in its own program or within a bulk worker.
-
-    While Redis is unreachable it counts as alive, because a restart would not help; with --ready it does not.
-    """,
     "bridge": """Check that a bridge on this host is alive. The brokers of its queues are not contacted.
 
     While Redis is unreachable a bridge counts as alive, because a restart would not help; with --ready it does not.

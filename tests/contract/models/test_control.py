@@ -29,6 +29,7 @@ from qinfer.models.writing import write_model
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane
+from qinfer.testing import eventually
 from qinfer.wire.versions import encode_document
 from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import free_port
@@ -362,6 +363,13 @@ async def test_signs_of_life_are_seen_while_they_hold(stores: ControlPair) -> No
 
     assert await stores.other.live_processes("bulk") == ["a@host", "b@host"]
     assert await stores.other.live_processes("nobody") == []
+
+
+async def test_the_turn_to_sweep_is_one_process_s_for_a_time(stores: ControlPair) -> None:
+    assert await stores.one.take_sweep(SHORT_S)
+
+    await eventually(lambda: stores.other.take_sweep(LONG_S))
+    assert not await stores.one.take_sweep(SHORT_S)
 
 
 async def test_autoscalers_say_what_they_do_while_they_live(stores: ControlPair) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr
 
 from qinfer.core.settings import RedisSettings
-from qinfer.models.state import BEAT, BRIDGE, BULK, GATEWAY
+from qinfer.models.state import BRIDGE, BULK, GATEWAY
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.testing import eventually
@@ -36,18 +36,17 @@ COMMANDS = {
     GATEWAY: ["qinfer_api"],
     WORKER: ["qinfer_workers.inference"],
     BULK: ["qinfer_workers.jobs"],
-    BEAT: ["qinfer_workers.jobs.beat"],
     BRIDGE: ["qinfer_workers.bridge", "routes.yaml"],
     AUTOSCALE: ["qinfer.cli.main", "autoscale", "--min", "0", "--max", "1"],
 }
-WITH_FILES = [WORKER, BULK, BEAT, BRIDGE]
+WITH_FILES = [WORKER, BULK, BRIDGE]
 """Programs whose probes look at a file."""
 WAIT_AT_ONCE = [GATEWAY, WORKER, BULK, BRIDGE]
 """Programs that wait before they start anything; the others begin, and try again and again."""
 WAITING = "start waits for redis"
-LATER = [*((program, 2) for program in COMMANDS), (BEAT, 1), (GATEWAY, 3), (WORKER, 3)]
+LATER = [*((program, 2) for program in COMMANDS), (GATEWAY, 3), (WORKER, 3)]
 BREAKS = [
-    *((program, 1) for program in COMMANDS if program != BEAT),
+    *((program, 1) for program in COMMANDS),
     *(pytest.param(*each, marks=pytest.mark.long) for each in LATER),
 ]
 """Programs, and how many connections they make before Redis is away: a first one, and a few more."""

@@ -173,7 +173,7 @@ def path_problems(objects: Sequence[Object]) -> list[str]:
         read = [settings.auth.keys_file, settings.http.tls_certfile, settings.grpc.tls_keyfile]
         if settings.repository.path.startswith("/"):
             read.append(settings.repository.path)
-        if container["name"] not in ("bulk", "beat", "bridge"):
+        if container["name"] not in ("bulk", "bridge"):
             found += [
                 f"{one['metadata']['name']}: no volume at {path}"
                 for path in read

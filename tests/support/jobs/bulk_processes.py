@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,11 +53,6 @@ class BulkProcesses(Bench):
             command = [sys.executable, "-m", *module]
             self.processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
         return self.processes[-1]
-
-    async def signed(self, program: str, processes: "Sequence[subprocess.Popen[bytes]]") -> bool:
-        """Tells whether just these processes give signs of life as a program."""
-        names = [name.partition("@")[0].rpartition("-")[2] for name in await self.store.live_processes(program)]
-        return sorted(names) == sorted(str(process.pid) for process in processes)
 
     def start_flower(self) -> int:
         """Starts Flower; returns its port."""

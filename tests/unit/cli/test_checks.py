@@ -1,14 +1,11 @@
 """What `qinfer doctor` makes of what it is told: pure findings."""
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from qinfer.cli.checks import permissions
 from qinfer.cli.checks.all import examine_models, examine_workers
 from qinfer.cli.checks.redis_server import NodeReport, examine_node
 from qinfer.cli.checks.report import HIDDEN, Finding, Severity, problem, without
@@ -20,7 +17,6 @@ INFO = {"redis_version": "7.4.1", "used_memory": 10, "maxmemory": 100, "redis_mo
 BEHIND = {"ip": "10.0.0.2", "port": 6379, "state": "online", "offset": 0, "lag": 30}
 CONFIG = {"maxmemory-policy": "noeviction", "appendonly": "yes", "appendfsync": "everysec", "maxclients": "100"}
 WORKER = WorkerRecord(id="w1", started_at=0.0, models={"m": {1: VersionState(State.READY, 1)}})
-LUA = sorted(Path(permissions.__file__).parents[2].rglob("lua/**/*.lua"))
 
 
 def levels(findings: "list[Finding]") -> dict[str, Severity]:
@@ -73,7 +69,7 @@ def test_clocks_are_compared(offset_s: float, level: Severity) -> None:
     """Redis' with this machine's, and each worker's with Redis'."""
     node = levels(list(examine_node(NodeReport("h:1", INFO, CONFIG, offset_s), RedisSettings())))
     workers = [WORKER, msgspec.structs.replace(WORKER, id="w2", clock_offset_s=offset_s)]
-    fleet = levels(list(examine_workers(workers, [], [], needs_bulk=False)))
+    fleet = levels(list(examine_workers(workers, [], needs_bulk=False)))
 
     assert node["clock of Redis"] is level
     assert fleet.get("clock of a worker", Severity.OK) is level
@@ -98,19 +94,10 @@ def test_eviction_is_checked_where_config_is_forbidden() -> None:
 def test_workers_that_can_not_read_what_gateways_write_are_a_problem() -> None:
     """They must be upgraded first."""
     old = msgspec.structs.replace(WORKER, id="old", frame_versions=(0,))
-    findings = list(examine_workers([WORKER, old], ["b@h"], ["b@h"], needs_bulk=True))
+    findings = list(examine_workers([WORKER, old], ["b@h"], needs_bulk=True))
 
     (frames,) = (finding for finding in findings if finding.subject == "frame versions")
     assert (frames.level, "old" in frames.text, "w1" in frames.text) == (Severity.PROBLEM, True, False)
-
-
-def test_bulk_workers_without_a_beat_are_told() -> None:
-    """Jobs run without one; only what is stuck stays so."""
-    without = levels(list(examine_workers([WORKER], ["b@h"], [], needs_bulk=True)))
-    beside = levels(list(examine_workers([WORKER], ["b@h"], ["beat@other"], needs_bulk=True)))
-
-    assert (without["bulk workers"], without["beat"]) == (Severity.OK, Severity.WARNING)
-    assert "beat" not in beside
 
 
 def test_missing_workers_and_failed_models_are_named() -> None:
@@ -118,7 +105,7 @@ def test_missing_workers_and_failed_models_are_named() -> None:
     desired, stored = {"m": DesiredState("m", 1)}, {"m": StoredModel("m", 1, "{}", (1,))}
     failed = msgspec.structs.replace(WORKER, models={"m": {1: VersionState(State.UNAVAILABLE, 1, "no file")}})
 
-    nobody = levels(list(examine_workers([], [], [], needs_bulk=True)))
+    nobody = levels(list(examine_workers([], [], needs_bulk=True)))
     (waits,) = examine_models(desired, stored, [])
     (broken,) = examine_models(desired, stored, [failed])
 
@@ -132,15 +119,6 @@ def test_secrets_are_hidden_wherever_they_are() -> None:
     (found,) = without(["geheim", ""], [problem("x", "AUTH geheim failed", "not geheim")])
 
     assert (found.text, found.remedy) == (f"AUTH {HIDDEN} failed", f"not {HIDDEN}")
-
-
-def test_every_command_of_the_scripts_is_tried() -> None:
-    """A command that a script gains is one that a restricted user needs."""
-    assert LUA
-    calls = re.findall(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?", "".join(path.read_text() for path in LUA))
-    tried = {name.split()[0] for name in permissions.command_names()}
-
-    assert {command for command, _ in calls} - tried == set()
 
 
 def test_a_runtime_that_crashes_is_told_from_one_that_lacks_a_library() -> None:

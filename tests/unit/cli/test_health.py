@@ -41,7 +41,7 @@ def test_a_worker_is_judged_by_its_heartbeat(
     assert judge(records, "here", ready=ready, strict=strict).is_healthy is is_healthy
 
 
-@pytest.mark.parametrize("program", ["worker", "bulk", "beat", "bridge"])
+@pytest.mark.parametrize("program", ["worker", "bulk", "bridge"])
 def test_a_redis_that_is_away_makes_nothing_restart(program: str) -> None:
     """A restart would not bring it back; but whoever asks for readiness is told."""
     url = f"redis://127.0.0.1:{free_port()}"

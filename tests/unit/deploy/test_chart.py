@@ -215,7 +215,7 @@ def test_programs_get_the_secrets_that_they_use(tmp_path: Path) -> None:
         for name in got.keys() & environment(objects, container).keys():
             got[name].add(one["metadata"]["labels"]["app.kubernetes.io/component"])
 
-    assert got == {"QINFER_WEBHOOKS__SECRET": {"gateway"}, "QINFER_BULK__BROKER_URL": {"gateway", "bulk", "beat"}}
+    assert got == {"QINFER_WEBHOOKS__SECRET": {"gateway"}, "QINFER_BULK__BROKER_URL": {"gateway", "bulk"}}
 
 
 def test_no_secret_is_in_anything_but_secrets() -> None:

@@ -140,7 +140,7 @@ def test_each_program_is_asked_how_it_is() -> None:
     looks = {name for name, words in checks.items() if is_look_at_health(words)}
 
     assert disabled == {*ONE_SHOT, "autoscale"}
-    assert looks == {"worker", "worker-gpu", "bulk", "beat", "bridge"}
+    assert looks == {"worker", "worker-gpu", "bulk", "bridge"}
     assert all("QINFER_WORKER__HEALTH_DIR" in SERVICES[name]["environment"] for name in looks)
     assert {name: checks[name][-1] for name in checks.keys() - looks} == {"gateway": "gateway"}
     assert all("healthcheck" in service for service in SERVICES.values())
@@ -198,14 +198,11 @@ def test_images_are_pinned(name: str) -> None:
         assert build["target"] in stages(ROOT / build["dockerfile"])
 
 
-def test_beat_runs_once_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there may be several bulk workers, which have none of their own."""
+def test_there_may_be_several_bulk_workers() -> None:
+    """One of them at a time looks for stuck jobs."""
     more = compose(variables=SECRETS | {"BULK_WORKERS": "3"})["services"]
-    monkeypatch.setenv("QINFER_BULK__BEAT", more["bulk"]["environment"]["QINFER_BULK__BEAT"])
 
-    assert not load_settings().bulk.beat
-    assert (more["bulk"]["deploy"]["replicas"], "replicas" in more["beat"]["deploy"]) == ("3", False)
-    assert command_of(more["beat"])[-1] == "qinfer_workers.jobs.beat"
+    assert more["bulk"]["deploy"]["replicas"] == "3"
 
 
 def test_only_three_are_published_and_on_loopback() -> None:
@@ -216,8 +213,7 @@ def test_only_three_are_published_and_on_loopback() -> None:
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert compose()["networks"]["back"] == {"internal": True}
     assert all(
-        "front" not in SERVICES[name]["networks"]
-        for name in ("redis", "store", "worker", "bulk", "beat", "models-sync")
+        "front" not in SERVICES[name]["networks"] for name in ("redis", "store", "worker", "bulk", "models-sync")
     )
 
 
@@ -268,7 +264,7 @@ def test_paths_are_there() -> None:
         files = [key_file.rpartition("/")[0] for key_file in keys]  # a file that is replaced is followed in a directory
         files += [word for word in command_of(service) if word.startswith("/etc/")] if name in OURS else []
         assert set(files) <= set(targets), name
-        if name in OURS and name not in ("store-bucket", "bridge", "beat"):
+        if name in OURS and name not in ("store-bucket", "bridge"):
             assert image_environment()["QINFER_REPOSITORY__PATH"] in targets, name
 
 

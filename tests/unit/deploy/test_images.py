@@ -23,7 +23,7 @@ from tests.support.deploy.locks import locked
 DOCKER = DEPLOY / "docker"
 FILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cuda"]
 PROGRAMS = [
-    *((DOCKER / "Dockerfile", stage) for stage in ("runtime", "worker", "bulk", "beat", "bridge", "flower", "gateway")),
+    *((DOCKER / "Dockerfile", stage) for stage in ("runtime", "worker", "bulk", "bridge", "flower", "gateway")),
     (DOCKER / "Dockerfile.cuda", "worker"),
 ]
 EXTRAS = ("gateway", "worker", "bulk", "bridge", "sqs", "s3", "gcs", "azure", "tracing")

@@ -114,7 +114,7 @@ def test_managed_settings_exist() -> None:
         {"workerGroups": [{"name": "a", "autoscaling": {"redisStreams": {"lagCount": 5}}}]},
         {"bulk": {"broker": {"url": "amqp://queue"}}},
         {"bulk": {"allow": ["bucket/folder"]}},
-        {"bulk": {"beat": {"replicas": 2}}},
+        {"bulk": {"beat": {}}},
         {"bulk": {"settings": {"QINFER_BULK__BEAT": True}}},
         {"bridges": [{"existingSecret": {"name": "routes"}}]},
         {"bridges": [{"name": "Orders"}]},

@@ -36,6 +36,7 @@ SMALL_FILES: dict[str, str] = {
     # Files that another program runs or imports by their names.
     "qinfer/backends/python_host/modules/triton_python_backend_utils.py": "models import it by Triton's name",
     "qinfer/backends/python_host/packed/start.py": "a program, run as a file by an environment without qinfer",
+    "workers/qinfer_workers/jobs/beat.py": "a program that old deployments start",
     "qinfer/cli/local/child.py": "a program, which `qinfer up` starts",
     "qinfer/integrations/airflow/trigger.py": "Airflow's triggerer imports it without the operator",
     # Small subjects of the library with several users.
@@ -57,7 +58,6 @@ READS_ENVIRONMENT = {
     "qinfer/backends/python_host/packed/start.py",
     "scripts/demo.py",
     "scripts/unchanged_tests.py",
-    "workers/qinfer_workers/jobs/beat.py",
     "workers/qinfer_workers/renewer.py",
     # A store is opened anew when the variables of its driver have changed.
     "qinfer/storage/open.py",

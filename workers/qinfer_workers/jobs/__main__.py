@@ -1,6 +1,6 @@
 """The bulk worker's composition root: `python -m qinfer_workers.jobs`.
 
-One Celery worker, with beat embedded unless `bulk.beat` is off; `QINFER_…` variables configure it. Any number may run.
+One Celery worker, and a loop that looks for stuck jobs; `QINFER_…` variables configure it. Any number may run.
 SIGTERM and SIGINT end it, and its tasks go back to the queue. It also ends when it can't work any more (`Watchdog`), to
 be restarted.
 
@@ -15,7 +15,6 @@ import threading
 from functools import partial
 from types import FrameType
 
-from celery.beat import EmbeddedService
 from celery.worker import state
 
 from qinfer.core.processes import protect_process
@@ -23,8 +22,8 @@ from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
-from qinfer.models.state import BEAT, BULK
+from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, BulkTasks, broker_of
+from qinfer.models.state import BULK
 from qinfer.models.store import ControlStore, report_liveness
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client, wait_for_redis
@@ -41,8 +40,7 @@ from qinfer_workers.liveness import exit_process, open_health
 logger = logging.getLogger("qinfer_workers.jobs")
 
 _LEVELS = {
-    "celery.beat": logging.WARNING,  # several lines for each task
-    "celery.worker.strategy": logging.WARNING,
+    "celery.worker.strategy": logging.WARNING,  # several lines for each task
     "celery.app.trace": logging.WARNING,
     "celery.worker.request": logging.WARNING,
     "kombu.transport.virtual.base": logging.ERROR,  # warns of tasks handed back at the end, which is intended
@@ -86,7 +84,6 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
     use_cases: dict[str, UseCase] = {
         PLAN: JobPlanner(services, settings.limits).run,
         FINALISE: Finaliser(services).run,
-        SWEEP: Sweeper(services, tasks).run,
     }
     app = make_app(settings, loop, use_cases)
     app.set_default()  # the pool's threads find tasks there
@@ -99,19 +96,14 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
         without_mingle=True,
         without_gossip=True,
     )
-    # needs no file
-    beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler") if settings.bulk.beat else None
-    watchdog = Watchdog(loop, services, partial(_stop, loop, os.EX_SOFTWARE), tasks.waiting, beat)
+    watchdog = Watchdog(loop, services, partial(_stop, loop, os.EX_SOFTWARE))
     loop.start(services.examiners.run())
-    loop.start(report_liveness(services.store, name, BULK, *([BEAT] if beat is not None else [])))
-    if beat is not None:
-        beat.start()
+    loop.start(report_liveness(services.store, name, BULK))
+    loop.start(Sweeper(services, tasks).run_rounds())
     watchdog.start()
     logger.info("bulk worker started")
     worker.start()
     watchdog.stop_watching()
-    if beat is not None:
-        beat.service.stop(wait=False)
     tasks.close()
     return worker.exitcode or os.EX_OK
 

@@ -14,13 +14,11 @@ from celery.exceptions import Reject
 from qinfer.core.retry import pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
-from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, celery_app
+from qinfer.jobs.tasks import FINALISE, PLAN, celery_app
 from qinfer_workers.jobs.event_loop import EventLoop, WorkStopped
 
 UseCase = Callable[[str], Coroutine[None, None, None]]
 """Work on a job; a `retryable` error repeats it later."""
-
-SWEEP_LIMIT_S = 120.0
 
 _TASK_MARGIN_S = 60.0  # steps end themselves after `plan_timeout_s`; this is for hanging tasks
 _VISIBILITY_MARGIN_S = 600.0
@@ -29,17 +27,7 @@ _FIRST_PAUSE_S = 0.5
 
 
 def make_app(settings: Settings, loop: EventLoop, use_cases: Mapping[str, UseCase]) -> Celery:
-    """Makes the app; `SWEEP`'s use case gets an empty id."""
-    app = plain_app(settings)
-    for name in (PLAN, FINALISE, SWEEP):
-        limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
-        _register(app, name, partial(_run_use_case, loop, use_cases[name], limit_s), longest_pause_s(settings))
-    app.finalize()
-    return app
-
-
-def plain_app(settings: Settings) -> Celery:
-    """Makes the app without tasks, for beat."""
+    """Makes the app with a task for each use case."""
     longest_s = settings.bulk.plan_timeout_s + _VISIBILITY_MARGIN_S  # less would deliver running tasks again
     transport = {
         "visibility_timeout": longest_s,
@@ -59,15 +47,11 @@ def plain_app(settings: Settings) -> Celery:
         worker_redirect_stdouts=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
-        beat_schedule={
-            "sweep": {
-                "task": SWEEP,
-                "schedule": settings.bulk.sweep_every_s,
-                "args": ("",),
-                "options": {"queue": QUEUE, "expires": settings.bulk.sweep_every_s},
-            }
-        },
     )
+    for name in (PLAN, FINALISE):
+        work = partial(_run_use_case, loop, use_cases[name], settings.bulk.plan_timeout_s + _TASK_MARGIN_S)
+        _register(app, name, work, longest_pause_s(settings))
+    app.finalize()
     return app
 
 
@@ -88,7 +72,7 @@ def _register(app: Celery, name: str, work: Callable[[str], None], longest_s: fl
         except WorkStopped:
             raise Reject("the worker stops", requeue=True) from None
         except QinferError as error:
-            if not error.retryable or name == SWEEP:  # the next sweep is due
+            if not error.retryable:
                 raise
             later_s = pause_s(task.request.retries + 1, _FIRST_PAUSE_S, longest_s)
             raise task.retry(exc=error, countdown=later_s) from None

@@ -1,8 +1,7 @@
 """The bulk worker's event loop, for the coroutines of Celery's threads, and its watchdog.
 
-The watchdog ends a process, to be restarted, if the event loop hangs, threads wait for a dead store, beat is dead, or
-Celery takes no tasks. With an embedded beat, a sweep arrives every few seconds. Without it, other workers may take all
-sweeps, so only waiting tasks count. Tasks may be repeated.
+The watchdog ends a process, to be restarted, if the event loop hangs or threads wait for a dead store. Tasks may be
+repeated.
 """
 
 import asyncio
@@ -10,7 +9,6 @@ import faulthandler
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -18,7 +16,6 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from qinfer.errors import QinferError
 from qinfer_workers.jobs.services import JobServices
 
 logger = logging.getLogger("qinfer_workers.jobs")
@@ -39,12 +36,6 @@ HANGING_S = 600.0
 """A time that is longer than drivers of stores wait, including retries."""
 STOP_S = 10.0
 
-WAITING_LOOKS = 12
-"""The number of consecutive checks: after an outage of Redis, kombu pauses up to half a minute."""
-
-_QUIET_SWEEPS = 30
-_QUIET_S = 300.0
-
 
 class WorkStopped(Exception):
     """The process ends; another has to do the work."""
@@ -63,18 +54,8 @@ class EventLoop:
         self._running: set[Future[Any]] = set()
         self._beside: list[Future[Any]] = []
         self._stopping = False
-        self._begun_s = time.monotonic()
         self._thread = threading.Thread(target=self._loop.run_forever, name="bulk-loop", daemon=True)
         self._thread.start()
-
-    @property
-    def running(self) -> int:
-        """The number of coroutines that run for threads."""
-        return len(self._running)
-
-    def quiet_s(self) -> float:
-        """Returns the seconds since the last coroutine began."""
-        return time.monotonic() - self._begun_s
 
     def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Runs a coroutine for another thread.
@@ -87,7 +68,6 @@ class EventLoop:
                 raise WorkStopped
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._running.add(future)
-            self._begun_s = time.monotonic()
         try:
             return self._result(future, limit_s)
         finally:
@@ -145,20 +125,10 @@ class EventLoop:
 class Watchdog:
     """Watches a bulk worker, in a thread that lives as long as the process."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        services: JobServices,
-        stop: Callable[[], None],
-        waiting: Callable[[], int],
-        beat: threading.Thread | None = None,
-    ) -> None:
+    def __init__(self, loop: EventLoop, services: JobServices, stop: Callable[[], None]) -> None:
         self._loop = loop
         self._services = services
         self._stop = stop
-        self._waiting = waiting
-        self._beat = beat
-        self._looks = 0  # consecutive looks at silence and waiting tasks
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -171,29 +141,11 @@ class Watchdog:
 
     def problem(self) -> str:
         """Returns why the process has to end."""
-        settings = self._services.settings
         if not self._loop.answers(ANSWER_S):
             return "the event loop hangs"
-        if 2 * (hanging := self._services.hanging(HANGING_S)) >= settings.plan_threads:
+        if 2 * (hanging := self._services.hanging(HANGING_S)) >= self._services.settings.plan_threads:
             return f"{hanging} threads wait for stores that never answer"
-        if self._beat is not None and not self._beat.is_alive():  # nothing else finds stuck jobs
-            return "beat has died"
-        return self._deaf()
-
-    def _deaf(self) -> str:
-        every_s = self._services.settings.sweep_every_s
-        quiet_s = self._loop.quiet_s()
-        if self._loop.running >= TASKS_AT_ONCE or quiet_s <= max(_QUIET_S, _QUIET_SWEEPS * every_s):
-            self._looks = 0
-            return ""
-        if self._beat is not None:
-            return f"no task has come for {quiet_s:.0f} s, and there should be a sweep every {every_s:g}"
-        try:
-            waiting = self._waiting()
-        except QinferError:
-            waiting = 0
-        self._looks = self._looks + 1 if waiting else 0
-        return f"no task has come for {quiet_s:.0f} s, and {waiting} wait" if self._looks >= WAITING_LOOKS else ""
+        return ""
 
     def _watch_loop(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):

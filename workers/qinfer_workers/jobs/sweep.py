@@ -1,12 +1,16 @@
-"""The task `sweep` revives jobs that are stuck because a process died at a bad moment.
+"""The sweep revives jobs that are stuck because a process died at a bad moment.
+
+Every bulk worker has the loop; one of them sweeps per `bulk.sweep_every_s`, the first to take the turn.
 
 If a job's record has not changed for `JobServices.stale_s`, the sweep sends the task again, fills the lane, or ends the
 job. It also renews the pins of open jobs on their model versions, and removes other jobs' pins.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
+from typing import NoReturn
 
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.jobs.job import JobState
@@ -22,6 +26,9 @@ RESUMED_S = 45.0
 """Workers retry to load a pinned version within this time."""
 CREATION_S = 600.0
 """Creating a job takes less than this."""
+SWEEP_LIMIT_S = 120.0
+TURN = 0.9
+"""The part of the interval for which a turn lasts: its taker is back a whole interval later."""
 
 
 class Sweeper:
@@ -30,19 +37,23 @@ class Sweeper:
     def __init__(self, services: JobServices, tasks: BulkTasks) -> None:
         self._services = services
         self._tasks = tasks
-        self._is_running = False
 
-    async def run(self, _: str = "") -> None:
-        """Checks all open jobs, unless a sweep is running here."""
-        if self._is_running:
-            return
-        self._is_running = True
-        try:
-            await self._sweep()
-        finally:
-            self._is_running = False
+    async def run_rounds(self) -> NoReturn:
+        """Takes the turn and sweeps, every few seconds until cancelled."""
+        every_s = self._services.settings.sweep_every_s
+        while True:
+            try:
+                async with asyncio.timeout(SWEEP_LIMIT_S):
+                    if await self._services.store.take_sweep(TURN * every_s):
+                        await self.run()
+            except (QinferError, TimeoutError) as error:
+                logger.warning("open jobs can't be checked now", extra={"reason": str(error) or "timeout"})
+            except Exception:  # stuck jobs need the next round
+                logger.exception("the sweep failed")
+            await asyncio.sleep(every_s)
 
-    async def _sweep(self) -> None:
+    async def run(self) -> None:
+        """Checks all open jobs."""
         services = self._services
         # Pins are read first, so that a job that is resumed meanwhile is among the unfinished jobs.
         held = {pin.id: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}

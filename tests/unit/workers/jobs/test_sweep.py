@@ -1,18 +1,20 @@
 """Jobs that nobody moves on: what the sweep does about them, and what it leaves alone."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qinfer.errors import StoreUnavailable
+from qinfer.errors import BrokerUnavailable, StoreUnavailable
 from qinfer.jobs.job import JobState, encode_spec
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.pins import Pin
 from qinfer.models.state import DesiredState
 from qinfer.testing import eventually
+from qinfer_workers.jobs import sweep
 from qinfer_workers.jobs.services import PIN_TTL_S
 from qinfer_workers.jobs.sweep import CREATION_S, RESUMED_S, Sweeper
 from tests.support.jobs.bulk_bench import HASH, Bench, bench, record_of, spec, write_inputs
@@ -55,6 +57,7 @@ class Scene:
 
 
 STALE_S = 0.7
+LONG_S = 1000.0
 
 
 @pytest.fixture
@@ -280,28 +283,56 @@ async def test_trouble_with_one_job_does_not_keep_the_sweep_from_the_others(scen
     assert len(one.sent.tasks) == 2
 
 
-async def test_a_sweep_begins_when_the_one_before_has_ended(scene: Make) -> None:
-    """One that hangs must not take all of the worker's hands."""
-    one = await scene("validating")
-    looks = one.bench.jobs.unfinished
-    go_on, seen = asyncio.Event(), []
+@contextlib.asynccontextmanager
+async def rounds(*sweepers: Sweeper) -> AsyncIterator[None]:
+    """Bulk workers' loops."""
+    tasks = [asyncio.create_task(one.run_rounds()) for one in sweepers]
+    yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_one_of_all_bulk_workers_sweeps(database: Database, tmp_path: Path) -> None:
+    """The first to ask; the others have looked, too."""
+    one = await bench(database, tmp_path, sweep_every_s=LONG_S)
+    take, look, turns, looks = one.store.take_sweep, one.jobs.unfinished, list[bool](), list[int]()
+
+    async def take_sweep(ttl_s: float) -> bool:
+        turns.append(await take(ttl_s))
+        return turns[-1]
 
     async def unfinished() -> Any:
-        seen.append(1)
-        await go_on.wait()
-        return await looks()
+        looks.append(1)
+        return await look()
 
-    one.bench.jobs.unfinished = unfinished  # type: ignore[method-assign]
-    first = asyncio.create_task(one.sweep())
-    await eventually(lambda: bool(seen))
+    one.store.take_sweep = take_sweep  # type: ignore[method-assign]
+    one.jobs.unfinished = unfinished  # type: ignore[method-assign]
+    async with rounds(*(Sweeper(one.services, Sent()) for _ in range(3))):
+        await eventually(lambda: len(turns) == 3 and bool(looks))
 
-    await one.sweep()
-    assert len(seen) == 1
-    go_on.set()
-    await first
-    looked = len(seen)
-    await one.sweep()
-    assert len(seen) > looked
+    assert (sorted(turns), len(looks)) == ([False, False, True], 1)
+
+
+@pytest.mark.parametrize("error", [BrokerUnavailable("away"), RuntimeError("a defect"), None])
+async def test_a_sweep_that_fails_or_hangs_is_followed_by_another(
+    database: Database, tmp_path: Path, error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`None` hangs, until its limit."""
+    one = await bench(database, tmp_path, sweep_every_s=0.01)
+    looks: list[int] = []
+    if error is None:
+        monkeypatch.setattr(sweep, "SWEEP_LIMIT_S", 0.1)
+
+    async def unfinished() -> Any:
+        looks.append(1)
+        if error is not None:
+            raise error
+        await asyncio.Event().wait()
+
+    one.jobs.unfinished = unfinished  # type: ignore[method-assign]
+    async with rounds(Sweeper(one.services, Sent())):
+        await eventually(lambda: len(looks) >= 3)
 
 
 async def test_a_job_past_its_deadline_expires(scene: Make) -> None:

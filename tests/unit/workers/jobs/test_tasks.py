@@ -10,9 +10,9 @@ from celery.exceptions import Reject
 from pydantic import SecretStr
 
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings
-from qinfer.errors import InvalidRequest, QinferError, StoreUnavailable
-from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP
-from qinfer_workers.jobs.app import SWEEP_LIMIT_S, longest_pause_s, make_app
+from qinfer.errors import InvalidRequest, StoreUnavailable
+from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE
+from qinfer_workers.jobs.app import longest_pause_s, make_app
 from qinfer_workers.jobs.event_loop import EventLoop, TimedOut, WorkStopped
 
 SETTINGS = Settings(
@@ -47,7 +47,7 @@ def app_with(runner: Inline, seen: list[str]) -> Any:
     async def use_case(job_id: str) -> None:
         seen.append(job_id)
 
-    return make_app(SETTINGS, runner, dict.fromkeys((PLAN, FINALISE, SWEEP), use_case))
+    return make_app(SETTINGS, runner, dict.fromkeys((PLAN, FINALISE), use_case))
 
 
 def retry_of(app: Any, name: str, retries: int, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -84,13 +84,6 @@ def test_the_settings_are_those_that_are_safe_on_redis() -> None:
     assert conf.broker_use_ssl == {"ssl_cert_reqs": "required"}
 
 
-def test_beat_sweeps_and_its_tasks_do_not_pile_up() -> None:
-    """While no worker runs."""
-    (sweep,) = app_with(Inline(), []).conf.beat_schedule.values()
-
-    assert (sweep["task"], sweep["schedule"], sweep["options"]["expires"]) == (SWEEP, 4, 4)
-
-
 def test_a_task_hands_its_job_over() -> None:
     """By id, which is all that travels."""
     seen: list[str] = []
@@ -107,12 +100,11 @@ def test_each_task_has_a_limit() -> None:
     runner = Inline()
     app = app_with(runner, [])
 
-    for name in (PLAN, FINALISE, SWEEP):
+    for name in (PLAN, FINALISE):
         app.tasks[name].run("")
 
     longest_s = app.conf.broker_transport_options["visibility_timeout"]
-    assert all(7200 < limit_s < longest_s for limit_s in runner.limits_s[:2])
-    assert runner.limits_s[2] == SWEEP_LIMIT_S
+    assert all(7200 < limit_s < longest_s for limit_s in runner.limits_s)
 
 
 def test_trouble_is_tried_again_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +117,10 @@ def test_trouble_is_tried_again_later_and_later(monkeypatch: pytest.MonkeyPatch)
     assert longest_pause_s(SETTINGS) < 3 * 4
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), [(PLAN, InvalidRequest("a defect")), (SWEEP, StoreUnavailable("it comes again anyway"))]
-)
-def test_what_can_not_be_cured_by_trying_is_shown_as_failed(name: str, error: QinferError) -> None:
+def test_what_can_not_be_cured_by_trying_is_shown_as_failed() -> None:
     """In Flower and the log."""
-    with pytest.raises(type(error)):
-        app_with(Inline(error), []).tasks[name].run("job")
+    with pytest.raises(InvalidRequest):
+        app_with(Inline(InvalidRequest("a defect")), []).tasks[PLAN].run("job")
 
 
 def test_a_task_that_is_broken_off_goes_back_to_the_queue() -> None:

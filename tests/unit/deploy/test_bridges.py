@@ -1,4 +1,4 @@
-"""Beat and bridges of the chart: one beat apart from the bulk workers, and routes that bridges can read."""
+"""Bridges of the chart, and routes that they can read."""
 
 import json
 from typing import Any
@@ -8,9 +8,8 @@ import pytest
 from qinfer_workers.bridge.config import BridgeConfig
 from scripts.generate_deployment import CHART
 from tests.support.deploy import manifest_rules as rules
-from tests.support.deploy.kubernetes import Object, containers, environment, named, of_kind, refusal, render, rendered
+from tests.support.deploy.kubernetes import Object, environment, named, of_kind, refusal, render, rendered
 
-BULK = {"bulk": {"enabled": True, "allow": ["s3://data"], "replicas": 5, "settings": {"QINFER_BULK__SWEEP_EVERY_S": 4}}}
 BRIDGES = CHART / "ci" / "bridge-values.yaml"
 PASSWORD = "amqp://qinfer:hunter2@rabbitmq//"
 
@@ -22,41 +21,6 @@ def container_of(objects: Any, ending: str) -> Object:
 
 def config(url: str = "amqp://qinfer:${PASSWORD}@rabbitmq//", **source: Any) -> dict[str, Any]:
     return {"routes": [{"name": "a", "model": "m", "source": {"url": url, "queue": "tasks", **source}}]}
-
-
-def test_one_beat_whatever_the_number_of_bulk_workers(tmp_path: Any) -> None:
-    """Replaced, not doubled; bulk workers have none of their own, and both sweep as often."""
-    objects = render(tmp_path, BULK)
-    beat, bulk = named(objects, "Deployment", "-beat"), named(objects, "Deployment", "-bulk")
-    settings = [rules.settings_of(objects, container_of(objects, ending)).bulk for ending in ("-beat", "-bulk")]
-
-    assert (beat["spec"]["replicas"], beat["spec"]["strategy"], bulk["spec"]["replicas"]) == (
-        1,
-        {"type": "Recreate"},
-        5,
-    )
-    assert container_of(objects, "-beat")["args"] == ["python", "-m", "qinfer_workers.jobs.beat"]
-    assert not settings[1].beat
-    assert [each.sweep_every_s for each in settings] == [4, 4]
-    assert rules.all_problems(objects) == []
-
-
-def test_no_beat_where_nobody_takes_what_it_sends(tmp_path: Any) -> None:
-    """It would pile up in Redis."""
-    objects = render(tmp_path, {"bulk": BULK["bulk"] | {"replicas": 0}})
-
-    assert named(objects, "Deployment", "-beat")["spec"]["replicas"] == 0
-    assert [one for one, _, container in containers(render(tmp_path, {})) if container["name"] == "beat"] == []
-
-
-def test_beat_needs_no_file_but_temporary_ones() -> None:
-    """Its schedule is in its memory."""
-    objects = rendered(CHART / "ci" / "everything-values.yaml")
-
-    assert {mount["mountPath"] for mount in container_of(objects, "-beat")["volumeMounts"]} == {
-        "/tmp",
-        "/etc/qinfer/redis-ca",
-    }
 
 
 def test_bridges_read_their_routes() -> None:
