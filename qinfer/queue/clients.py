@@ -40,7 +40,6 @@ class Login(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def from_settings(cls, settings: "RedisSettings") -> Self:
-        """Returns that part of the settings."""
         return cls(
             settings.url.get_secret_value(),
             settings.sentinel_password.get_secret_value(),
@@ -66,10 +65,7 @@ def blocking_client(login: Login) -> "redis.Redis | redis.RedisCluster":
 
 
 class _ReadsFiles:
-    """Reads TLS files at each connect of an asynchronous client, not only at the first.
-
-    `last` is the newest connection's context.
-    """
+    """Reads TLS files at each connect of an asynchronous client, not only at the first."""
 
     last: ClassVar[ssl.SSLContext | None] = None
 
@@ -121,7 +117,6 @@ class _Primary(redis.Redis):
 
 
 def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more: Any) -> Any:
-    """Makes a client; `primary` is the class for a node behind Sentinels."""
     options = _options(login, timeout_s) | more
     place = parse_place(login.url)
     if isinstance(place, Sentinels):
@@ -137,7 +132,7 @@ def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more:
 
 def _options(login: Login, timeout_s: float) -> dict[str, Any]:
     return {
-        "protocol": 2,  # as `RedisConnection` speaks it
+        "protocol": 2,
         "socket_connect_timeout": login.connect_timeout_s,
         "socket_timeout": timeout_s,
     }

@@ -41,7 +41,6 @@ WEBHOOKS = "webhooks"
 """`request:<id>`, `job:<id>` or `endpoint:<name>`; settings have the pauses."""
 
 JOBS = DeliveryKind("jobs", 2.0, 60.0)
-"""Bulk jobs to be planned, settled or stopped."""
 
 
 def outbox(name: str, pause_s: float) -> DeliveryKind:

@@ -27,7 +27,6 @@ from qinfer.queue.router import Router, load_script
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_S = 1.0
-"""How often a second the sleepers of a process, all together, look without a ring."""
 
 SHORTEST_S = 0.5
 
@@ -36,17 +35,14 @@ _RETRY_S = 0.5
 _PING_EVERY_S = 5.0
 _WATCH_EVERY_S = 0.5
 _KEPT = 1000
-"""The rings that Redis keeps; if more are unread, some may be lost."""
+"""If more rings are unread, some may be lost."""
 _KEPT_MS = 3_600_000
 _PING = pack((b"PING",))
 _RING = load_script("lanes/ring")
 
 
 class Sleeper(Protocol):
-    """A reader that may sleep."""
-
     place: bytes
-    """The prefix of the lanes that it reads."""
 
     def ring(self) -> None:
         """Makes the reader look at its lanes again."""
@@ -80,7 +76,6 @@ class Doorbell:
             self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
     def remove_sleeper(self, sleeper: Sleeper) -> None:
-        """Stops passing rings to a reader."""
         self._sleepers.discard(sleeper)
 
     def sleep_s(self) -> float:

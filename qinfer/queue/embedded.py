@@ -258,7 +258,6 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 def _socket_path(directory: Path) -> Path:
-    """Returns a path in a temporary directory if `directory` is too long for the system."""
     path = directory / "redis.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
         return path

@@ -91,7 +91,7 @@ _PUBLISH = load_script("lanes/publish")
 _COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
 RENEW = load_script("lanes/renew", "holder")
-"""The script that renews leases; a worker's renewer runs its text."""
+"""A worker's renewer runs this script's text."""
 
 
 class Queue:
@@ -298,7 +298,6 @@ class Queue:
     async def _count_result(
         self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
     ) -> bool:
-        """Counts a result's bytes, 0 if it is removed; returns False if they exceed the tenant's share."""
         if not tenant:
             return True
         key = keys.result(lane.model, lane.partition, request_id)
@@ -406,7 +405,6 @@ class Queue:
         await self.router.close()
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Releases leases; if the release is lost, they expire."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, 0, *ids)
@@ -461,7 +459,6 @@ class Queue:
         arguments: Sequence[Argument],
         entries: Sequence[Entry],
     ) -> Any:
-        """Returns `None` if the lane was deleted."""
         call = partial(self.router.call, keys.lane_slot(lane))
         ids = [entry.entry_id for entry in entries]
         try:

@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
-"""Messages name this setting."""
 
 UNREACHABLE = "the payload store can't be reached; try again"
 """The error for clients, without the store's text."""
@@ -60,11 +59,11 @@ SWEEP_MARGIN_S = 3600.0
 _EXPIRY_STEP_S = 60
 _FOLDER = re.compile(r"[0-9]{12}")
 _NAME = re.compile(r"[0-9]{12}/[0-9a-f]{16}-[0-9a-f]{32}")
-_SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond a command's time
+_SLOWEST_BYTES_PER_S = 2 * 2**20
 _TRY_AGAIN_S = 1.0
 # How long closing waits for pending deletions.
 _CLOSE_S = 1.0
-_SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # per round
+_SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000
 _MOST_TO_DELETE = 10_000
 _AT_ONCE = 64
 _THREADS = 16
@@ -187,7 +186,6 @@ class ObjectStore:
             await asyncio.gather(*(self._used(partial(self._remove, name), self._small_s) for name in some))
 
     async def _used(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Fails while the store counts as away."""
         if self._recovering is not None:
             raise BrokerUnavailable(UNREACHABLE)
         try:
@@ -198,7 +196,6 @@ class ObjectStore:
             raise
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Works while the store counts as away."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(self._threads.submit(work))
@@ -225,7 +222,6 @@ class ObjectStore:
         if found != data:
             raise CorruptEntry("it does not give back what was written to it")
 
-    # --- in threads ---
 
     def _write_object(self, name: str, data: bytes) -> None:
         self._store.write(data, f"{self._folder}/{name}", synced=self._synced)

@@ -1,6 +1,4 @@
-"""Quotas of tenants, shared by all gateways: each gateway leases a part ahead of use.
-
-    exchange ──▶ tokens and places that this gateway holds: `qinfer_api.quotas` decides by them ──▶ exchange …
+"""Quotas of tenants, shared by all gateways: each gateway leases tokens and places ahead, and decides by them.
 
 The guarantees, each with a test in `tests/contract/queue/test_quotas.py`:
 

@@ -30,7 +30,6 @@ _KEEP = load_script("lanes/keep")
 
 
 _DIVIDED = b"d"
-"""Marks the first entry of a new share."""
 
 MAX_BLOCK_S = 0.5
 """The longest blocking read, and so the longest delay of a release, which ends no read."""
@@ -47,8 +46,6 @@ _LIMBO_S = 0.05
 
 
 class _Sleep(NamedTuple):
-    """A read that outlives its fetch."""
-
     task: asyncio.Task[list[Lease]]
     lanes: tuple[Lane, ...]
     consumer: str
@@ -182,7 +179,6 @@ class LaneReader:
         self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
-        """Returns whether the last read found nothing, and the reader has missed no ring since."""
         return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
@@ -281,7 +277,7 @@ class LaneReader:
         def answered(reply: Any) -> None:
             if is_late:
                 self._give_back(to_leases(reply))
-            elif not isinstance(reply, Exception):  # the next read meets the error again
+            elif not isinstance(reply, Exception):
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
@@ -331,7 +327,6 @@ class LaneReader:
         return leases
 
     def _note_division(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
-        """Notes that a lane was divided, and rings for other readers."""
         is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
         if is_news and self._bell is not None:
             self._bell.ring(lane)

@@ -73,7 +73,6 @@ _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
     *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
 )
-"""Fields in the order of `_record_of`."""
 
 _ACCEPT = load_script(
     "each", *PLACING, "origin", "drop", "deliveries", "requests/stored", "requests/known", "requests/accept"
@@ -305,7 +304,6 @@ class Requests:
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
     def _first_of(self, settlements: Sequence[Settlement]) -> int:
-        """Returns how many settlements fit into `STAGED_BYTES`, at least one."""
         size = 0
         for number, each in enumerate(settlements):
             nbytes = 0 if self.ends_at_once(each) else len(each.outcome.blob)
@@ -333,7 +331,7 @@ class Requests:
     async def _settle_partition(
         self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
     ) -> list[Sequence[str] | None]:
-        """Returns the watchers of each request, `None` if it had ended before."""
+        """Returns the watchers of each request; `None` = it had ended before."""
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
         for _, _, objects in replies:

@@ -44,10 +44,10 @@ class StoredResponses:
     ) -> bool:
         """Stores responses, except those that are stored already; returns whether the caller may go on.
 
-        The caller may not go on once the request has ended, or another worker has its lease. `index` is the index of
-        the first response, and `max_bytes` the limit for all responses of the request. Raises `StreamBroken` if the
-        responses of an earlier execution can't be continued, or some responses are lost, and `PayloadTooLarge` over a
-        limit; neither stores any response.
+        It may not once the request has ended, or another worker has its lease. Raises `StreamBroken` if an earlier
+        execution's
+        responses can't be continued, or some are lost, and `PayloadTooLarge` above `max_bytes` for all responses of the
+        request; neither stores any response.
         """
         entry = lease.entry
         address = EntryAddress(entry.lane.model, entry.lane.partition, request_id)

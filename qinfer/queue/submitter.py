@@ -29,7 +29,6 @@ from qinfer.tensors import Bytes
 Done = Callable[[Entry | QinferError], None]
 
 PLACING = ("now_ms", "shares", "holder", "waiting", "places")
-"""Parts of scripts that append a tenant's entry to a lane."""
 
 _MOST_AT_ONCE = 64
 """The most entries of one script, because Redis serves no other client meanwhile."""
@@ -42,7 +41,6 @@ MOVES_AT_ONCE = 50
 """Each moved entry costs about five commands."""
 
 MOVED_BYTES_AT_ONCE = 2**20
-"""Bytes of frames per script."""
 
 NOTES_KEPT_S = 3600.0
 """How long notes are kept after the last move."""
@@ -244,7 +242,6 @@ class Moves:
 async def _move(
     call: Call, lane: Lane, other: Lane, endpoint: str, start: tuple[int, str]
 ) -> tuple[int, tuple[int, str] | None]:
-    """Returns how many, and where to continue (share and id)."""
     names = (keys.lane(lane), keys.lane(other), keys.moved(lane.model, lane.partition).encode())
     place = (keys.prefix(lane.model, lane.partition), other.version, other.name)
     limits = (MOVES_AT_ONCE, MOVED_BYTES_AT_ONCE, ttl_ms(NOTES_KEPT_S))

@@ -385,7 +385,7 @@ class Sequences:
         return SubmittedStep(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
     def _refusal(self, sequence: SequenceId, step: StepRequest, what: bytes, about: Items[Any]) -> QinferError:
-        """Returns the error of a refused step; a missing START has Triton's text (reference §3.4)."""
+        """A missing START has Triton's text (reference §3.4)."""
         of = f"sequence {sequence.correlation_id} to model '{self._model}'"
         if what == b"full":
             return QueueFull(f"too many steps or sequences wait at model '{self._model}'; try again later")
