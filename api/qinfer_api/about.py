@@ -60,10 +60,7 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
 
 
 def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
-    """Returns whether the server has started, or with `repository.strict_readiness`, whether every model is ready.
-
-    The server has started when one model can answer, or all models failed to load.
-    """
+    """Returns whether one model can answer or all failed to load; in strict mode, whether all are ready."""
     if draining:
         return False
     return catalog.is_server_ready() if settings.repository.strict_readiness else catalog.has_started()

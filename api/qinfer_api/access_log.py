@@ -1,7 +1,6 @@
-"""The access log: one line per inference request.
+"""The access log: a line for each failed inference request, and for a share (`QINFER_LOG__ACCESS`) of the others.
 
-`QINFER_LOG__ACCESS` sets the share of successful requests with a line; all failures get one. Lines contain no payload
-and no key.
+Lines contain no payload and no key.
 """
 
 import logging
@@ -20,8 +19,6 @@ from qinfer_api.status import http_status
 logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
-"""The outcomes without failure: delivered, or stored."""
-# The most characters of a client's text in one line of the log.
 _MOST_TEXT = 256
 
 

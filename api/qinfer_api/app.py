@@ -103,7 +103,7 @@ async def build(settings: Settings) -> "Gateway":
 
     While Redis is unreachable it waits, live and not ready.
     """
-    load_auth(settings.auth, settings.http.host)  # reports errors early
+    load_auth(settings.auth, settings.http.host)
     read_secret(settings.webhooks)
     check_labeling(settings.labeling)
     declared_here(settings)

@@ -34,10 +34,7 @@ class Principal(NamedTuple):
 
 
 class CallerContext(msgspec.Struct, frozen=True, gc=False):
-    """The caller of a request.
-
-    `trace` is `traceparent`, a blank and `tracestate`. `authorize` sets `tenant`, `principal` and `scope`.
-    """
+    """The caller of a request; `trace` is `traceparent`, a blank and `tracestate`."""
 
     tenant: str = ""
     trace: str = ""
@@ -217,10 +214,8 @@ GROUPS = (
     "trace",
     "logging",
 )
-"""The groups, as Triton names them."""
 
 GRPC_PREFIX = "triton-grpc-protocol-"
-"""The prefix of gRPC's metadata keys."""
 
 
 class Restrictions:

@@ -19,7 +19,6 @@ from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.1
-"""Seconds between two exchanges of an active tenant."""
 
 LEASE_S = 2.0
 """Seconds without an exchange after which a lease is free again."""
@@ -28,7 +27,7 @@ LEASE_S = 2.0
 _IDLE_S = 2.0
 # The shortest pause between two rounds of exchanges.
 _PAUSE_S = 0.005
-# The most tenants whose leases are exchanged in a second; with more active tenants, each waits longer.
+# Tenants whose leases are exchanged in a second; with more active ones, each waits longer.
 _TENANTS_PER_S = 2000
 # The part of the earlier demand that an exchange keeps.
 _KEPT_DEMAND = 0.5
@@ -128,7 +127,6 @@ class Quota:
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
     def _count_request(self, now_s: float) -> None:
-        """Counts a request as demand; the first one after a pause asks for a lease."""
         was_idle = now_s - self._asked_at_s > _IDLE_S
         self._asked_at_s = now_s
         self._demand += 1.0
@@ -139,7 +137,6 @@ class Quota:
         return now_s < self._leased_until_s
 
     def _fill(self, now_s: float) -> None:
-        """Adds the tokens since the last call; without a lease, at the full rate."""
         rate = self._rate * self._part if self._is_leased(now_s) else self._rate
         self._tokens = min(self._tokens + (now_s - self._filled_at_s) * rate, self._burst)
         self._filled_at_s = now_s

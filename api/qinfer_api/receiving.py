@@ -26,13 +26,12 @@ SMALL_BYTES = 64 * 1024
 """Smaller bodies are admitted or refused at once."""
 
 MAX_WAITING = 256
-"""The most large bodies that may wait; each may have sent `SMALL_BYTES`."""
+"""Each may have sent `SMALL_BYTES`."""
 
 PATIENCE_S = 10
 """Seconds that a large body may be late."""
 
 LEAST_BYTES_PER_S = 64 * 1024
-"""A large body's slowest rate, unless it arrives in `WHOLE_WITHIN_S`."""
 
 WHOLE_WITHIN_S = 60
 
@@ -46,7 +45,7 @@ ANSWER_BYTES = 3
 TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
 """Memory is trimmed after so many lent bytes, at most this often."""
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 # The limit of an owner, as a multiple of the free bytes.
 _SHARE = 2
 
@@ -139,9 +138,7 @@ class _WaitingReservations:
         self.bodies: Counter[Hashable] = Counter()
         self._places: dict[Reservation, tuple[int, int, Reservation]] = {}
         self._own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
-        """The waiting reservations of each owner, by size and arrival."""
         self._firsts: list[tuple[int, int, int, Reservation]] = []
-        """The first reservation of each owner, by bytes needed, bytes held, and arrival."""
         self._first: dict[Hashable, tuple[int, int, int, Reservation]] = {}
         self._behind: OrderedDict[Reservation, None] = OrderedDict()
         """The first huge reservation, and the reservations after it."""
@@ -210,7 +207,7 @@ class ReceivingBudget:
         self._held: Counter[Hashable] = Counter()
         self._waiting = _WaitingReservations(self._max_large_bytes, self._held)
         self._decoding = asyncio.Lock()
-        self._becoming = 0  # for a body being decoded
+        self._becoming = 0
         self._untrimmed = self._seconds = 0
 
     @property

@@ -34,7 +34,7 @@ from qinfer_api.cuda_memory import HANDLE_BYTES, CudaObject, driver
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
 MAX_REGIONS = 10_000
-"""The most registered regions, each with a descriptor; a tenant below its share may always register one."""
+"""Each region has a descriptor; a tenant below its share may always register one."""
 
 _MAX_UINT64 = 2**64 - 1
 _MAX_DEVICE_ID = 2**31 - 1  # CUDA's `int`
@@ -76,22 +76,18 @@ R = TypeVar("R", Region, CudaRegion)
 
 
 class _SystemObject:
-    """A shared memory object of the operating system, with its descriptor."""
-
     def __init__(self, name: str, descriptor: int) -> None:
         self._name = name
         self._descriptor = descriptor
 
     def copy(self) -> "_SystemObject":
-        """Duplicates the descriptor, so that the object stays open when this one is closed."""
+        """Keeps the object open when this one is closed."""
         return _SystemObject(self._name, os.dup(self._descriptor))
 
     def close(self) -> None:
-        """Closes the descriptor."""
         os.close(self._descriptor)
 
     def read(self, position: int, size: int) -> bytearray:
-        """Returns a copy of a part."""
         data = bytearray()
         while len(data) < size:
             piece = os.pread(self._descriptor, size - len(data), position + len(data))
@@ -101,7 +97,6 @@ class _SystemObject:
         return data
 
     def write(self, position: int, data: memoryview) -> None:
-        """Writes a part."""
         if position + len(data) > os.fstat(self._descriptor).st_size:  # writing beyond the end would lengthen it again
             raise _shortened(self._name)
         done = 0
@@ -110,8 +105,6 @@ class _SystemObject:
 
 
 class _OpenRegion:
-    """An open region with its object and users; if `is_leaving`, the last user closes it."""
-
     __slots__ = ("is_leaving", "memory", "region", "users")
 
     def __init__(self, region: Region | CudaRegion, memory: _SystemObject | CudaObject) -> None:
@@ -292,7 +285,6 @@ class SharedMemory:
 
     @contextmanager
     def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[_SystemObject | CudaObject, int]]:
-        """Yields a region's object, which stays open if the region is unregistered, and a position in it."""
         self.check_allowed()
         with self._lock:
             opened = self._of_request(name)
@@ -352,7 +344,7 @@ class RequestRegions:
 
 
 def _open_object(name: str, key: str) -> int:
-    """Opens an object as `shm_open` does, and nothing else."""
+    """Opens only what `shm_open` would."""
     if not _KEY.fullmatch(key):
         raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")
     refusal = RegionUnavailable(f"Unable to open shared memory region: '{key}'")

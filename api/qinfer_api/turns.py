@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Callable
 
 SMALL_BYTES = 8192
-"""Reads up to this size are small."""
 
 SLICE_BYTES = 2048
-"""Bytes parsed between two looks at the clock."""
 
 TURN_S = 0.004
-"""The time that all large reads of a port may take together before the event loop serves others."""
+"""Large reads of a port take at most this together before the event loop serves others."""
 
 START_S = 0.0002
 """The part of a turn that one start of an application costs."""

@@ -158,6 +158,7 @@ class Tls:
 
 
 def log_unreadable(error: OSError) -> None:
+    """Logs an unreadable TLS file."""
     reason = error.strerror or str(error)
     logger.error("a TLS file of Redis can't be read; the previous one is used", extra={"reason": reason})
 

@@ -40,6 +40,7 @@ class Login(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def from_settings(cls, settings: "RedisSettings") -> Self:
+        """Returns that part of the settings."""
         return cls(
             settings.url.get_secret_value(),
             settings.sentinel_password.get_secret_value(),

@@ -121,6 +121,7 @@ def mapped(error: Exception) -> QinferError:
 
 
 async def open_connection(address: NodeAddress, settings: RedisSettings, timeout_s: float) -> "RedisConnection":
+    """Connects without a greeting."""
     loop = asyncio.get_running_loop()
     connection = RedisConnection(settings, timeout_s)
     if address.path:

@@ -42,6 +42,8 @@ _RING = load_script("lanes/ring")
 
 
 class Sleeper(Protocol):
+    """A reader that may sleep."""
+
     place: bytes
 
     def ring(self) -> None:
@@ -76,6 +78,7 @@ class Doorbell:
             self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
     def remove_sleeper(self, sleeper: Sleeper) -> None:
+        """Stops passing rings to a reader."""
         self._sleepers.discard(sleeper)
 
     def sleep_s(self) -> float:

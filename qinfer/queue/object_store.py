@@ -222,7 +222,6 @@ class ObjectStore:
         if found != data:
             raise CorruptEntry("it does not give back what was written to it")
 
-
     def _write_object(self, name: str, data: bytes) -> None:
         self._store.write(data, f"{self._folder}/{name}", synced=self._synced)
 

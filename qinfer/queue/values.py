@@ -56,6 +56,7 @@ class Reference(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> tuple[bytes | str | int, ...]:
+        """The hash in Redis."""
         return (b"v", self.version, b"name", self.name, b"size", self.size)
 
 

@@ -35,7 +35,6 @@ class FastConnection(Protocol):
     """The connection of a call."""
 
     peer: str
-    """The address of the client."""
 
     def on_reply(self) -> None:
         """Notes that a call has a reply."""
@@ -66,7 +65,7 @@ class FastCall:
 
     @property
     def request_id(self) -> str:
-        """The id of the resulting request; empty before there is one."""
+        """The id of the resulting request; empty before."""
         return self.request.id
 
     def feed(self, body: bytes) -> None:
@@ -110,7 +109,7 @@ class FastCall:
         if self._pending is not None and (memory := self._pending.memory) is not None:
             memory.become(len(reply.body))
             self.memory = memory
-        self._pending = None  # breaks the reference cycle call - pending
+        self._pending = None  # breaks a reference cycle
         self._plan = _NO_PLAN  # the plan may hold shared memory
         self.reply = reply
         self._connection.on_reply()

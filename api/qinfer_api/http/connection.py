@@ -39,10 +39,9 @@ logger = logging.getLogger(__name__)
 MAX_PIPELINED = 64
 
 READ_BYTES = 32 * 1024
-"""Bytes read at once, and the most that a connection holds unparsed."""
+"""A connection holds at most this much unparsed."""
 
 BODY_READ_BYTES = 256 * 1024
-"""Bytes of one body read at once."""
 
 SLICE_BYTES = 1024
 """The bytes that are parsed at once, unless they are of one body: about `MAX_PIPELINED` of the shortest requests."""
@@ -54,7 +53,7 @@ MAX_HEAD_BYTES = 64 * 1024
 """The most bytes of a head beyond its first slice."""
 
 MAX_FRAMING_BYTES = 64 * 1024
-"""The most bytes of chunk extensions, long sizes and trailers in one chunked body."""
+"""Bytes of chunk extensions, long sizes and trailers in one chunked body."""
 
 _NOTHING = memoryview(b"")
 _ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # Linux sees the end behind unread bytes
@@ -79,12 +78,12 @@ class Exchange(Protocol):
 
     @property
     def head(self) -> RequestHead | None:
-        """The head of a request on the fast path; `None` for other requests."""
+        """The head on the fast path, else `None`."""
         ...
 
     @property
     def reply(self) -> HttpReply | None:
-        """The reply; `None` until the request is answered."""
+        """`None` until the request is answered."""
         ...
 
     @property
@@ -102,7 +101,7 @@ class Exchange(Protocol):
         ...
 
     def come_first(self) -> None:
-        """Notes that the reply to this request is the next one of the connection."""
+        """Notes that this reply is the next one."""
         ...
 
 
@@ -170,7 +169,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_parsing = self._is_paused = self._awaits_turn = False
         self._closing = False
         self._refused = False
-        self._lingers, self._still_sends = False, True  # after a refusal
+        self._lingers, self._still_sends = False, True
         self._receiving = self._in_head = False
         self._url = b""
         self._framing_bytes = 0  # of this message, beyond its first slice
@@ -436,10 +435,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._closing and self._queue[-1] is exchange
 
     def _close(self) -> None:
-        """Drops further bytes until the client closes (RFC 9112 §9.6).
-
-        Closing over unread bytes would reset the connection before the client reads the reply.
-        """
+        """Drops further bytes until the client closes: a reset would hide the reply (RFC 9112 §9.6)."""
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True
             self._unparsed = _NOTHING
@@ -463,7 +459,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Stops reading; the error replaces the current request."""
         if self._refused:
             return
         is_past_last = self._closing and self._reading is None
@@ -479,7 +474,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def _withdraw(self) -> bool:
-        """Takes back the request that is being read; returns false if its reply has begun."""
+        """Takes back the request being read; returns false if its reply has begun."""
         exchange, self._reading = self._reading, None
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:

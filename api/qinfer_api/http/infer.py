@@ -52,9 +52,7 @@ _EITHER_CONTAINER = 47
 _STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024
-# The highest ratio of deflate.
 _MAX_EXPANSION = 1032
-# The most members of a gzip body.
 _MAX_MEMBERS = 1000
 
 
@@ -167,22 +165,18 @@ def _weight(parameters: str) -> float:
 Headers = Sequence[tuple[bytes, bytes]]
 
 ID_HEADER = b"qinfer-request-id"
-"""The request's id, as in logs and spans."""
 
 CACHE_HEADER = b"qinfer-cache"
-"""The header of replies of models with the response cache: `hit` or `miss`."""
 
 TIMEOUT_HEADER = "Request-Timeout"
 """Request header: seconds until the request expires."""
 
 TARGET_HEADER = b"qinfer-target"
-"""The header of an endpoint's replies: the target, such as `digits:4`."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-"""The characters that stay unquoted in a header value."""
 
 LARGE_BYTES = 256 * 1024
-"""The size above which a body is written apart from the head."""
+"""Larger bodies are written apart from the head."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
@@ -304,7 +298,6 @@ class Writer:
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-"""The refusal of a decoupled model."""
 
 _IN_SHARED_MEMORY = b"shared_memory_region"
 

@@ -28,10 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 
 ACCEPTS = 8
-"""Connections accepted in a turn of the event loop."""
+"""Connections accepted in one turn of the event loop."""
 
 
 def bound_socket(section: str, host: str, port: int, advice: str) -> socket.socket:
@@ -185,7 +184,7 @@ class HttpServer:
 
 
 def note_descriptors(outage: OutageLog, listener: socket.socket) -> None:
-    """Logs when file descriptors run out, which the event loop hides."""
+    """Logs the lack of file descriptors, which the event loop hides."""
     if listener.fileno() < 0:
         return
     try:

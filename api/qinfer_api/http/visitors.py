@@ -82,7 +82,6 @@ class Visitors:
 
 
 def _is_visit(sent: Mapping[bytes, list[bytes]]) -> bool:
-    """Returns whether the browser opens a page, which the site that links to it can't read."""
     return sent.get(b"sec-fetch-mode") == [b"navigate"] and sent.get(b"sec-fetch-dest") == [b"document"]
 
 

@@ -23,7 +23,6 @@ from qinfer.queue.lanes import Queue
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""The pause between checks of running jobs."""
 
 _FOLLOWING: dict[str, JobState] = {
     JobState.RUNNING: JobState.FINALIZING,
@@ -31,7 +30,6 @@ _FOLLOWING: dict[str, JobState] = {
 }
 _NOTICES = 50
 _LATEST = 100
-# Jobs that are handled at once.
 _TOGETHER = 16
 # Few, because a call of Celery's broker may hang and keep its thread.
 _SENDING = 2
@@ -61,7 +59,7 @@ class JobJanitor:
             await self.fill_lanes()
 
     async def attend(self) -> int:
-        """Handles the notices that are due, and returns their number; a notice that fails comes again."""
+        """Handles the due notices, and returns their number; failed ones come again."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
             notices = await self._deliveries.take_due(model, partition, JOBS, _NOTICES)
@@ -103,7 +101,6 @@ class JobJanitor:
                 return standing
 
     async def _next(self, record: JobRecord, standing: Standing) -> str:
-        """Moves the job to its next state, if it is time, and returns the state."""
         if standing.state == JobState.RUNNING and standing.has_failed:
             outcomes = await self._jobs.outcomes(record.id)
             error = why_failed(outcomes.values(), record.max_errors, record.shards)

@@ -66,7 +66,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXAMINE_S = 60.0
-"""The longest check of a job's files."""
 MAX_WATCHERS = 512
 """The most clients that may follow jobs at a gateway: each of them costs two reads a second."""
 LOOK_S = 1.0
@@ -334,7 +333,7 @@ class BulkJobs:
         return JobTicket(known, is_new=False)
 
     async def _planned(self, job_id: str) -> None:
-        """Requests the plan of a new job, and deletes the job if Celery's broker is away."""
+        """Deletes the job if Celery's broker is away."""
         try:
             await _in_thread(self.tasks.request_plan, job_id)
         except QinferError:
@@ -343,7 +342,7 @@ class BulkJobs:
             raise
 
     async def _sent(self, job_id: str) -> None:
-        """Requests the plan of a resumed job; if Celery's broker is away, a bulk worker's sweep requests it again."""
+        """If Celery's broker is away, a bulk worker's sweep requests the plan again."""
         try:
             await _in_thread(self.tasks.request_plan, job_id)
         except BrokerUnavailable as error:

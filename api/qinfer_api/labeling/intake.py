@@ -48,7 +48,6 @@ from qinfer_api.labeling.wire import task_id
 from qinfer_api.requests.service import AsyncRequests, SubmitOptions
 
 LOOK_AGAIN_S = 0.25
-"""Pause before a tenant's rate is checked again."""
 
 
 class TaskPace:
@@ -99,7 +98,6 @@ class TaskPace:
 logger = logging.getLogger(__name__)
 
 OUTBOX = "label-studio"
-"""The outbox of the requests for tasks."""
 
 LEASE_S = 60.0
 """Seconds before another gateway may take a claimed task."""
@@ -264,7 +262,7 @@ class TaskIntake:
                 await self._wait(board, entry, error.message, self._pause_s(entry))
             else:
                 await self.fail(board, entry, error.message)
-        except Exception as error:  # the others continue
+        except Exception as error:
             logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
             await self.fail(board, entry, InferenceFailed(Failure.from_error(error).message).message)
         else:
@@ -344,7 +342,6 @@ class TaskIntake:
                     self._counts.add(each.model or board.model, each.version, field)
 
     def _pause_s(self, entry: LabelTask) -> float:
-        """Returns the task's age, within bounds."""
         return min(max(self._requests.now_s() - entry.created_at, _LATER_S), _MUCH_LATER_S)
 
     async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:

@@ -11,7 +11,6 @@ from qinfer.labeling.mapping import SUFFIXES, Mapping, Mappings, load_mappings
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
-"""Seconds between two checks for changed files."""
 
 _NAME = "QINFER_LABELING__MAPPINGS"
 _Signature = tuple[tuple[str, int, int], ...]

@@ -24,10 +24,8 @@ TaskState = Literal["queued", "processing", "sending", "done", "failed"]
 STATES: tuple[TaskState, ...] = get_args(TaskState)
 
 MAX_LIMIT = 1000
-"""The largest page."""
 
 COUNTED_OPEN = 500
-"""Open tasks that are examined."""
 
 _BOARD_STATES: Mapping[str, Sequence[LabelState]] = {
     "queued": (LabelState.WAITING, LabelState.OPEN),

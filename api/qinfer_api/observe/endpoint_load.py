@@ -17,13 +17,10 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.model_metrics import GAUGE, ModelSeries, merged, series_of
 
 FORMAT_HEADER = "endpoint-load-metrics-format"
-"""The request's header: `text` or `json`."""
 
 HEADER = "endpoint-load-metrics"
-"""The reply header with the metrics."""
 
 FAMILY = "nv_trt_llm_kv_cache_block_metrics"
-"""The gauges by type: `used`, `max` and `tokens_per`."""
 
 READ_EVERY_S = 1.0
 """Workers write changed metrics once a second."""

@@ -17,13 +17,11 @@ from qinfer.queue.count_pushes import ALL, CountPushes, Underway, concerns
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.25
-"""Seconds between two questions, on average."""
 
 AHEAD_S = 3 * EVERY_S
 """How far questions may run ahead of one every `EVERY_S` seconds, in seconds."""
 
 WITHIN_S = 0.25
-"""Longest wait for the workers' answers."""
 
 
 class FreshCounts:
@@ -33,9 +31,9 @@ class FreshCounts:
         self._catalog = catalog
         self._pushes = CountPushes(store.client)
         self._lock = asyncio.Lock()
-        self._wanted: dict[str, int] = {}  # model → its last read
+        self._wanted: dict[str, int] = {}
         self._reads = 0
-        self._answered = 0  # the last answered read
+        self._answered = 0
         self.underway: dict[str, Underway] = {}
         # The time at which the questions so far average one every EVERY_S.
         self._even_at_s = 0.0

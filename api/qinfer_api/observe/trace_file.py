@@ -29,7 +29,7 @@ START: dict[str, Value] = {
 """The settings of a server whose operator changes nothing."""
 
 CHANGE = "change"
-"""The stored name of a mark that each update changes, so that all gateways begin to count anew."""
+"""Each update changes this stored mark, so that all gateways count anew."""
 
 _MAX_UINT32 = 2**32 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -138,20 +138,18 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""The number of traces in memory at which a gateway writes them."""
+"""A gateway with this many traces in memory writes them."""
 
 MOST_UNWRITTEN = 20_000
-"""The number of unwritten traces at which a gateway drops new ones."""
+"""A gateway with this many unwritten traces drops new ones."""
 
 About = Mapping[str, object]
-"""The fields of a trace besides its activities."""
 
 Stamps = list[tuple[str, int]]
-"""Activities and their times: (name, nanoseconds)."""
 
 
 class CallTrace(NamedTuple):
-    """The trace of a request that a model made while it executed another request."""
+    """The trace of a call by a model that executed a traced request."""
 
     about: About
     stamps: Stamps
@@ -160,10 +158,11 @@ class CallTrace(NamedTuple):
 
 
 class SamplingRule(NamedTuple):
-    """A sampling rule for one model, or for all models without a rule of their own.
+    """A sampling rule for one model, or for all models without their own.
 
-    Of `rate` requests one is traced; 0 = no request. At most `most` requests are traced; -1 = unlimited. A file has
-    `frequency` traces; 0 = all of them. A new `change` starts the rule anew.
+    One of `rate` requests is traced (0 = none), at most `most` (-1 = unlimited). A file has `frequency` traces (0 =
+    all).
+    A new `change` starts the rule anew.
     """
 
     has_stamps: bool
@@ -188,7 +187,6 @@ class _Trace(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """The memory of the trace, in multiples of a trace without tensors."""
         return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
@@ -249,7 +247,7 @@ class Sampling:
         return _Trace(number, about, stamps if self.rule.has_stamps else None, tensors, inner)
 
     def flush_traces(self) -> None:
-        """Ends the rule: writes the finished traces now, and the open ones when they finish."""
+        """Ends the rule: writes finished traces now, open ones at their end."""
         self._is_over = True
         self._write_held(numbered=bool(self.rule.frequency))
 
@@ -350,7 +348,6 @@ class TraceFile:
                 self._unwritten -= sum(trace.weight for trace in traces)
 
     def _save_here(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file under the first free name."""
         new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         new.write_bytes(msgspec.json.encode([part for trace in traces for part in trace.parts()]))
         try:

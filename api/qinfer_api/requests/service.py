@@ -49,7 +49,6 @@ from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request, told
 
-# Seconds that the janitor gets to end a request after its deadline.
 _GRACE_S = 5.0
 # Seconds for which the choice of a target outlives the request's record.
 _KEPT_LONGER_S = 600.0
@@ -286,7 +285,7 @@ class AsyncRequests:
     async def _accept(
         self, context: CallerContext, request: OutgoingRequest, served: ServedVersion, acceptance: Acceptance
     ) -> AcceptOutcome:
-        """Accepts a request; if it is not admitted, finds an earlier acceptance."""
+        """If the request is not admitted, finds an earlier acceptance."""
         try:
             timeout_s, tenant = acceptance.timeout_s, context.tenant
             route = self.dispatcher.choose_route(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
@@ -350,7 +349,6 @@ class AsyncRequests:
         plan: OutputPlan,
         options: SubmitOptions,
     ) -> Acceptance:
-        """Makes an acceptance; an idempotency key never outlives its record."""
         settings = self.settings
         kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
         return Acceptance(
@@ -374,7 +372,6 @@ class AsyncRequests:
         )
 
     def _first_record(self, address: EntryAddress, acceptance: Acceptance) -> RequestRecord:
-        """Saves a read."""
         now_s = self.now_s()
         return RequestRecord(
             address=address,

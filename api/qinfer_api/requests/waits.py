@@ -16,7 +16,7 @@ from qinfer_api.shared_limit import SharedLimit
 REREAD_S = 1.0
 
 MAX_WAITS = 4096
-"""The most waiters of a gateway: each of them costs a read a second."""
+"""Each waiter costs a read a second."""
 
 
 class Waits:
@@ -88,7 +88,6 @@ class Waits:
 
     @contextlib.contextmanager
     def _waiting(self, request_id: str, tenant: str) -> Iterator[asyncio.Event]:
-        """Yields an event that is set when the request may have changed."""
         event = asyncio.Event()
         self._events.setdefault(request_id, set()).add(event)
         try:

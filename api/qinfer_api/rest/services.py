@@ -190,7 +190,6 @@ async def _on_left(request: Request, error: Exception) -> HttpResponse:
 
 
 async def _on_defect(request: Request, error: Exception) -> HttpResponse:
-    """Answers with status 500; Starlette logs the exception."""
     return send(failure_reply(error))
 
 
@@ -200,7 +199,6 @@ ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[A
     ClientDisconnect: _on_left,
     Exception: _on_defect,
 }
-"""The answers to exceptions of routes."""
 
 
 T = TypeVar("T")
@@ -305,7 +303,6 @@ INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 # The most tensor bytes that a byte of JSON gives: `0,` is an INT64.
 _MOST_OF_TEXT = 4
 _MAX_TURN_S = 30.0
-"""The longest wait of a large body for memory."""
 
 
 async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:

@@ -21,15 +21,12 @@ from qinfer_api.rpc.headers import Abort, CallHead, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, GrpcCall
 
 Serve = Callable[[Bytes, GrpcCall], Awaitable[Bytes]]
-"""Handles a method: from the encoded request to the encoded reply."""
 
 STRANGERS_BYTES = 64 * 1024
-"""The largest message without a key."""
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 INFERENCE = "inference"
-"""The restriction group of the infer calls."""
 
 
 class CallGuard:

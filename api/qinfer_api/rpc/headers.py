@@ -27,7 +27,6 @@ HEAD = b"".join(
         hpack.field(b"grpc-accept-encoding", _ACCEPTED),
     )
 )
-"""The header block of a reply, without metadata."""
 
 # Clients accept 8 KiB of a header; an ASCII character takes up to 3 bytes, others 12.
 _MAX_ASCII, _MAX_OTHER = 2000, 500
