@@ -138,7 +138,9 @@ class _WaitingReservations:
         self.bodies: Counter[Hashable] = Counter()
         self._places: dict[Reservation, tuple[int, int, Reservation]] = {}
         self._own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
+        """The waiting reservations of each owner, by size and arrival."""
         self._firsts: list[tuple[int, int, int, Reservation]] = []
+        """The first reservation of each owner, by bytes needed, bytes held, and arrival."""
         self._first: dict[Hashable, tuple[int, int, int, Reservation]] = {}
         self._behind: OrderedDict[Reservation, None] = OrderedDict()
         """The first huge reservation, and the reservations after it."""

@@ -21,6 +21,7 @@ class Transfers:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._waiting: dict[str, deque[_Waiting]] = {}
+        """Waiting transfers by tenant, next turn first."""
 
     @asynccontextmanager
     async def turn(self, tenant: str, nbytes: int) -> AsyncIterator[None]:

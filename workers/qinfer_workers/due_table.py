@@ -1,7 +1,5 @@
 """The instants at which executions must have ended, in memory shared with the process that watches the worker.
 
-    worker: DueTable ── a double for each instance ──▶ renewer: DueReader, `overdue`
-
 A worker whose model holds the GIL can't report anything, so it writes in advance until when it may be silent: 8 bytes
 at the begin and end of each execution, without a system call. Instants are on the monotonic clock, which processes of a
 machine share. The imports are cheap.
@@ -17,7 +15,6 @@ SLOTS = 1024
 """Only the worker watches further instances."""
 
 NAME_BYTES = 256
-"""Longer names are cut."""
 
 _DOUBLES = SLOTS * 8
 

@@ -1,10 +1,8 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer PID`.
 
-A thread would need the GIL, which model code may hold for longer than a lease. The worker starts this small process
-(`renewals.ProcessRenewals`) and talks to it over two pipes:
-
-    worker ── RenewerHello, then HeldLeases each second ──▶ stdin │ renewer
-    renewer │ stdout ── RenewalReport after each renewal ──▶ worker
+A thread would need the GIL, which model code may hold for longer than a lease. The worker
+(`renewals.ProcessRenewals`) sends `RenewerHello`, then `HeldLeases` each second, to its standard input, and reads a
+`RenewalReport` after each renewal from its standard output.
 
 The renewer renews the last reported leases. Without reports, because the GIL is held, it asks Redis for entries that
 the worker has fetched since, and renews those too. When the worker is gone, or stopped (SIGSTOP), it renews nothing, so

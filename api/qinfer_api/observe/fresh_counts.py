@@ -31,7 +31,7 @@ class FreshCounts:
         self._catalog = catalog
         self._pushes = CountPushes(store.client)
         self._lock = asyncio.Lock()
-        self._wanted: dict[str, int] = {}
+        self._wanted: dict[str, int] = {}  # model → its last read
         self._reads = 0
         self._answered = 0
         self.underway: dict[str, Underway] = {}

@@ -25,7 +25,6 @@ from qinfer_workers.liveness import exit_process, open_health
 logger = logging.getLogger("qinfer_workers.bridge")
 
 GC_THRESHOLD = 50_000
-"""Messages make no cycles, so collections find nothing."""
 
 
 async def _run_bridge(config: BridgeConfig, settings: Settings) -> int:
@@ -54,7 +53,7 @@ async def _check_config(config: BridgeConfig, settings: Settings) -> int:
 def main() -> int:
     """Runs the program and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m qinfer_workers.bridge")
     parser.add_argument("config", type=Path)
     parser.add_argument("--check", action="store_true")

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
-"""Time after which a full lane is tried."""
 
 _QUIET_S = 10.0  # each answer frees a little room
 _SHORTEST_S = 0.02

@@ -3,14 +3,12 @@
     thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
     receive, read ──batch──▶  MessageIntake: accept into the lane
     acknowledge  ◀──receipts──┘
-                              Endings: take from the outbox
-                              render (a thread of the pool) ───▶ publish
+                              Endings: take, render (a thread) ─▶ publish
                               confirm  ◀──────batch───────────── the broker's confirms
-    dead letters of unreadable messages and conflicts: ────────▶ publish
-    acknowledge  ◀──receipts── settled  ◀──────────────────────── the broker's confirms
 
-A message is acknowledged only once it is in the model's queue, or its dead letter is confirmed; an end leaves the
-outbox only once its reply is confirmed. After a crash, both are delivered again, with the same id.
+Dead letters of unreadable messages and conflicts are published, too. A message is acknowledged only once it is in the
+model's queue, or its dead letter is confirmed; an end leaves the outbox only once its reply is confirmed. After a
+crash, both are delivered again, with the same id.
 """
 
 import asyncio
@@ -39,7 +37,6 @@ from qinfer_workers.bridge.versions import RouteVersions
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""Wait before an undeliverable dead letter is repeated."""
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0

@@ -218,22 +218,18 @@ def place_of(item: HeldWork) -> Place:
 CANCELS_EVERY_S = 0.2
 
 HELD_S = 0.1
-"""Items held for less are not looked up."""
 
 
 class CancelWatch:
     """Drops the items of a worker that were cancelled, within half a second.
 
-        gateway ── Queue.cancel ──▶ `cancels` of the model's slot ── read here ──▶ LeaseKeeper.cancel
-
-    The watch looks at items held for a while, so that fast models cost nothing.
+    It looks at items held for a while, so that fast models cost nothing.
     """
 
     def __init__(self, queue: Queue, keeper: LeaseKeeper) -> None:
         self._queue = queue
         self._keeper = keeper
         self._read: dict[tuple[str, int], str] = {}
-        """The last known mark."""
         self._outage = OutageLog(logger, "cancelled requests not read", "cancelled requests are read again")
 
     async def run(self) -> None:
@@ -263,14 +259,13 @@ class CancelWatch:
 
 
 FINISH_DELAY_S = 0.01
-"""Longest wait for one write with the next answers.
+"""A write costs more than its content, so it waits this long for the next answers.
 
-A write costs more than its content. After a crash in between, the items execute again, and the gateway ignores the
-second answer.
+After a crash in between, the items execute again, and the gateway ignores the second answer.
 """
 
 FINISH_COUNT = 16
-"""Items finished at once; fewer wait up to half of `FINISH_DELAY_S`."""
+"""Fewer finished items wait up to half of `FINISH_DELAY_S`."""
 
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[WorkItem]], None]
@@ -528,7 +523,7 @@ class Publisher:
     async def _insist(
         self, work: _Work, items: Sequence[WorkItem], after: _After | None, held: Sequence[WorkItem]
     ) -> None:
-        """Repeats work while Redis is away, until all `items` are lost; readers drop duplicates."""
+        """Readers drop duplicates."""
         failures = 0
         while not _are_lost(items):
             try:
@@ -558,7 +553,6 @@ def _failed_response(response: Response, error: QinferError) -> Response:
 
 
 def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
-    """Splits each process's responses into chunks; a larger response is its own chunk."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
             yield address, group, False

@@ -80,7 +80,6 @@ class LimitedExecutor(ThreadExecutor):
         self._callers: Sequence[ResourceHolder] = ()
         self._borrowers: deque[_Work] = deque()
         self._staged: dict[LimitedInstance, _Work] = {}
-        """Executions that are formed for an instance."""
         self._executing: dict[Execution | InstanceBorrower, LimitedInstance] = {}
         self._is_retired = False
         super().__init__(backends, loop, name, pinned=True)

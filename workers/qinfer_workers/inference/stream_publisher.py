@@ -52,7 +52,6 @@ class StreamPublisher:
         self._limits = limits
         self._mark_s = mark_s
         self._waiting: dict[str, deque[Sent]] = {}
-        """Waiting responses by reply address or asynchronous request."""
 
     def send(self, sent: Sequence[Sent]) -> None:
         """Publishes responses in order, and responses that wait meanwhile together."""

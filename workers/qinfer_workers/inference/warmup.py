@@ -58,7 +58,6 @@ class _Unheard(OneResponse):
         return False
 
     def call(self, request: InferRequest, made_for: int = -1) -> Response:
-        """Refuses: that model may be loaded later."""
         del made_for
         self.called = True
         raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")

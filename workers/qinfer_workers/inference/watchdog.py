@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 
 SHOWN_S = 1.0
-"""The duration below which an execution is not in the heartbeat."""
 
 STATUS = 70
 """The exit code, EX_SOFTWARE of sysexits.h."""
@@ -43,11 +42,9 @@ _STARVED_S = 1.0
 
 _SETTLE_S = 1.0
 _OTHERS_S = GRACE_S - 2 * _SETTLE_S
-"""Time for batches of other instances."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
-"""Ends the worker because of an execution."""
 
 
 class _WatchedExecution(NamedTuple):

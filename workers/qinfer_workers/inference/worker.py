@@ -86,7 +86,6 @@ class Worker:
         self._cache, self._cached = settings.cache.plan, ModelCounts()
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
-        """The tasks that end a `Serving` which another one has replaced."""
         self._nested = NestedCounts(settings.metrics)
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()

@@ -41,7 +41,7 @@ class Waker:
     def wait(self, timeout_s: float) -> bool:
         """Waits; returns whether the socket has data."""
         pending = getattr(self._watched, "pending", None)
-        if pending is not None and pending():  # in TLS
+        if pending is not None and pending():
             return True
         is_ready = False
         for key, _ in self._selector.select(timeout_s):
@@ -131,7 +131,6 @@ class _Link:
         self._waker.wake()
 
     def close(self) -> None:
-        """Closes the connection once the broker has read all data, or the time is up."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
         with suppress(Exception):  # the connection may be broken
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
@@ -188,7 +187,7 @@ class AmqpSink(_Link):
         self._channel.confirm_select()
         self._sent: dict[int, Outgoing] = {}  # unconfirmed, by ascending tag
         self._last_tag = 0
-        self._returned: set[int] = set()  # tags
+        self._returned: set[int] = set()
         self._taken: list[Outgoing] = []
         self._refused: list[Outgoing] = []
         self._unroutable: list[Outgoing] = []

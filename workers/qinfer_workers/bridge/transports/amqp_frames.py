@@ -1,7 +1,7 @@
 """AMQP 0-9-1 frames of the methods that occur once per message: deliver, publish and acknowledge. Pure.
 
 py-amqp's system calls, three a read frame and one a written message, are most of a message's cost. Here arrived data is
-split at once, a batch is one write, and one acknowledgement covers many messages. py-amqp gets all other frames.
+split at once, and a batch is one write. py-amqp gets all other frames.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,8 +30,8 @@ class AckLine:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._done_to = 0  # all tags up to it are done
-        self._beyond: set[int] = set()  # done, and not acknowledged
+        self._done_to = 0
+        self._beyond: set[int] = set()
         self._single: set[int] = set()  # acknowledged singly, beyond `_done_to`
         self._waits_since_s: float | None = None
 
@@ -73,7 +73,6 @@ class AckLine:
 
 
 Frame = tuple[int, int, bytes]
-"""Type, channel, payload."""
 
 _METHOD, _HEADER, _BODY = 1, 2, 3
 _END = 0xCE

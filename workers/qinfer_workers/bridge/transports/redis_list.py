@@ -35,7 +35,6 @@ LEASE_S = 30.0
 """Time until another bridge takes a killed one's messages; default of `visibility_timeout`."""
 
 MAX_BYTES_IN_HAND = 256 * 2**20
-"""A limit for unacknowledged messages."""
 
 _IDLE_S = 0.25
 _BUSY_S = 0.05
@@ -87,7 +86,7 @@ class ListSource:
         self._lease_s = _lease_s(given)
         self._largest_bytes = max_bytes * 4 // 3 + _ENVELOPE_BYTES
         self._prefetch = options.prefetch
-        self._outstanding: dict[str, int] = {}  # id → bytes
+        self._outstanding: dict[str, int] = {}
         self._outstanding_bytes = 0
         self._awake = threading.Event()
         self._renewed_s = time.monotonic()
@@ -176,8 +175,6 @@ class _Properties(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct, rename={"content_type": "content-type", "content_encoding": "content-encoding"}):
-    """A message as kombu and Celery push it."""
-
     body: str
     properties: _Properties
     content_type: str | None = None

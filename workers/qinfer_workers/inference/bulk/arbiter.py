@@ -23,7 +23,6 @@ from qinfer.models.spec import Device
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 
 JobBatcher = Batcher | EnsembleBatcher
-"""The batcher of a version with jobs."""
 
 PATIENCE_S = 1.0
 """How long bulk batches wait for a device that has no time to spare."""
@@ -95,7 +94,7 @@ class DeviceArbiter:
         self._batch_s = PATIENCE_S
         """How long the last forced turn took."""
         self._online_s = float("-inf")
-        """When online work was last seen, on any device, since most workers have one."""
+        """It is of any device, since most workers have one."""
 
     def place(self, batcher: JobBatcher, devices: Collection[Device]) -> None:
         """Registers a version's devices."""

@@ -41,14 +41,12 @@ from qinfer_workers.inference.bulk.chunks import Chunk, Chunks
 from qinfer_workers.inference.bulk.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
-"""Prefix of files of uncommitted parts."""
 
 MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
 )
 
 DEADLY = "the row kills workers: two of them died, or passed the execution limit, while it was executed alone"
-"""The `error_message` of deadly rows."""
 
 _FIRST_ROWS = 256
 _MOST_ROWS = 65_536
@@ -338,7 +336,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Admits one thread beside online requests, because each takes a core."""
+    """Beside online requests, each thread takes a core."""
     if not chunks.is_shared:
         yield
         return

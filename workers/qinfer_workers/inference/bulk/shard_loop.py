@@ -32,7 +32,6 @@ STALLED_S = 1800.0
 """A shard without progress goes to another worker after this; also limits a batch and an upload."""
 
 WANTED_EVERY_S = 2.0
-"""Interval of reports to the job."""
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -41,7 +40,6 @@ _RETRY_S = 0.5
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 30.0
 _LEFT_TO_OTHERS_S = 5.0
-"""The longest rest in the lane; other workers may run the shard."""
 
 T = TypeVar("T")
 

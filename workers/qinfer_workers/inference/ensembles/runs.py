@@ -1,9 +1,4 @@
-"""The requests of an ensemble version that are in progress in a worker.
-
-    start_run ─▶ EnsembleRun ─▶ … ─▶ answered, with the response, or without one if a stream has sent the responses
-
-Their owner publishes the responses.
-"""
+"""The requests of an ensemble version that are in progress in a worker; their owner publishes the responses."""
 
 import asyncio
 import time

@@ -1,9 +1,8 @@
 """The sequences of a stateful ensemble in a worker, with the interface of a `SequenceBatcher`.
 
-    adopt, add_step ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
-
-A step is a step of each stateful model, with the same correlation id. The ensemble's state is the number of steps that
-each model has got: a step repeated after a crash has the same numbers, and gets the committed responses.
+A step is a step of each stateful model, with the same correlation id; each sequence runs one at a time. The ensemble's
+state is the number of steps that each model has got: a step repeated after a crash has the same numbers, and gets the
+committed responses.
 """
 
 import asyncio
@@ -209,7 +208,7 @@ class EnsembleSteps:
         self.pump()
 
     def _is_certain(self, item: PendingStep, steps: "_NumberedSteps") -> bool:
-        """Returns whether the models that got a failed step are known: a dead worker may have got further."""
+        """A dead worker may have got further."""
         return steps.are_known and (item.lease.deliveries <= 1 or steps.are_all(self._stateful))
 
     def _break(self, kept: _EnsembleSequence, step: PendingStep, error: QinferError) -> None:

@@ -104,7 +104,7 @@ class _OwnedLife:
         self._told_id = told_id(owned.sequence, owned.told)
 
     def set_told_id(self, request: InferRequest) -> None:
-        """Gives the model an id that no other tenant's sequence has."""
+        """The id differs from those of other tenants' sequences."""
         if request.sequence is not None:
             request.sequence = request.sequence.told(self._told_id)
 
@@ -233,7 +233,6 @@ class SequenceService:
         await self._sequences.hand_over(self._owner, list(moving))
 
     async def _is_deserted(self) -> bool:
-        """Returns whether no submitting program is live."""
         with suppress(BrokerUnavailable):
             return not any([await self._parts.store.live_processes(program) for program in CALLERS])
         return False
