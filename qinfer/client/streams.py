@@ -22,8 +22,7 @@ def stream_in_threads(
 
     Items are read in the caller's thread, when there is room for a call. An error of their iterator is raised after the
     answers to earlier items; an error of a call other than a `QinferError` ends the iteration. Running calls end at
-    their
-    next step then; the program's exit does not wait for them.
+    their next step then; the program's exit does not wait for them.
     """
     _check_concurrency(concurrency)
     return _answers_of_threads(items, _ThreadCalls(plan, run), concurrency, _Reorder(ordered=ordered))

@@ -1,13 +1,12 @@
 """The doorbell: readers of idle lanes sleep in a long blocking read, and a ring makes them look again.
 
-    look (fetch.lua) ──nothing, bell armed, no ring since──▶ sleep (XREADGROUP BLOCK, long) ──entry or ring──▶ look
-
 A new entry wakes a sleeper by itself. Rings, entries of a stream that every process with sleepers reads, announce what
 wakes no blocking read: a released entry, and a new stream of a lane.
 
-No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. A ring unblocks the read
-repeatedly, finally by a new connection, because the read may not have reached Redis yet. A broken connection rings for
-every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
+No ring is lost. A reader sleeps only if its look found nothing, and the bell was armed then and has not rung since. A
+ring unblocks the read repeatedly, finally by a new connection, because the read may not have reached Redis yet. A
+broken
+connection rings for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
 """
 
 import asyncio

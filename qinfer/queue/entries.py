@@ -36,8 +36,7 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
 
     Version 0 has steps of a sequence, for any version. Names are `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`,
-    `shadow`,
-    `seq`, `seq@<worker>`; the stream of a share is named like `p1~3`.
+    `shadow`, `seq`, `seq@<worker>`; the stream of a share is named like `p1~3`.
     """
 
     model: str
@@ -50,8 +49,7 @@ class Entry(msgspec.Struct, frozen=True):
     """The address of one request in the queue.
 
     The stream id begins with Redis' milliseconds; `origin` is the id in the first lane of a moved entry, `payload_id`
-    the
-    request whose payload is stored beside it.
+    the request whose payload is stored beside it.
     """
 
     lane: Lane
@@ -209,11 +207,10 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         tombstone_ttl_s: How long its id is known after the result.
         client_id: The `id` of the body, echoed in the result.
         idempotency_key: The hash of the caller's key.
-        outbox: The outbox that gets the end, instead of a webhook. It is trimmed by age: keep its requests equally
-        long.
+        outbox: It gets the end, instead of a webhook, and is trimmed by age: keep its requests equally long.
         notes: Opaque bytes for the outbox's reader.
         watcher: A reply address, notified of the end.
-        reports_start: Whether workers report starts; until then the entries that they hold count as waiting.
+        reports_start: Without workers' reports of starts, the entries that they hold count as waiting.
         endpoint: Set if `Moves` may move the request.
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """

@@ -6,7 +6,7 @@ waits for it; an entry that arrives in between is released after a moment.
 
 A ticket reader takes nothing: every ticket left ends the next read at once.
 
-The stream of a reply reader outlives it by a minute; a reader whose stream is gone creates a new stream.
+A reply stream outlives its reader by a minute; a reader whose stream is gone creates a new one.
 """
 
 import asyncio

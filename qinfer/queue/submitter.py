@@ -1,9 +1,8 @@
 """Appends entries to lanes, and moves them between versions: the submitting half of `Queue`.
 
-plain                XADD to the lane, in one write with the others of the tick
-of a known tenant    XADD to the tenant's stream, where it still exists
-with a limit         submit.lua, once for those of the tick that have lane, sender and limit in common
-of a new tenant, or with a payload    submit.lua, which knows each tenant's stream
+A plain entry is an XADD to the lane, one of a known tenant an XADD to the tenant's stream, where it still exists; those
+of a tick are one write. `submit.lua`, which knows each tenant's stream, appends entries of new tenants, with payloads,
+and with limits: once for those of the tick that have lane, sender and limit in common.
 
 `Moves` takes waiting entries from the lanes of one version to those of another, which answers instead. A movable entry
 has the fields `e`, its endpoint; `t`, the tenant; `r`, the id of a request with a record. `move.lua` moves each

@@ -43,9 +43,11 @@ _READ_BYTES = 1 << 16
 class RenewerHello(msgspec.Struct, array_like=True):
     """The first message: how to renew. It has Redis' password, so it uses the pipe, and is never logged.
 
-    `script` is the text of `lanes/renew.lua`, `owner_script` that of `sequences/renew.lua`. Unreported leases are
-    renewed for `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`; 0 = the worker has
-    no table. `overdue_field` is the statistic that counts executions over their limit.
+    The scripts are the texts of `lanes/renew.lua` and `sequences/renew.lua`. Unreported leases are renewed for
+    `longest_s`
+    at most. `due` is the inherited descriptor of the worker's `DueTable`; 0 = none. `overdue_field` is the statistic
+    that
+    counts executions over their limit.
     """
 
     redis: Login
@@ -64,7 +66,7 @@ class RenewerHello(msgspec.Struct, array_like=True):
 class HeldLeases(msgspec.Struct, array_like=True):
     """The held leases: key of each lane that the worker fetches from → entry id → until when to renew it (monotonic).
 
-    `owners` maps owners of sequences to the keys of their leases; `now` asks for a renewal at once.
+    `owners` maps owners of sequences to their leases' keys; `now` asks for a renewal at once.
     """
 
     lanes: dict[bytes, dict[bytes, float]]

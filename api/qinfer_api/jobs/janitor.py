@@ -1,12 +1,8 @@
 """The janitor's work on bulk jobs: it fills their lanes, and asks Celery to finish them. Gateways need no leader.
 
-    a notice ──▶ advance ──▶ lane filled
-                    ├─ nothing left to run ──▶ finalizing ──▶ Celery's `finalise`
-                    ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
-                    └─ cancelling, no shard waits or runs ──▶ cancelled ──▶ `finalise`
-
-A *notice* is a delivery that says that a job's state may have to change. The janitor confirms it after the last step,
-so the notice comes again after a failure; steps are idempotent.
+A *notice* is a delivery that says that a job's state may have to change: nothing is left to run, too many rows failed,
+or no shard of a cancelled job waits or runs. The janitor confirms it after the last step, so the notice comes again
+after a failure; steps are idempotent.
 """
 
 import asyncio

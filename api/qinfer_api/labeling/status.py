@@ -1,8 +1,7 @@
 """The states of a project's tasks, as shown by `/v1/label-studio`.
 
-    queued ──▶ processing ──▶ sending ──▶ done | failed        sending = scored, and Label Studio has not taken it yet
-
-The board has the states of all but open tasks, whose requests have theirs.
+The board has the states of all but open tasks, whose requests have theirs. `sending` = scored, and Label Studio has not
+taken it yet.
 """
 
 import asyncio

@@ -161,8 +161,7 @@ class SamplingRule(NamedTuple):
     """A sampling rule for one model, or for all models without their own.
 
     One of `rate` requests is traced (0 = none), at most `most` (-1 = unlimited). A file has `frequency` traces (0 =
-    all).
-    A new `change` starts the rule anew.
+    all). A new `change` starts the rule anew.
     """
 
     has_stamps: bool

@@ -241,8 +241,8 @@ class SequenceJanitor:
     """Looks after sequences; one per gateway.
 
     A dead worker's sequences wait for another owner; `explicit` ones end. One without an owner ends at the deadline of
-    its
-    steps, or when nothing of it has waited for a while. Steps of ended lives get their stored response, or the failure.
+    its steps, or when nothing of it has waited for a while. Steps of ended lives get their stored response, or the
+    failure.
     """
 
     def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:

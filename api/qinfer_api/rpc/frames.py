@@ -43,15 +43,15 @@ class ConnectionLimits(NamedTuple):
 
     Attributes:
         header_bytes: The size of a header list (section 6.5.2), and of its encoded form.
-        window_bytes: The bytes of one request that may arrive before it is admitted.
-        connection_window_bytes: The bytes of all requests together that may arrive.
+        window_bytes: One request may send as much before it is admitted.
+        connection_window_bytes: All requests together may send as much.
         idle_frames: Frames that advance no request, in one burst.
         preface_s: The time until the first SETTINGS frame.
         body_s: The time without a byte of an unfinished message.
-        idle_s: The time without a request until the connection ends; 0 = unlimited.
+        idle_s: The time without a request; 0 = unlimited.
         age_s: The time until the connection takes no more requests; 0 = unlimited.
         ping_s: Silence before a PING.
-        pong_s: The time until the PING must be answered.
+        pong_s: The time until its answer.
     """
 
     streams: int = 1000

@@ -1,8 +1,8 @@
 """Publishes answers first, then takes their entries off the queue.
 
-    a caller waits       publish to `reply_to`, one blob for each process, in chunks of at most 1 MiB; then finish
-    asynchronous         settle, which stores the answer and removes the entry in one step
-    dead letter          bury; then answer in one of the two ways
+Answers for waiting callers are published to `reply_to`, one blob for each process, in chunks of at most 1 MiB, and then
+finished. An asynchronous request is settled: one step stores the answer and removes the entry. A dead letter is buried,
+then answered in one of the two ways.
 
 While Redis is away, the publisher retries until the lease is lost; the entry's new owner answers then.
 """

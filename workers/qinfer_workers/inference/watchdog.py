@@ -1,9 +1,10 @@
 """The watchdog of a worker's executions: warns of late executions, and ends those over their model's limit.
 
-    interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
-    another                            the worker gives back everything else, and ends abruptly
-
-If a model holds the GIL, the renewer process ends the worker (`qinfer_workers.due_table`).
+It kills the process of an interruptible backend (`python`), and the items of the batch execute again, alone. For
+another
+backend, the worker gives back everything else, and ends abruptly. If a model holds the GIL, the renewer process ends
+the
+worker (`qinfer_workers.due_table`).
 """
 
 import asyncio

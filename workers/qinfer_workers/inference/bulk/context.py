@@ -108,8 +108,7 @@ class ScoredVersion:
     """A served model version, its shard loop, and how its shards are scored.
 
     `hurry` is set when running executions are no longer waited for. `spool` is a folder for uncommitted parts. The
-    scored
-    shard holds `line`; the next one is read meanwhile. `is_open` is set while the model has open jobs.
+    scored shard holds `line`; the next one is read meanwhile. `is_open` is set while the model has open jobs.
     """
 
     batcher: JobBatcher

@@ -1,11 +1,10 @@
 """The sequences of one model version in a worker: owns them, takes their steps, and gives them back.
 
-    sleep ─▶ join ─▶ own ─▶ take_steps ─▶ SequenceBatcher ─▶ StepPublisher
-      ▲               └── wait ◀─┘          a life that ends sends its owner a ticket, which `take_steps` returns
-      └── end_lease ◀───────┘
+    join ─▶ own ─▶ take_steps ─▶ SequenceBatcher ─▶ StepPublisher
 
-The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
-until a sequence waits for an owner. `qinfer.queue.sequences.ownership` describes the protocol.
+The loop owns as many sequences as there are free slots. A life that ends sends its owner a ticket, which `take_steps`
+returns. If its lease ends, the loop drops all. Idle, it gives up the lease until a sequence waits for an owner.
+`qinfer.queue.sequences.ownership` describes the protocol.
 """
 
 import asyncio
