@@ -60,7 +60,7 @@ class AccessLog:
 
 
 class SinkWrapper:
-    """The base of sinks that see a request's responses on their way to its own sink."""
+    """The base of sinks that see responses on their way to the request's own sink."""
 
     __slots__ = ("began_s", "frontend", "inner", "no_stream")
 
@@ -100,7 +100,7 @@ class LoggedSink(SinkWrapper):
                 self.finish_line(OK if response.failure is None else response.failure.code, response)
 
     def finish_line(self, code: str, response: Response | None = None) -> None:
-        """Writes the line of the access log, unless it is written already."""
+        """Writes the line, unless it is written already."""
         log, self._log = self._log, None
         if log is not None:
             log.write_request(self, code, response)

@@ -109,7 +109,7 @@ class Dispatcher:
         return self._auth is not None and len(self._auth.tenants) > 1
 
     def sharing(self, context: CallerContext) -> str:
-        """Returns the tenant as a `SharedLimit` counts it: empty if there is only one."""
+        """Returns the tenant for a `SharedLimit`: empty if there is only one."""
         return context.tenant if self.has_tenants else ""
 
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
@@ -117,7 +117,7 @@ class Dispatcher:
         return context if self._auth is None else self._auth.authorize(context, scope, peer)
 
     def recheck(self, context: CallerContext) -> None:
-        """Checks again whether a caller's key is valid, if keys are required."""
+        """Checks again whether a caller's key is valid."""
         if self._auth is not None:
             self._auth.recheck(context)
 
@@ -142,7 +142,7 @@ class Dispatcher:
 
     @contextmanager
     def trace_stored(self, request: OutgoingRequest) -> Iterator[Callable[[Ending], None]]:
-        """Traces a request that the block stores; for a new request, the block calls the yielded function."""
+        """Traces a request that the block stores; for a new one, the block calls the yielded function."""
         yield lambda _: None
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
@@ -174,7 +174,7 @@ class Dispatcher:
     ) -> PendingCall:
         """Submits a request, stamped in place; its responses or failure go to the sink, on the event loop.
 
-        `asked_s` replaces the model's default timeout; `within_s`, the caller's longest wait, only shortens it.
+        `asked_s` replaces the model's default timeout; `within_s` only shortens it.
         """
         quota = None
         if self._auth is not None:
@@ -278,7 +278,7 @@ class Dispatcher:
         return error
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns the model and version to count a request for."""
+        """Returns the model and version that a request counts for."""
         with suppress(ModelNotFound):
             model, version = self.endpoints.stable(model, version)
         return self._catalog.named(model, version)

@@ -82,7 +82,7 @@ class Quota:
         self._used -= 1.0
 
     def spare(self, now_s: float) -> float:
-        """Returns how many background requests the rate has room for; half the burst stays for other requests."""
+        """Returns how many background requests have room; half the burst stays for others."""
         if not self._rate:
             return math.inf
         self._fill(now_s)
@@ -90,7 +90,7 @@ class Quota:
         return max(min(self._tokens, self._tokens + others - self._burst // 2), 0.0)
 
     def check_in_flight(self, now_s: float) -> None:
-        """Raises `QuotaExceeded` if the tenant has as many requests in flight as it may."""
+        """Raises `QuotaExceeded` if the tenant has all its requests in flight."""
         most = self._max_in_flight
         if not most:
             return
@@ -109,7 +109,7 @@ class Quota:
         return use
 
     def not_told(self, use: QuotaUse) -> None:
-        """Adds a use whose report failed; if the report did arrive, the use counts twice."""
+        """Adds a use whose report failed; if it did arrive, the use counts twice."""
         self._used += use.used
 
     def lease(self, leased: QuotaLease, now_s: float) -> None:
@@ -119,11 +119,11 @@ class Quota:
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
     def return_lease(self, leased: QuotaLease, now_s: float) -> None:
-        """Ends the lease; until the next one, the tokens of all gateways together decide about requests."""
+        """Ends the lease; until the next, the tokens of all gateways together decide."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 
     def is_idle(self, now_s: float) -> bool:
-        """Returns whether the tenant has no request in flight and sent none lately."""
+        """Returns whether the tenant has no request in flight, nor sent one lately."""
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
     def _count_request(self, now_s: float) -> None:

@@ -127,8 +127,7 @@ def _needed(size: int, held: int) -> int:
 class _WaitingReservations:
     """The waiting bodies and answers; no operation visits all of them.
 
-    A huge reservation waits until it is alone, and later reservations wait behind it, so that it does not wait for
-    ever.
+    Later reservations wait behind a huge one, which waits until it is alone.
     """
 
     def __init__(self, huge_bytes: int, held: Counter[Hashable]) -> None:
@@ -302,7 +301,7 @@ class ReceivingBudget:
     async def decoding(self, size: int) -> AsyncIterator[None]:
         """Serialises the decoding of large bodies, and counts the decoded size.
 
-        That size may exceed the limit, so that no body waits for memory of others that wait for this turn.
+        It may exceed the limit, so that no body waits for memory of others that wait for this turn.
         """
         async with self._decoding:
             self.held_bytes += size

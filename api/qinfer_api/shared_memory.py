@@ -176,7 +176,7 @@ class SharedMemory:
             self._regions[name] = _OpenRegion(CudaRegion(name, device_id, byte_size), memory)
 
     def check_cuda(self, name: str) -> None:
-        """Checks that a region of GPU memory may be registered: shared memory is on, it has a name, a GPU exists."""
+        """Checks that GPU memory may be registered: shared memory is on, it has a name, a GPU exists."""
         self.check_allowed()
         if not name:
             raise InvalidRequest("'region name' is necessary to register cuda shared memory region")
@@ -184,7 +184,7 @@ class SharedMemory:
             raise InvalidRequest(f"failed to register CUDA shared memory region: '{name}', GPUs not supported")
 
     def unregister(self, name: str = "", kind: type[Region | CudaRegion] = Region) -> None:
-        """Closes a region, or all of a kind, once no request uses it; does nothing for an unknown name."""
+        """Closes a region, or all of a kind, once no request uses it; ignores an unknown name."""
         self.check_allowed()
         with self._lock:
             for each in [name] if name else list(self._regions):
@@ -209,11 +209,11 @@ class SharedMemory:
                     self._close(opened.region.name)
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the registered regions, or the region of that name."""
+        """Returns the registered regions, or the one of that name."""
         return self._status(name, Region, "system")
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
-        """Returns the registered regions of GPU memory, or the region of that name."""
+        """Returns the registered regions of GPU memory, or the one of that name."""
         return self._status(name, CudaRegion, "cuda")
 
     def _status(self, name: str, kind: type[R], told: str) -> list[R]:
@@ -233,7 +233,7 @@ class SharedMemory:
             pass
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, which later writes of the client do not change."""
+        """Returns a copy of a region's part."""
         with self._part(name, offset, byte_size) as (memory, position):
             return memoryview(memory.read(position, byte_size))
 

@@ -40,7 +40,7 @@ class Turns:
         return now_s < self._ends_s
 
     def may_start(self) -> bool:
-        """Returns whether an application may start for a request of a flood; the turn pays for it."""
+        """Returns whether a flood's request may start an application; the turn pays for it."""
         if not self.may_read():
             return False
         self._ends_s -= START_S

@@ -204,7 +204,7 @@ def submit_job(
 ) -> Flow[JobStatus]:
     """Creates a job; one without an id gets a key, which makes repetitions safe.
 
-    With `resume`, a job that is being cancelled is waited for. `wait_s` is the time for all inputs to appear.
+    `resume` waits for a job that is being cancelled. Inputs have `wait_s` to appear.
     """
     headers = dict(JSON)
     if resume and not body.get("id"):

@@ -181,10 +181,10 @@ AMBIGUOUS = frozenset({400, 500, 503})
 class Send(NamedTuple):
     """An HTTP request to be sent.
 
-    The gateway is asked to hold the answer back for `hold_s`, in addition to the call's timeout. Each attempt sets
-    `base`, the gateway's URL, and `timeout_s`. With `repeats` the request may be sent again although it may have been
-    executed; with `hedges`, twice at a time, because the server executes it at most once. `streams` leaves a successful
-    reply unread, for the caller of the flow to read and close.
+    The gateway may hold the answer back for `hold_s`, beyond the call's timeout. Each attempt sets `base`, the
+    gateway's URL, and `timeout_s`. `repeats`: the request may be sent again although it may have been executed.
+    `hedges`: it may be sent twice at a time, because the server executes it once. `streams`: the flow's caller reads
+    and closes a successful reply.
     """
 
     method: str
@@ -302,8 +302,8 @@ class Policy(NamedTuple):
 def backoff_s(retries: int, retry_after_s: float | None, jitter: float) -> float:
     """Returns the wait before a repetition; `jitter` is a random number in [0, 1).
 
-    A wait that the server asks for is kept, plus up to a tenth, so that refused callers spread. Otherwise the wait
-    doubles from 0.1 s to 5 s, less a random part of up to half.
+    A wait that the server asks for gets up to a tenth more, so that refused callers spread. Otherwise it doubles from
+    0.1 s to 5 s, less a random part of up to half.
     """
     if retry_after_s:
         return retry_after_s * (1 + jitter / 10)
@@ -319,10 +319,10 @@ def call(
 ) -> Flow[httpx.Response]:
     """Sends a request until it succeeds, fails for good, or runs out of time; uses another gateway if one is gone.
 
-    Reading and cancelling are idempotent, a submission has an id or a key, and a step of a sequence a number. Requests
-    without any of these (`Send.repeats`) are repeated only if they were not accepted. A lost sequence is not repeated,
-    because its caller has to begin it again. The repetitions of all calls share a budget, which may delay or prevent
-    them. `explain` asks the gateway for the cause of an ambiguous error, within the given seconds.
+    Reading and cancelling are idempotent, a submission has an id or a key, and a step of a sequence a number. Other
+    requests (`Send.repeats`) are repeated only if they were not accepted. A lost sequence is not repeated, because its
+    caller has to begin it again. All calls share a budget, which may delay or prevent repetitions. `explain` asks the
+    gateway for the cause of an ambiguous error, within the given seconds.
     """
     attempts = _Attempts(policy, send)
     while True:

@@ -20,7 +20,7 @@ def stream_in_threads(
 ) -> Iterator[tuple[int, R | QinferError]]:
     """Runs the flow `plan(index, item)` of each item in threads; yields indices with results, or `QinferError`s.
 
-    Items are read in the caller's thread, when there is room for a call. An error of their iterator is raised after the
+    The caller's thread reads items when there is room for a call. An error of their iterator is raised after the
     answers to earlier items; an error of a call other than a `QinferError` ends the iteration. Running calls end at
     their next step then; the program's exit does not wait for them.
     """

@@ -5,8 +5,7 @@ wakes no blocking read: a released entry, and a new stream of a lane.
 
 No ring is lost. A reader sleeps only if its look found nothing, and the bell was armed then and has not rung since. A
 ring unblocks the read repeatedly, finally by a new connection, because the read may not have reached Redis yet. A
-broken
-connection rings for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
+broken connection rings for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
 """
 
 import asyncio

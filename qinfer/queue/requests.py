@@ -177,8 +177,8 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
-        Returns false for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead,
-        because they count as stored only at the end. After an error some requests may have ended.
+        Returns false for a request that had ended or is unknown. Large results count as stored only at the end, so only
+        `STAGED_BYTES` are stored ahead. After an error some requests may have ended.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -238,7 +238,7 @@ class Requests:
     async def endings(self, model: str, partition: int, kind: DeliveryKind, count: int) -> list[Ending]:
         """Takes up to `count` ended requests with their results from an outbox, to be `done`.
 
-        Large results make it return fewer: repeat it until the list is empty.
+        Large results make it return fewer: repeat it until it returns nothing.
         """
         name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
         arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *_RECORD_FIELDS)

@@ -34,7 +34,7 @@ class DueTable:
         self._lock = threading.Lock()
 
     def place(self, name: str) -> tuple[MutableSequence[float], int]:
-        """Returns the sequence, and the index in it, for an instance's instant."""
+        """Returns an instance's sequence, and the index in it."""
         with self._lock:
             if not self._free:
                 return [0.0], 0
@@ -60,7 +60,7 @@ class DueReader:
         self._due = memoryview(self._memory)[:_DOUBLES].cast("d")
 
     def overdue(self, now_s: float) -> list[str]:
-        """Returns the names of the instances whose instant and grace have passed."""
+        """Returns the instances whose instant and grace have passed."""
         return [self._read_name(place) for place in overdue(self._due, now_s)]
 
     def _read_name(self, place: int) -> str:

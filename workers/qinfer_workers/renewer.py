@@ -44,10 +44,8 @@ class RenewerHello(msgspec.Struct, array_like=True):
     """The first message: how to renew. It has Redis' password, so it uses the pipe, and is never logged.
 
     The scripts are the texts of `lanes/renew.lua` and `sequences/renew.lua`. Unreported leases are renewed for
-    `longest_s`
-    at most. `due` is the inherited descriptor of the worker's `DueTable`; 0 = none. `overdue_field` is the statistic
-    that
-    counts executions over their limit.
+    `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`, or 0. The statistic
+    `overdue_field` counts executions over their limit.
     """
 
     redis: Login

@@ -77,7 +77,7 @@ class FastCall:
         return self._connection.is_behind(self)
 
     def come_first(self) -> None:
-        """Notes that the reply to this request is the next one of the connection."""
+        """Notes that this reply is the next one."""
         if self._pending is not None:
             self._pending.comes_first()
 

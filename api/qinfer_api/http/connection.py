@@ -140,7 +140,7 @@ class HttpPort:
         return HttpConnection(self)
 
     def body_buffer(self, left: int) -> memoryview:
-        """Returns the buffer for a body of which `left` bytes are missing."""
+        """Returns the buffer for a body that lacks `left` bytes."""
         return self._body_buffer[:left]
 
     def tick(self, now_s: float) -> None:
@@ -188,7 +188,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Returns a buffer that all connections share: `buffer_updated` copies what was read."""
+        """Returns a buffer of all connections: `buffer_updated` copies what was read."""
         left, port = self._body_left, self.port
         self._buffer = port.buffer if left <= READ_BYTES else port.body_buffer(left)
         return self._buffer
@@ -234,11 +234,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def floods(self) -> bool:
-        """Whether more than a few requests were sent before the replies."""
+        """Whether more than a few requests came before their replies."""
         return len(self._queue) > 1 or len(self._unparsed) > SMALL_BYTES
 
     def is_abandoned(self) -> bool:
-        """Returns whether the client of a flood has ended its side: under load the rest is not worth its time."""
+        """Returns whether a flood's client has ended its side: under load the rest is not worth its time."""
         return len(self._unparsed) > SMALL_BYTES and len(self._queue) > 1 and has_ended(self.transport)
 
     def _stalls(self) -> bool:

@@ -108,10 +108,7 @@ def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
 
 
 def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
-    """Decompresses a body, holding at most one step more than `max_bytes`.
-
-    As in Triton, the first bytes tell gzip from deflate.
-    """
+    """Decompresses a body, at most a step beyond `max_bytes`; as in Triton, the first bytes tell gzip from deflate."""
     out = bytearray()
     view, position = memoryview(body), 0
     try:
@@ -339,7 +336,7 @@ class InferCodec:
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan) -> HttpReply:
-        """Encodes a response or its failure, as requested."""
+        """Encodes a response or failure, as requested."""
         target = answered_by(response, plan.endpoint)
         if response.failure is not None:
             return refusal(response.failure, target)
@@ -375,7 +372,7 @@ def regions_of(plan: OutputPlan, default: Regions) -> Regions:
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
-    """Returns the plan with the request's shared memory, if the request uses any."""
+    """Returns the plan with the request's shared memory, if any."""
     if isinstance(regions, RequestRegions) and regions.is_used:
         return msgspec.structs.replace(plan, held=regions)
     return plan
@@ -463,7 +460,7 @@ def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
 
 
 def forwarded(pattern: re.Pattern[str], headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Returns the headers that a pattern (`header_forward_pattern`) forwards; of equal names the last one counts."""
+    """Returns the headers that `header_forward_pattern` forwards; of equal names the last counts."""
     found: dict[str, str] = {}
     for name, value in headers:
         text = name.decode("latin-1")

@@ -51,7 +51,7 @@ def bound_socket(section: str, host: str, port: int, advice: str) -> socket.sock
 
 
 class Listeners:
-    """Several servers of one socket, because each accepts one connection a turn of the event loop."""
+    """Several servers of one socket: each accepts one connection a turn of the event loop."""
 
     def __init__(self, connect: Callable[[], asyncio.BaseProtocol], listener: socket.socket) -> None:
         self._connect, self._listener = connect, listener
@@ -159,7 +159,7 @@ class HttpServer:
             connection.shutdown()
 
     async def shut_down(self) -> None:
-        """Drains the requests in flight, then aborts those that are left."""
+        """Drains the requests in flight, then aborts the rest."""
         self.turn_away()
         port = self.port
         with contextlib.suppress(TimeoutError):

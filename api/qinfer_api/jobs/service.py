@@ -89,8 +89,7 @@ class JobTicket(msgspec.Struct, frozen=True):
 class BulkJobs:
     """The bulk jobs of a gateway.
 
-    `turns` has a lock for each tenant, which checks one job at a time: slow files of one tenant leave examiners to the
-    others.
+    A lock in `turns` lets each tenant check one job at a time: its slow files leave examiners to others.
     """
 
     jobs: Jobs
@@ -108,9 +107,9 @@ class BulkJobs:
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, context: CallerContext, body: bytes, key: str, *, resume: bool = False) -> JobTicket:
-        """Checks and stores a job and requests its plan, or finds an earlier job with the same id or key.
+        """Checks and stores a job and requests its plan, or finds the earlier job of an id or key.
 
-        With `resume`, a job that ended early is resumed, and a completed job with `overwrite` runs anew.
+        With `resume`, a job that ended early is resumed; with `overwrite`, a completed one runs anew.
         """
         self._check_enabled()
         grant = self._grant_of(context)

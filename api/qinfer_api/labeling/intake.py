@@ -326,7 +326,7 @@ class TaskIntake:
     async def move_all(
         self, board: Board, entries: Sequence[LabelTask], state: LabelState, *, wait_s: float = 0.0, field: str = ""
     ) -> None:
-        """Stores the state of tasks, and drops the data of finished tasks.
+        """Stores the state of tasks, and drops finished tasks' data.
 
         Waiting tasks rest for `wait_s`; `field` counts tasks that were unfinished.
         """
@@ -352,7 +352,7 @@ class TaskIntake:
 
 
 def _attempt(entry: LabelTask | None, name: str, reason: PredictionReason, now_s: float) -> int:
-    """Returns the number of the new attempt; 0 if the prediction was requested already."""
+    """Returns the new attempt's number; 0 = the prediction was requested already."""
     if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S

@@ -80,7 +80,7 @@ def _gauges_in(records: Iterable[bytes | None]) -> list[ModelSeries]:
 
 
 def load_of(gauges: Iterable[ModelSeries], model: str) -> CacheLoad | None:
-    """Returns the load in a model's gauges, or in all gauges for a model without its own, such as an ensemble."""
+    """Returns the load in a model's gauges, or in all gauges for a model without its own."""
     known = [(dict(one.labels), one.values[0]) for one in gauges]
     own = [(labels, value) for labels, value in known if labels.get("model") == model]
     blocks = {labels[_TYPE]: value for labels, value in own or known if _TYPE in labels}

@@ -114,7 +114,7 @@ async def take_snapshot(
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> MetricsSnapshot:
-    """Reads the whole snapshot in few round trips; without the store, reads only the catalog."""
+    """Reads the whole snapshot in few round trips; without the store, only the catalog."""
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
@@ -275,7 +275,7 @@ class Reporting:
     async def metrics(self, scope: str = "", accept: str = "") -> tuple[bytes, str]:
         """Returns `/metrics` and its content type; empty = Prometheus' text, as Triton's.
 
-        A client that accepts OpenMetrics gets it if requests are traced, because it has exemplars.
+        If requests are traced, a client that accepts OpenMetrics gets it, with exemplars.
         """
         openmetrics = OPENMETRICS in accept and self._tally.has_exemplars
         scopes = scopes_of(scope)

@@ -275,7 +275,7 @@ class TraceFile:
         self._one_by_one = asyncio.Lock()
 
     def sample(self, model: str) -> Sampling | None:
-        """Counts a model's request; returns the sampling that gets its trace, or `None` if it is not traced."""
+        """Counts a model's request; returns the sampling that gets its trace, if it is traced."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
         return sampling if sampling is not None and sampling.count_request() else None
@@ -296,7 +296,7 @@ class TraceFile:
                 self._samplings[model] = Sampling(rule, self)
 
     async def refresh(self, store: ControlStore) -> Mapping[str, str]:
-        """Reads the stored settings, and applies them unless a later read was applied already."""
+        """Applies the stored settings, unless a later read was applied already."""
         self._reads += 1
         read = self._reads
         stored = await store.settings()
@@ -317,7 +317,7 @@ class TraceFile:
         return next(self._ids)
 
     def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes traces to a file, or drops them if too many traces wait to be written."""
+        """Writes traces to a file, or drops them if too many wait."""
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
                 logger.error("traces lost", extra={"reason": "they come faster than they can be written"})

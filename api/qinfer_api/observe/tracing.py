@@ -228,7 +228,7 @@ class TracedDispatcher(Dispatcher):
         taken: Taken | None,
         ending: Ending,
     ) -> None:
-        """Waits for the end of a stored request and adds its trace, even if the end is not seen."""
+        """Adds the trace of a stored request, even if its end is not seen."""
         stamps, calls = [("REQUEST_START", began_s)], list[CallTrace]()
         try:
             async with ending() as (record, response):

@@ -206,7 +206,7 @@ async def submit(services: Services, target: UrlTarget, request: Request, prefer
 
 
 async def _located(services: Services, request: Request) -> tuple[CallerContext, EntryAddress]:
-    """Returns caller and address of a request; a path below an endpoint covers all its targets."""
+    """Returns caller and address; a path below an endpoint covers all its targets."""
     context = authorize(services, request)
     request_id, model = request.path_params["request_id"], request.path_params.get("model")
     if model is not None and model in services.dispatcher.endpoints.by_name:

@@ -180,7 +180,7 @@ class AsyncRequests:
         options: SubmitOptions,
         names: Sequence[str],
     ) -> OutputPlan:
-        """Keeps the target of a request, so that a repeated request goes to the same target."""
+        """A repeated request goes to the same target."""
         served = self.of_model(request.model, request.version)
         settings, chosen = self.settings, Kept(request.model, served.version)
         record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s
@@ -204,7 +204,7 @@ class AsyncRequests:
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: CallerContext, address: EntryAddress, wait_s: float) -> RequestRecord:
-        """Waits until the request ends, at most `wait_s`, or not at all if too many wait; returns the record."""
+        """Waits until the request ends, at most `wait_s`, or not at all if too many wait."""
         record = await self.record(context, address)
         tenant = self.dispatcher.sharing(context)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full(tenant):

@@ -306,7 +306,7 @@ _MAX_TURN_S = 30.0
 
 
 async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:
-    """Reads and decodes a body of a call other than inference."""
+    """Reads and decodes a body outside inference."""
     async with received(services, request, max_bytes, is_inference=False) as body:
         if len(body) <= MAX_FAST_BYTES:
             return decode(body)
@@ -369,7 +369,7 @@ async def read_json(
 
 
 async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, decode: Callable[[], T]) -> T:
-    """Decodes tensors, in a thread if large; large JSON waits for its turn."""
+    """Decodes tensors; large JSON waits for its turn."""
     if json_bytes <= LARGE_BYTES:
         return await off_loop(nbytes, decode)
     most = services.settings.http.max_input_bytes
@@ -460,8 +460,7 @@ class ServerSentEvent(NamedTuple):
 def event_stream(events: AsyncIterator[ServerSentEvent | None], seen: str) -> HttpResponse:
     """Returns the server-sent events after the event that the client has `seen`.
 
-    `None` becomes a comment, which keeps the connection open. The stream ends if events become unavailable or the
-    caller's key is revoked.
+    `None` becomes a comment, which keeps the connection open. The stream ends if the caller's key is revoked.
     """
 
     async def lines() -> AsyncIterator[bytes]:

@@ -46,7 +46,7 @@ class CallGuard:
         return self.admit_even_draining(group, scope, head, peer)
 
     def admit_even_draining(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:
-        """Authorizes a call that is also served while draining."""
+        """Authorizes a call that is also served in a drain."""
         try:
             if self._restrictions.covers(group):
                 self._restrictions.check(group, head.first)

@@ -56,8 +56,8 @@ class ReplyCompression(NamedTuple):
 class Method(NamedTuple):
     """A method of a service.
 
-    `admit` decides by the head and the peer's address. `start` gets the message, or b"" for a stream. `is_awaited` is
-    false if a shutdown does not wait for its calls. `compression` is the zlib level of replies, 0 = uncompressed.
+    `admit` decides by the head and the peer's address. `start` gets the message, or b"" for a stream. A shutdown waits
+    for calls that are `is_awaited`. `compression` is the zlib level of replies, 0 = uncompressed.
     """
 
     admit: Callable[["CallHead", str], Any]
@@ -69,7 +69,7 @@ class Method(NamedTuple):
 
 
 class CallHead:
-    """The head of calls with equal headers; without a method, `refusal` is the block that ends the call."""
+    """The head of calls with equal headers; without a method, `refusal` ends the call."""
 
     __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "packing", "refusal", "timeout_s")
 

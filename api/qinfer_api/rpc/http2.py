@@ -460,7 +460,7 @@ class Http2Connection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Ends the connection after its requests (RFC 9113, section 6.8).
 
-        The answer to the PING behind the first GOAWAY shows that earlier requests have arrived.
+        The PING behind the first GOAWAY shows by its answer that earlier requests have arrived.
         """
         if not self._has_preface:
             self.close()

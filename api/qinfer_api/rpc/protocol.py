@@ -68,7 +68,7 @@ class _Message(NamedTuple):
 class GrpcCall(GrpcStream):
     """One call, from its head to its status.
 
-    `on_cancel` is called once if the client cancels, the deadline passes or the connection is lost.
+    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost.
     """
 
     __slots__ = (
@@ -521,7 +521,7 @@ class GrpcCall(GrpcStream):
         return self.status_of(Failure.from_error(error), error)
 
     def status_of(self, failure: Failure, error: BaseException | None = None) -> Abort:
-        """Returns a failure's status; DEADLINE_EXCEEDED only for the client's own deadline."""
+        """Returns a failure's status; DEADLINE_EXCEEDED is for the client's own deadline."""
         if failure.code == "deadline_exceeded" and self.time_remaining() <= 0:
             return Abort("DEADLINE_EXCEEDED", failure.message)
         return Abort(grpc_status(failure.code), failure.message, retry_after_s(failure.code, error))

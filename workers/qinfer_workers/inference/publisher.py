@@ -86,7 +86,7 @@ class OwnerLease(NamedTuple):
 
 
 class LeaseKeeper:
-    """Tracks which leases were renewed, and which are lost; only `held` may be called off the event loop."""
+    """Tracks which leases were renewed, and which are lost; other threads may call only `held`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LeaseKeeper:
         await self._renewals.run(self)
 
     async def watch(self, lanes: Collection[Lane]) -> None:
-        """Waits until leases of later fetches will be renewed, even while a model holds the GIL."""
+        """Waits until later leases will be renewed, even while a model holds the GIL."""
         asked_s = time.monotonic()
         while self._renewed_at < asked_s or not self.can_renew(lanes):
             self._renewals.ask()
@@ -168,7 +168,7 @@ class LeaseKeeper:
         return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
     def is_sure(self, items: Iterable[HeldWork]) -> bool:
-        """Returns whether no lease of these items can have ended unnoticed, as during a SIGSTOP."""
+        """Returns whether no lease of these items can have ended unnoticed, as in a SIGSTOP."""
         since_s = time.monotonic() - self._lease_s
         return self._renewed_at > since_s and (
             not self._failing or all(self._sure_at(item) > since_s for item in items)

@@ -1,10 +1,8 @@
 """The watchdog of a worker's executions: warns of late executions, and ends those over their model's limit.
 
 It kills the process of an interruptible backend (`python`), and the items of the batch execute again, alone. For
-another
-backend, the worker gives back everything else, and ends abruptly. If a model holds the GIL, the renewer process ends
-the
-worker (`qinfer_workers.due_table`).
+another backend, the worker gives back everything else, and ends abruptly. If a model holds the GIL, the renewer process
+ends the worker (`qinfer_workers.due_table`).
 """
 
 import asyncio

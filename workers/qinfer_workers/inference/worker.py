@@ -287,7 +287,7 @@ class Worker:
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; returns false if the version is wanted again."""
+        """Answers waiting requests and unloads a version, unless it is wanted again."""
         if (model, version) in self._sequences:
             return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
@@ -419,7 +419,7 @@ class Worker:
     async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
         """Restarts requests of an ensemble that dead workers held.
 
-        It does not wait for them, because their steps may be suspects that run afterwards.
+        It does not wait for them: their steps may be suspects that run afterwards.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.add_items(suspects)
@@ -440,7 +440,7 @@ class Worker:
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
         """Runs dead workers' entries one by one, while the worker holds no other entry.
 
-        A model that a suspect calls still serves requests until the suspect has ended; otherwise both would wait.
+        A model that a suspect calls still serves requests; otherwise both would wait.
         """
         async with self._quiesced():
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):

@@ -146,7 +146,7 @@ class BodyCodec:
     ) -> DecodedMessage:
         """Makes a request of a message; binary tensors are views of the body.
 
-        `content_encoding` may be a character set, as kombu gives it.
+        kombu may give a character set as `content_encoding`.
         """
         try:
             return self._decode(body, content_type, headers, content_encoding)

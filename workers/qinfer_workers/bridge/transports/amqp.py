@@ -165,7 +165,7 @@ class AmqpSource(_Link):
         self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
 
     def close(self) -> None:
-        """Acknowledges the settled messages that are not acknowledged yet, and disconnects."""
+        """Acknowledges settled messages, and disconnects."""
         with suppress(OSError):
             self._send_bytes(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
         super().close()

@@ -25,7 +25,7 @@ class Due(NamedTuple):
 class AckLine:
     """The acknowledgements of one AMQP channel, which numbers its messages from 1.
 
-    After `patience_s`, messages done out of order are acknowledged singly: a stuck one must not hold up the source.
+    After `patience_s`, messages done out of order are acknowledged singly, as a stuck one must not hold up the source.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -251,8 +251,7 @@ def _ack_frame(channel: int, tag: int, *, is_multiple: bool) -> bytes:
 def publish_frames(channel: int, message: Outgoing, max_frame_bytes: int) -> bytes:
     """Returns a message's frames: persistent, and returned if no queue takes it.
 
-    Ids and keys have at most 255 bytes. Raises `ValueError` for properties beyond a frame, which would end the
-    connection.
+    Ids and keys have at most 255 bytes. `ValueError`: properties beyond a frame would end the connection.
     """
     body = message.body
     method = _publish_method(channel, message.exchange, message.routing_key)

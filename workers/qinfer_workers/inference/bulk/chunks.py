@@ -130,7 +130,7 @@ def _first_row(done: _Done) -> int:
 class Chunks:
     """The chunks of a shard; callbacks come in any thread.
 
-    `on_work` is called when work has no consumer, and when all was read; `on_last_rows` once, near the end.
+    `on_work` is called when work has no consumer, or all was read; `on_last_rows` once, near the end.
     """
 
     def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:
@@ -276,7 +276,7 @@ class Chunks:
             return None if self.is_stopped or not self._chunks else self._chunks[0]
 
     def rest(self) -> Iterator[tuple[Chunk, int]]:
-        """Yields, after `stop`, unwritten chunks with the number of their scored first rows."""
+        """Yields, after `stop`, unwritten chunks and how many first rows are scored."""
         while self._chunks:
             chunk = self._chunks.popleft()
             is_whole = not chunk.left

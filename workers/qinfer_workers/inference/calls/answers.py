@@ -113,7 +113,7 @@ class StreamInbox:
 class CallResponses:
     """The responses of a decoupled call, for a thread of the calling model, which sets the pace.
 
-    The last response is `final`, and may be empty. Closing or dropping the iterator earlier cancels the call.
+    The last one is `final`, and may be empty. Closing or dropping the iterator earlier cancels the call.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class EnsembleResponses(Protocol):
     """Takes a decoupled ensemble's responses, except a failure or an empty last response."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response, or returns false if there is no room: call `EnsembleRun.go_on` later."""
+        """Sends a response, or returns false without room: call `EnsembleRun.go_on` later."""
         ...
 
 
@@ -219,7 +219,7 @@ class EnsembleRun:
             self.nested[position].add(timing, now_ns)
 
     def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
-        """Returns whether all responses have left. The first failure ends the run.
+        """Returns whether all responses have left; the first failure ends the run.
 
         As in Triton, a response is final if nothing else is in flight.
         """
@@ -340,7 +340,7 @@ class EnsembleRun:
 
 
 def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
-    """The parameters of a step may name another sequence; as in Triton."""
+    """Parameters of a step may name another sequence; as in Triton."""
     if not made:
         return {}
     flags = flags or SequenceFlags(0)

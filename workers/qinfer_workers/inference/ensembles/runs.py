@@ -73,7 +73,7 @@ class NoInstances:
 
 
 class RunParts(NamedTuple):
-    """Parts of a worker that its ensembles share; `near` submits by the short cut, `far` through lanes."""
+    """Parts that a worker's ensembles share; `near` submits by the short cut, `far` through lanes."""
 
     clock: ServerClock
     near: StepSubmitter
@@ -87,7 +87,7 @@ class RunParts(NamedTuple):
 
 
 class Runs:
-    """Requests in progress; `answered` gets each request that has ended, with the response to publish, if any."""
+    """Requests in progress; `answered` gets each ended one, with the response to publish, if any."""
 
     def __init__(
         self,

@@ -187,10 +187,10 @@ class SequenceService:
                 self._end_life(_next_of(held), held.owned.token, error)
 
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
-        """Gives back all sequences; returns false if the version is wanted again.
+        """Gives back all sequences within `limit_s`; returns false if the version is wanted again.
 
-        Waits at most `limit_s`. If other workers have the version (`hands_over`), only sequences with state in memory
-        hold it up, while a submitting program is live.
+        If other workers have the version (`hands_over`), only sequences with state in memory hold it up, while a
+        submitting program is live.
         """
         self._is_draining = True
         self._tickets.ring()  # the loop notices an ended lease
