@@ -23,7 +23,7 @@ from qinfer_api.app import build
 
 logger = logging.getLogger("qinfer_api")
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of malloc.h
 
 
 def main() -> int:

@@ -103,7 +103,7 @@ async def build(settings: Settings) -> "Gateway":
 
     While Redis is unreachable it is live and not ready.
     """
-    load_auth(settings.auth, settings.http.host)
+    load_auth(settings.auth, settings.http.host)  # reports errors early
     read_secret(settings.webhooks)
     check_labeling(settings.labeling)
     declared_here(settings)

@@ -45,7 +45,7 @@ ANSWER_BYTES = 3
 TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
 """Memory is trimmed after so many lent bytes, at most this often."""
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 # The limit of an owner, as a multiple of the free bytes.
 _SHARE = 2
 
@@ -208,7 +208,7 @@ class ReceivingBudget:
         self._held: Counter[Hashable] = Counter()
         self._waiting = _WaitingReservations(self._max_large_bytes, self._held)
         self._decoding = asyncio.Lock()
-        self._becoming = 0
+        self._becoming = 0  # for a body being decoded
         self._untrimmed = self._seconds = 0
 
     @property

@@ -13,6 +13,7 @@ from qinfer.errors import InvalidRequest
 RETRY_SHARE = 0.2
 """Five calls pay for one repetition, beside the reserve."""
 RESERVE_PER_S = 10.0
+"""Repetitions a second that need no calls."""
 WINDOW_S = 10.0
 """Seconds in which the reserve fills, and the calls' tokens decay to a third."""
 

@@ -133,7 +133,7 @@ def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more:
 
 def _options(login: Login, timeout_s: float) -> dict[str, Any]:
     return {
-        "protocol": 2,
+        "protocol": 2,  # as `RedisConnection` speaks it
         "socket_connect_timeout": login.connect_timeout_s,
         "socket_timeout": timeout_s,
     }

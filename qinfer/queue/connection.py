@@ -409,7 +409,7 @@ class Link:
                 self._told = None
                 self._log_once("redis connection lost")
                 continue
-            self._log_once("redis connection lost as soon as it was made")
+            self._log_once("redis connection lost as soon as it was made")  # no longer a primary
             await asyncio.sleep(backoff.next_s())
 
     def _log_once(self, event: str, reason: str = "") -> None:

@@ -69,7 +69,7 @@ class Nodes:
                 info = parse_info(await (link.call(b"INFO") if link.is_up else self._ask_anew(link)))
         except (CommandRefused, SettingsError):  # renamed, or forbidden; without a link the password is wrong
             info = {} if link.is_up else None
-        except (QinferError, OSError):
+        except (QinferError, OSError):  # TimeoutError is an OSError
             info = None
         return RedisNode(label, info)
 

@@ -59,11 +59,11 @@ SWEEP_MARGIN_S = 3600.0
 _EXPIRY_STEP_S = 60
 _FOLDER = re.compile(r"[0-9]{12}")
 _NAME = re.compile(r"[0-9]{12}/[0-9a-f]{16}-[0-9a-f]{32}")
-_SLOWEST_BYTES_PER_S = 2 * 2**20
+_SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond a command's time
 _TRY_AGAIN_S = 1.0
 # How long closing waits for pending deletions.
 _CLOSE_S = 1.0
-_SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000
+_SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # per round
 _MOST_TO_DELETE = 10_000
 _AT_ONCE = 64
 _THREADS = 16

@@ -277,7 +277,7 @@ class LaneReader:
         def answered(reply: Any) -> None:
             if is_late:
                 self._give_back(to_leases(reply))
-            elif not isinstance(reply, Exception):
+            elif not isinstance(reply, Exception):  # the next read meets the error again
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection

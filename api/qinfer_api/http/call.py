@@ -109,7 +109,7 @@ class FastCall:
         if self._pending is not None and (memory := self._pending.memory) is not None:
             memory.become(len(reply.body))
             self.memory = memory
-        self._pending = None  # breaks a reference cycle
+        self._pending = None  # breaks the reference cycle call - pending
         self._plan = _NO_PLAN  # the plan may hold shared memory
         self.reply = reply
         self._connection.on_reply()

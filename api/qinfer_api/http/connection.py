@@ -169,7 +169,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_parsing = self._is_paused = self._awaits_turn = False
         self._closing = False
         self._refused = False
-        self._lingers, self._still_sends = False, True
+        self._lingers, self._still_sends = False, True  # after a refusal
         self._receiving = self._in_head = False
         self._url = b""
         self._framing_bytes = 0  # of this message, beyond its first slice

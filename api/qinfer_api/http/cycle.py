@@ -61,7 +61,7 @@ class Cycle:
         self._body = bytearray()
         self._is_whole = self._is_taken = False
         self._news = asyncio.Event()
-        self._has_body = self._is_chunked = False
+        self._has_body = self._is_chunked = False  # of the reply
         self._unsent_bytes = 0  # of a reply with a length
 
     @property

@@ -34,7 +34,7 @@ _WORDS = TargetTexts(
     "QINFER_LABELING__FILE_HOSTS",
     "QINFER_LABELING__FILE_HOSTS_PRIVATE",
 )
-_threads = ThreadPoolExecutor(8, "label-files")
+_threads = ThreadPoolExecutor(8, "label-files")  # a store may hang
 
 
 class Files:

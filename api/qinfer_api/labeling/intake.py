@@ -262,7 +262,7 @@ class TaskIntake:
                 await self._wait(board, entry, error.message, self._pause_s(entry))
             else:
                 await self.fail(board, entry, error.message)
-        except Exception as error:
+        except Exception as error:  # the others continue
             logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
             await self.fail(board, entry, InferenceFailed(Failure.from_error(error).message).message)
         else:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 60.0
 
 _QUEUE_PAUSE_S = 5.0
-_FEED_PAUSES = 4
+_FEED_PAUSES = 4  # other gateways' tasks can wait
 _REMEMBERED = 10_000
 # The only partition, until models are spread over several.
 _PARTITION = 0
@@ -202,7 +202,7 @@ class Pusher:
             await self._try_later(board, ending, entry, error)
         except QinferError as error:
             await self._fail(board, ending, entry, error.message, LabelFailure.NOT_PREDICTED)
-        except Exception as error:
+        except Exception as error:  # the others continue
             logger.exception("prediction can't be made", extra={"request_id": entry.request_id, "model": board.model})
             await self._fail(board, ending, entry, Failure.from_error(error).message, LabelFailure.NOT_PREDICTED)
         return None

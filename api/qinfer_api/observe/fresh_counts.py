@@ -33,7 +33,7 @@ class FreshCounts:
         self._lock = asyncio.Lock()
         self._wanted: dict[str, int] = {}  # model → its last read
         self._reads = 0
-        self._answered = 0
+        self._answered = 0  # the last answered read
         self.underway: dict[str, Underway] = {}
         # The time at which the questions so far average one every EVERY_S.
         self._even_at_s = 0.0

@@ -14,7 +14,7 @@ from qinfer_api.http.server import HttpServer, bound_socket, netloc
 from qinfer_api.http.visitors import Visitors
 from qinfer_api.rest.services import ERROR_HANDLERS
 
-_CONTENT_TYPE = "text/plain; charset=utf-8"
+_CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's, for Prometheus' text
 Render = Callable[[str, str], Awaitable[tuple[bytes, str]]]
 
 

@@ -16,6 +16,7 @@ from qinfer.tensors import DATATYPES, Tensor, iter_bytes, to_numpy
 INPUT, OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
 
 MOST_BYTES = 64 * 1024
+"""The most bytes of a tensor that a trace keeps."""
 
 Taken = list[tuple[str, Tensor]]
 

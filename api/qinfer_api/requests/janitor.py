@@ -47,7 +47,7 @@ _BATCH = 200
 _MODELS = 100
 _ORPHANS = 20
 _ORPHANS_EVERY_S = 5.0
-_TOGETHER = 16
+_TOGETHER = 16  # models with sequences, at once
 _COUNTED = {Cancelled.code, DeadlineExceeded.code}  # counted by the gateway of the request
 
 

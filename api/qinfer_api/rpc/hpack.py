@@ -26,7 +26,7 @@ class Decoder:
 
     def __init__(self, max_list_bytes: int) -> None:
         self._max_list_bytes = max_list_bytes
-        self._entries: list[Field] = []
+        self._entries: list[Field] = []  # the newest last
         self._bytes = 0
         self._max_bytes = MAX_TABLE_BYTES
         self.generation = 0

@@ -51,7 +51,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 MAX_UNSENT_BYTES = 256 * 1024
 """A stream's method waits at this many unsent bytes."""
 
-_PREFIX_BYTES = 5
+_PREFIX_BYTES = 5  # compression flag and length
 _OK = hpack.field(b"grpc-status", b"0")
 _HEAD_WITH_ID = HEAD + hpack.named(ID_HEADER)
 

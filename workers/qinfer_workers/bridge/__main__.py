@@ -53,7 +53,7 @@ async def _check_config(config: BridgeConfig, settings: Settings) -> int:
 def main() -> int:
     """Runs the program and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways
     parser = argparse.ArgumentParser(prog="python -m qinfer_workers.bridge")
     parser.add_argument("config", type=Path)
     parser.add_argument("--check", action="store_true")

@@ -232,7 +232,7 @@ class LinkPublisher(LinkThread[MessageSink]):
         self._connect = connect
         self._settled = settled
         self._inbox: deque[Outgoing] = deque()
-        self._unsettled: dict[Outgoing, None] = {}
+        self._unsettled: dict[Outgoing, None] = {}  # in posted order
         self._is_careful = False  # an unsettled message has ended a connection
 
     def post(self, messages: Sequence[Outgoing]) -> None:

@@ -41,7 +41,7 @@ class Waker:
     def wait(self, timeout_s: float) -> bool:
         """Waits; returns whether the socket has data."""
         pending = getattr(self._watched, "pending", None)
-        if pending is not None and pending():
+        if pending is not None and pending():  # in TLS
             return True
         is_ready = False
         for key, _ in self._selector.select(timeout_s):
@@ -187,7 +187,7 @@ class AmqpSink(_Link):
         self._channel.confirm_select()
         self._sent: dict[int, Outgoing] = {}  # unconfirmed, by ascending tag
         self._last_tag = 0
-        self._returned: set[int] = set()
+        self._returned: set[int] = set()  # tags
         self._taken: list[Outgoing] = []
         self._refused: list[Outgoing] = []
         self._unroutable: list[Outgoing] = []

@@ -30,8 +30,8 @@ class AckLine:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._done_to = 0
-        self._beyond: set[int] = set()
+        self._done_to = 0  # all tags up to it are done
+        self._beyond: set[int] = set()  # done, and not acknowledged
         self._single: set[int] = set()  # acknowledged singly, beyond `_done_to`
         self._waits_since_s: float | None = None
 

@@ -86,7 +86,7 @@ class ListSource:
         self._lease_s = _lease_s(given)
         self._largest_bytes = max_bytes * 4 // 3 + _ENVELOPE_BYTES
         self._prefetch = options.prefetch
-        self._outstanding: dict[str, int] = {}
+        self._outstanding: dict[str, int] = {}  # id → bytes
         self._outstanding_bytes = 0
         self._awake = threading.Event()
         self._renewed_s = time.monotonic()

@@ -147,7 +147,7 @@ class Scorer:
         except Cancelled as error:
             if self.chunks.is_stopped or not streams.errors():
                 raise
-            if rows > 1:
+            if rows > 1:  # one row's end does not end the other rows
                 raise InferenceFailed(error.message) from error
         finally:
             streams.close()

@@ -67,7 +67,7 @@ class ShardRun:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
-        self._patience: asyncio.Timeout | None = None
+        self._patience: asyncio.Timeout | None = None  # waits for the previous shard
         self._files = files
         self._purpose = purpose
         self._served = served
