@@ -86,7 +86,7 @@ class Auth:
 
     @property
     def tenants(self) -> frozenset[str]:
-        """Tenants that have or had a key."""
+        """Tenants that have or had a key: their files stay theirs."""
         return frozenset(self._tenants)
 
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:

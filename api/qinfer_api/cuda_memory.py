@@ -52,7 +52,7 @@ class Driver:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def size(self, address: int, device: int) -> int:
-        """Returns the bytes of the memory at an address."""
+        """Returns the size of the memory at an address, in bytes."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._use(device)
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))

@@ -90,7 +90,7 @@ class Quota:
         return max(min(self._tokens, self._tokens + others - self._burst // 2), 0.0)
 
     def check_in_flight(self, now_s: float) -> None:
-        """Raises `QuotaExceeded` if the tenant has all its requests in flight."""
+        """Raises `QuotaExceeded` if all places of the tenant are taken."""
         most = self._max_in_flight
         if not most:
             return

@@ -6,8 +6,8 @@
 - A compressed body also reserves its decompressed size until it is decoded.
 - Bodies that grow by decoding are decoded one at a time, and their decoded size is counted.
 - A large answer waits in Redis for memory, which it holds until its client has read it.
-- An owner gets at most twice as much as it leaves free, so that no tenant takes everything (the rule of Choudhury and
-  Hahne for buffers that switches share, IEEE/ACM Transactions on Networking 6(2), 1998).
+- An owner gets at most twice as much as it leaves free (the rule of Choudhury and Hahne for buffers that switches
+  share, IEEE/ACM Transactions on Networking 6(2), 1998).
 - A large body that arrives too slowly is given up.
 """
 

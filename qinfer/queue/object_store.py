@@ -92,7 +92,7 @@ class ObjectStore:
 
     @classmethod
     async def open(cls, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]) -> Self:
-        """Opens the store of `limits.payload_url`, and tries it."""
+        """Opens the store, and tries it."""
         store, folder = await asyncio.to_thread(_opened, limits.payload_url)
         one = cls(store, folder, limits, redis, now_s)
         try:

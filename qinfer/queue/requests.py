@@ -1,7 +1,5 @@
 """Asynchronous requests: accepted now, ended once, readable until their result expires.
 
-    accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` finishes the entry, too
-
 The guarantees, each with a test in `tests/contract/`:
 
 1. A request that `accept` confirmed ends in exactly one terminal state, however many callers `settle` it.

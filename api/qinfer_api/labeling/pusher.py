@@ -169,7 +169,7 @@ class Pusher:
                 raise
 
     async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
-        """Confirms ends that a newer request of the task replaced."""
+        """Returns current ends; confirms those that a newer request of the task replaced."""
         entries = await self._tasks.get(board, [notes.task for _, notes in found], with_data=True)
         pairs, late = [], []
         for (ending, notes), known in zip(found, entries, strict=True):
@@ -193,7 +193,7 @@ class Pusher:
         return made
 
     async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
-        """If that fails, moves the task on and returns `None`."""
+        """Makes the prediction of an ended request; if that fails, moves the task on and returns `None`."""
         try:
             return Made(ending, entry, await self._item(board, ending, entry))
         except (StudioAway, DeliveryError):

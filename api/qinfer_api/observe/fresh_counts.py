@@ -2,7 +2,8 @@
 
 Concurrent reads share one question. A gateway asks at most four questions a second on average, but up to four in a row
 after a pause, because a measuring client reads before and after a short load. A read waits at most a quarter of a
-second for the workers' answers.
+second
+for the answers.
 """
 
 import asyncio

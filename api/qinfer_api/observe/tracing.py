@@ -357,7 +357,7 @@ class TracedSink:
         sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors, calls)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
-        """The two clocks differ."""
+        """Returns ascending stamps, although two clocks differ."""
         begin_s, sink = self._begin_s, self._sink
         frontend = self.frontend
         received_s = read_s = begin_s

@@ -5,7 +5,7 @@
   time.
 - Webhooks are taken, as many as can be delivered at once.
 - `JobJanitor` looks after bulk jobs, `SequenceJanitor` after sequences.
-- Expired objects that dead processes left in the payload store are deleted.
+- Expired objects of dead processes are deleted from the payload store.
 
 Several gateways may do the same work: each step is idempotent.
 """

@@ -61,10 +61,9 @@ WatchEnd = Callable[[OutgoingRequest, Ending, str, float], None]
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a request besides its body.
 
-    Attributes:
-        timeout_s: `None` = the default.
-        request_id: The client's id; empty = the server makes one.
-        outbox: The outbox that gets the end, if a part of the server submits the request; excludes a webhook.
+    `timeout_s` `None` is the default. `request_id` is the client's id; empty = the server makes one. A part of the
+    server
+    that submits the request gets its end by `outbox`, which excludes a webhook.
     """
 
     body_hash: str

@@ -1,12 +1,11 @@
 """Inference routes: `…/infer` beyond the fast path, `…/generate`, `…/generate_stream` and `…/infer_stream`.
 
-    infer             large, compressed, chunked or otherwise special requests, read by the functions of `http/infer.py`
-    generate          free-form JSON in, flat JSON out (reference §1.18): exactly one response, or an error
-    generate_stream   `data: {…}` for each response; the first one decides the status, later failures come in the stream
-    infer_stream      below `/v1`: infer's body in, each response as an event with exact tensors out
+`infer` gets large, compressed, chunked or otherwise special requests; the functions of `http/infer.py` read them. The
+first response of `generate_stream` decides the status; later failures come in the stream. `infer_stream` sends each
+response as an event with exact tensors.
 
-In free-form JSON, keys that name inputs become tensors and others parameters, including the members of `parameters`;
-the reply has each output under its name.
+In free-form JSON (reference §1.18), keys that name inputs become tensors and others parameters, including the members
+of `parameters`; the reply has each output under its name.
 """
 
 import asyncio

@@ -1,14 +1,11 @@
 """A route of a bridge: its parts and the data that they exchange, its start and its end.
 
-    thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
-    receive, read ──batch──▶  MessageIntake: accept into the lane
-    acknowledge  ◀──receipts──┘
-                              Endings: take, render (a thread) ─▶ publish
-                              confirm  ◀──────batch───────────── the broker's confirms
+The source's thread receives and reads messages; on the loop, `MessageIntake` accepts batches of them into the lane, and
+the thread acknowledges. `Endings` takes ends from the outbox, a thread renders them, and the sink's thread publishes;
+the broker's confirms end them. Dead letters on another broker have a thread of their own.
 
-Dead letters of unreadable messages and conflicts are published, too. A message is acknowledged only once it is in the
-model's queue, or its dead letter is confirmed; an end leaves the outbox only once its reply is confirmed. After a
-crash, both are delivered again, with the same id.
+A message is acknowledged only once it is in the model's queue, or its dead letter is confirmed; an end leaves the
+outbox only once its reply is confirmed. After a crash, both are delivered again, with the same id.
 """
 
 import asyncio

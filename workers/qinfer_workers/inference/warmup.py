@@ -1,8 +1,9 @@
 """Warms up loaded model instances.
 
 The samples of `model_warmup` must succeed before READY, as in Triton. Models of built-in runtimes also run a row of
-zeros twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no
-made-up data: they may count or send it. A call of another model ends a run without a failure.
+zeros
+twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no made-up
+data: they may count or send it. A call of another model ends a run without a failure.
 """
 
 import logging

@@ -287,7 +287,7 @@ class Worker:
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version, unless it is wanted again."""
+        """Answers waiting requests and unloads a version; returns false if the version is wanted again."""
         if (model, version) in self._sequences:
             return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
