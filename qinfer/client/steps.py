@@ -166,7 +166,7 @@ def _body(reply: httpx.Response) -> tuple[str, str]:
 
 
 def _retry_after_s(reply: httpx.Response) -> float | None:
-    """Dates are ignored."""
+    """Parses `Retry-After` in seconds; ignores dates."""
     text = reply.headers.get("Retry-After", "").strip()
     return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
@@ -395,7 +395,7 @@ def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
 
 
 def converted(policy: Policy, value: object, kind: type[T], what: str, *, strict: bool = True) -> T:
-    """Converts a reply's value to a record, or raises `Unreachable`."""
+    """Converts a reply's value to a record, or raises `Unreachable`; `strict` reads no numbers from texts."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:

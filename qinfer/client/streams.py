@@ -114,7 +114,7 @@ class _ThreadCalls(Generic[T, R]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether `take` would return at once."""
+        """Whether `next_answer` would return at once."""
         return not self._done.empty()
 
     def start(self, index: int, item: T) -> None:

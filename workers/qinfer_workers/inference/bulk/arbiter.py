@@ -94,7 +94,7 @@ class DeviceArbiter:
         self._batch_s = PATIENCE_S
         """How long the last forced turn took."""
         self._online_s = float("-inf")
-        """It is of any device, since most workers have one."""
+        """When online work was last seen, on any device, since most workers have one."""
 
     def place(self, batcher: JobBatcher, devices: Collection[Device]) -> None:
         """Registers a version's devices."""

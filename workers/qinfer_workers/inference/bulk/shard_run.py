@@ -37,7 +37,7 @@ from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor, 
 logger = logging.getLogger(__name__)
 
 WAITS_S = 30.0
-"""Others get the shard after this."""
+"""A shard waits this long for the previous one before others get it."""
 
 MODEL_LOADS_WITHIN_S = 600.0
 
