@@ -70,7 +70,6 @@ async def _run_gateway(settings: Settings) -> None:
 
 
 def _tune_allocator() -> None:
-    """Makes glibc return large blocks, which arenas keep."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_MMAP_THRESHOLD, 8 * 2**20)
         mallopt(_TRIM_THRESHOLD, 16 * 2**20)

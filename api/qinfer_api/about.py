@@ -60,10 +60,7 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
 
 
 def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
-    """Returns whether the server has started, or with `repository.strict_readiness`, whether every model is ready.
-
-    The server has started when one model can answer, or all models failed to load.
-    """
+    """Returns whether one model can answer or all failed to load; in strict mode, whether all are ready."""
     if draining:
         return False
     return catalog.is_server_ready() if settings.repository.strict_readiness else catalog.has_started()
@@ -78,7 +75,7 @@ def model_config(endpoints: Endpoints, name: str, version: int) -> str:
 
 
 def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[ModelIndexEntry]:
-    """Yields endpoints for the model index, in place of the models that they hide."""
+    """Yields endpoints for the index, in place of the models that they hide."""
     for name, routed in sorted(endpoints.by_name.items()):
         model, version = routed.stable.place
         is_ready = endpoints.catalog.find(model, version) is not None
@@ -91,7 +88,7 @@ def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[ModelInde
 def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
     """Returns whether a model, or one version of it (0 = any), can be asked.
 
-    A loadable model without a live worker, or whose `is_ready` refuses, is not ready.
+    It needs a live worker, and an `is_ready` that does not refuse.
     """
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     if not version:

@@ -1,7 +1,6 @@
-"""The access log: one line per inference request.
+"""The access log: a line for each failed inference request, and for a share (`QINFER_LOG__ACCESS`) of the others.
 
-`QINFER_LOG__ACCESS` sets the share of successful requests with a line; all failures get one. Lines contain no payload
-and no key.
+Lines contain no payload and no key.
 """
 
 import logging
@@ -20,8 +19,6 @@ from qinfer_api.status import http_status
 logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
-"""The outcomes without failure: delivered, or stored."""
-# The most characters of a client's text in one line of the log.
 _MOST_TEXT = 256
 
 
@@ -63,7 +60,7 @@ class AccessLog:
 
 
 class SinkWrapper:
-    """The base of sinks that see a request's responses on their way to its own sink."""
+    """The base of sinks that see responses on their way to the request's own sink."""
 
     __slots__ = ("began_s", "frontend", "inner", "no_stream")
 
@@ -103,7 +100,7 @@ class LoggedSink(SinkWrapper):
                 self.finish_line(OK if response.failure is None else response.failure.code, response)
 
     def finish_line(self, code: str, response: Response | None = None) -> None:
-        """Writes the line of the access log, unless it is written already."""
+        """Writes the line, unless it is written already."""
         log, self._log = self._log, None
         if log is not None:
             log.write_request(self, code, response)

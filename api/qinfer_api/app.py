@@ -101,7 +101,7 @@ _LISTEN_S = 2.0
 async def build(settings: Settings) -> "Gateway":
     """Connects to Redis, synchronises a local repository, and creates the gateway.
 
-    While Redis is unreachable it waits, live and not ready.
+    While Redis is unreachable it is live and not ready.
     """
     load_auth(settings.auth, settings.http.host)  # reports errors early
     read_secret(settings.webhooks)
@@ -201,7 +201,7 @@ class Gateway:
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 
     async def _lend(self, pending: PendingCall, nbytes: int) -> Reservation:
-        """Lends memory to the request's tenant; without keys, each request counts as an owner."""
+        """Without keys, each request counts as an owner."""
         owner = pending.quota.tenant if isinstance(pending.quota, Quota) else pending
         return await self.receiving.lent(owner, nbytes)
 
@@ -405,7 +405,7 @@ class Gateway:
         self._reloading.ask()
 
     def stop(self) -> None:
-        """Drains once the clients of gRPC know; a gateway that does not serve yet ends at once."""
+        """Drains once gRPC's clients know; a gateway that does not serve yet ends at once."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._listening.set()

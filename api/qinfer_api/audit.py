@@ -1,4 +1,4 @@
-"""The audit log: administrative changes and refused keys. No setting turns the audit log off."""
+"""The audit log: administrative changes and refused keys. No setting turns it off."""
 
 import asyncio
 import logging

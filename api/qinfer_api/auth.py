@@ -34,10 +34,7 @@ class Principal(NamedTuple):
 
 
 class CallerContext(msgspec.Struct, frozen=True, gc=False):
-    """The caller of a request.
-
-    `trace` is `traceparent`, a blank and `tracestate`. `authorize` sets `tenant`, `principal` and `scope`.
-    """
+    """The caller of a request; `trace` is `traceparent`, a blank and `tracestate`."""
 
     tenant: str = ""
     trace: str = ""
@@ -156,7 +153,7 @@ class Auth:
         principal.quota.charge(self._now_s())
 
     def charge_tenant(self, tenant: str) -> None:
-        """Charges a background request to a tenant's rate, if the tenant has a key."""
+        """Charges a background request to its tenant's rate, if it has a key."""
         if tenant in self._quotas:
             self._quotas[tenant].charge(self._now_s())
 
@@ -166,11 +163,11 @@ class Auth:
             self._quotas[tenant].give_back()
 
     def spare(self, tenant: str) -> float:
-        """Returns how many of a tenant's background requests have room."""
+        """Returns how many background requests of a tenant have room."""
         return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
     def authorize_inference(self, context: CallerContext) -> CallerContext:
-        """Authorizes an infer request, and counts it against its tenant's quota or raises `QuotaExceeded`."""
+        """Authorizes an infer request within its tenant's quota, or raises `QuotaExceeded`."""
         if context.principal is None:
             context = self.authorize(context, Scope.INFER)
         else:
@@ -217,10 +214,8 @@ GROUPS = (
     "trace",
     "logging",
 )
-"""The groups, as Triton names them."""
 
 GRPC_PREFIX = "triton-grpc-protocol-"
-"""The prefix of gRPC's metadata keys."""
 
 
 class Restrictions:

@@ -24,13 +24,13 @@ class DriverError(Exception):
 
 
 class Handle(ctypes.Structure):
-    """The driver's `CUipcMemHandle`, which is passed by value."""
+    """The driver's `CUipcMemHandle`, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 class Driver:
-    """The driver's functions to open and copy shared GPU memory, by its `libcuda.so.1`; for any thread."""
+    """The functions of `libcuda.so.1` to open and copy shared GPU memory; for any thread."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -39,7 +39,7 @@ class Driver:
         self._call("cuInit", ctypes.c_uint(0))
 
     def open(self, handle: bytes, device: int) -> int:
-        """Opens the memory of a handle, any number of times, and returns its address."""
+        """Opens a handle's memory, any number of times, and returns its address."""
         address = ctypes.c_uint64()
         self._use(device)
         call = ctypes.byref(address), Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEERS)
@@ -47,7 +47,7 @@ class Driver:
         return address.value
 
     def close(self, address: int, device: int) -> None:
-        """Closes the memory at an address; needed once for each `open`."""
+        """Closes memory; needed once for each `open`."""
         self._use(device)
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
@@ -72,7 +72,6 @@ class Driver:
         self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), bytes(data), ctypes.c_size_t(len(data)))
 
     def _use(self, device: int) -> None:
-        """Selects the context of a GPU in this thread; the first call makes it."""
         with self._lock:
             context = self._contexts.get(device)
             if context is None:
@@ -90,7 +89,7 @@ class Driver:
 
 
 class CudaObject:
-    """The memory of a registered region, which stays open until each copy of this object is closed."""
+    """The memory of a registered region, open until each copy of this object is closed."""
 
     def __init__(self, driver: Driver, name: str, handle: bytes, device: int, byte_size: int) -> None:
         self._driver, self._name, self._device = driver, name, device

@@ -44,22 +44,21 @@ from qinfer_api.ordering import OrderedSink, Ordering
 from qinfer_api.quotas import Quota
 from qinfer_api.status import has_id, of_request, told
 
-# Not 0, which means that there is no timeout.
+# 0 means no timeout
 _SHORTEST_S = 0.001
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
-"""Opens a context that waits for the end of a stored request, and provides its record and perhaps its last response."""
 
 
 class EndpointSink(ResponseSink, Protocol):
-    """The wrapped sink of a request to an endpoint; one of the two is called after the submission."""
+    """The wrapped sink of a request to an endpoint."""
 
     def submitted(self, request: OutgoingRequest) -> None:
-        """Takes note that the request is in the queue."""
+        """Notes that the request is in the queue; excludes `refused`."""
         ...
 
     def refused(self, error: QinferError) -> None:
-        """Takes note that the request was not queued."""
+        """Notes that the request was not queued."""
         ...
 
 
@@ -69,7 +68,7 @@ class EndpointRequests(Protocol):
     waiting: int
 
     def watch(self, sink: ResponseSink, request: OutgoingRequest, given_s: float) -> EndpointSink:
-        """Wraps a request's sink; `given_s` is its caller's timeout, infinite if the configuration set it."""
+        """Wraps a request's sink; `given_s` is its caller's timeout, infinite if only the configuration sets one."""
         ...
 
 
@@ -110,7 +109,7 @@ class Dispatcher:
         return self._auth is not None and len(self._auth.tenants) > 1
 
     def sharing(self, context: CallerContext) -> str:
-        """Returns the tenant as a `SharedLimit` counts it: empty if there is only one."""
+        """Returns the tenant for a `SharedLimit`: empty if there is only one."""
         return context.tenant if self.has_tenants else ""
 
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
@@ -118,19 +117,19 @@ class Dispatcher:
         return context if self._auth is None else self._auth.authorize(context, scope, peer)
 
     def recheck(self, context: CallerContext) -> None:
-        """Checks again whether a caller's key is valid, if keys are required."""
+        """Checks again whether a caller's key is valid."""
         if self._auth is not None:
             self._auth.recheck(context)
 
     def charge(self, context: CallerContext) -> None:
-        """Charges a request that does not pass through `submit` to the rate of its tenant."""
+        """Charges a request outside `submit` to its tenant's rate."""
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
     def choose_route(
         self, served: ServedVersion, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> LaneRoute:
-        """Chooses the lane of a request that the caller enqueues itself, and admits the request."""
+        """Admits a request that the caller enqueues itself, and chooses its lane."""
         if self.draining:
             raise Overloaded("Server exiting")
         route = served.routes.for_priority(priority)
@@ -143,14 +142,13 @@ class Dispatcher:
 
     @contextmanager
     def trace_stored(self, request: OutgoingRequest) -> Iterator[Callable[[Ending], None]]:
-        """Traces a request that the block stores; for a new request, the block calls the yielded function."""
+        """Traces a request that the block stores; for a new one, the block calls the yielded function."""
         yield lambda _: None
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
         """Returns the version that serves a model, or an endpoint's stable target, now or soon.
 
-        Version 0 is the highest ready one. With `is_taken`, a request that was accepted earlier is served even during a
-        shutdown.
+        Version 0 is the highest ready one. With `is_taken`, an accepted request is served even during a shutdown.
         """
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
@@ -174,10 +172,9 @@ class Dispatcher:
         asked_s: float | None = None,
         is_taken: bool = False,
     ) -> PendingCall:
-        """Submits a request; its responses or its failure go to the sink, on the event loop.
+        """Submits a request, stamped in place; its responses or failure go to the sink, on the event loop.
 
-        The request is stamped in place. `asked_s` is the timeout that the caller requests, in place of the model's
-        default. `within_s` is how long the caller waits at most, and only shortens the timeout.
+        `asked_s` replaces the model's default timeout; `within_s` only shortens it.
         """
         quota = None
         if self._auth is not None:
@@ -217,7 +214,6 @@ class Dispatcher:
             self._add_request_id(request, error)
 
     def _add_request_id(self, request: OutgoingRequest, error: QinferError) -> None:
-        """Creates an id for a request without one."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
@@ -232,9 +228,9 @@ class Dispatcher:
             raise
 
     def refuse(self, model: str, version: int, error: QinferError, context: CallerContext = ANONYMOUS) -> QinferError:
-        """Counts a request that was refused before the queue, and returns the error that its client gets.
+        """Counts a request refused before the queue, and returns its client's error.
 
-        An `error` about authorization or quotas stays; otherwise an error about the model takes precedence over it.
+        Errors about authorization or quotas stay; an error about the model precedes others.
         """
         told = self._counted(model, version, error)
         self.note_refusal(model, version, told, context)
@@ -274,7 +270,7 @@ class Dispatcher:
             served = self.resolve(model, version)
         except QinferError as first:
             self._tally.failed(*self.named(model, version), first.code)
-            # The frames of its traceback would keep the caller's message in memory, in a reference cycle.
+            # Its traceback's frames would keep the caller's message in a reference cycle.
             return first.with_traceback(None)
         self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
@@ -282,7 +278,7 @@ class Dispatcher:
         return error
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns the model and version to count a request for."""
+        """Returns the model and version that a request counts for."""
         with suppress(ModelNotFound):
             model, version = self.endpoints.stable(model, version)
         return self._catalog.named(model, version)
@@ -328,7 +324,7 @@ class Dispatcher:
 
 
 def _given_s(request: OutgoingRequest, spec: ModelSpec, timeout_s: float) -> float:
-    """Returns the caller's timeout, infinite if the model's configuration set it."""
+    """Returns the caller's timeout, infinite if only the configuration sets one."""
     own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
     return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
 

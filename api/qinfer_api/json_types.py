@@ -23,7 +23,7 @@ _WRONG = re.compile(r"Expected `(?P<kind>\w+).* - at `\$\.(?:\w+\.)*(?P<name>\w+
 def decode_json(body: Bytes, kind: type[T], max_depth: int, *, prefix: str = "", call: str = "") -> T:
     """Decodes a JSON object.
 
-    Errors about a member of a wrong type begin with `prefix`. Errors about a missing member call the object `call`.
+    Errors about a wrong type begin with `prefix`; those about a missing member call the object `call`.
     """
     check_depth(body, max_depth)
     try:

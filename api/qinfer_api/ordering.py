@@ -52,8 +52,6 @@ class Ordering:
 
 
 class _Order(deque["OrderedSink"]):
-    """One model version's requests, in order."""
-
     def advance(self) -> None:
         while self and self[0].is_ready:
             self.popleft().take_turn()

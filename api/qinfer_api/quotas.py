@@ -19,7 +19,6 @@ from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.1
-"""Seconds between two exchanges of an active tenant."""
 
 LEASE_S = 2.0
 """Seconds without an exchange after which a lease is free again."""
@@ -28,7 +27,7 @@ LEASE_S = 2.0
 _IDLE_S = 2.0
 # The shortest pause between two rounds of exchanges.
 _PAUSE_S = 0.005
-# The most tenants whose leases are exchanged in a second; with more active tenants, each waits longer.
+# Tenants whose leases are exchanged in a second; with more active ones, each waits longer.
 _TENANTS_PER_S = 2000
 # The part of the earlier demand that an exchange keeps.
 _KEPT_DEMAND = 0.5
@@ -83,7 +82,7 @@ class Quota:
         self._used -= 1.0
 
     def spare(self, now_s: float) -> float:
-        """Returns how many background requests the rate has room for; half the burst stays for other requests."""
+        """Returns how many background requests have room; half the burst stays for others."""
         if not self._rate:
             return math.inf
         self._fill(now_s)
@@ -91,7 +90,7 @@ class Quota:
         return max(min(self._tokens, self._tokens + others - self._burst // 2), 0.0)
 
     def check_in_flight(self, now_s: float) -> None:
-        """Raises `QuotaExceeded` if the tenant has as many requests in flight as it may."""
+        """Raises `QuotaExceeded` if all places of the tenant are taken."""
         most = self._max_in_flight
         if not most:
             return
@@ -110,7 +109,7 @@ class Quota:
         return use
 
     def not_told(self, use: QuotaUse) -> None:
-        """Adds a use whose report failed; if the report did arrive, the use counts twice."""
+        """Adds a use whose report failed; if it did arrive, the use counts twice."""
         self._used += use.used
 
     def lease(self, leased: QuotaLease, now_s: float) -> None:
@@ -120,15 +119,14 @@ class Quota:
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
     def return_lease(self, leased: QuotaLease, now_s: float) -> None:
-        """Ends the lease; until the next one, the tokens of all gateways together decide about requests."""
+        """Ends the lease; until the next, the tokens of all gateways together decide."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 
     def is_idle(self, now_s: float) -> bool:
-        """Returns whether the tenant has no request in flight and sent none lately."""
+        """Returns whether the tenant has no request in flight, nor sent one lately."""
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
     def _count_request(self, now_s: float) -> None:
-        """Counts a request as demand; the first one after a pause asks for a lease."""
         was_idle = now_s - self._asked_at_s > _IDLE_S
         self._asked_at_s = now_s
         self._demand += 1.0
@@ -139,7 +137,6 @@ class Quota:
         return now_s < self._leased_until_s
 
     def _fill(self, now_s: float) -> None:
-        """Adds the tokens since the last call; without a lease, at the full rate."""
         rate = self._rate * self._part if self._is_leased(now_s) else self._rate
         self._tokens = min(self._tokens + (now_s - self._filled_at_s) * rate, self._burst)
         self._filled_at_s = now_s

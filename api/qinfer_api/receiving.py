@@ -6,8 +6,8 @@
 - A compressed body also reserves its decompressed size until it is decoded.
 - Bodies that grow by decoding are decoded one at a time, and their decoded size is counted.
 - A large answer waits in Redis for memory, which it holds until its client has read it.
-- An owner gets at most twice as much as it leaves free, so that no tenant takes everything (the rule of Choudhury and
-  Hahne for buffers that switches share, IEEE/ACM Transactions on Networking 6(2), 1998).
+- An owner gets at most twice as much as it leaves free (the rule of Choudhury and Hahne for buffers that switches
+  share, IEEE/ACM Transactions on Networking 6(2), 1998).
 - A large body that arrives too slowly is given up.
 """
 
@@ -26,13 +26,12 @@ SMALL_BYTES = 64 * 1024
 """Smaller bodies are admitted or refused at once."""
 
 MAX_WAITING = 256
-"""The most large bodies that may wait; each may have sent `SMALL_BYTES`."""
+"""Each may have sent `SMALL_BYTES`."""
 
 PATIENCE_S = 10
 """Seconds that a large body may be late."""
 
 LEAST_BYTES_PER_S = 64 * 1024
-"""A large body's slowest rate, unless it arrives in `WHOLE_WITHIN_S`."""
 
 WHOLE_WITHIN_S = 60
 
@@ -128,8 +127,7 @@ def _needed(size: int, held: int) -> int:
 class _WaitingReservations:
     """The waiting bodies and answers; no operation visits all of them.
 
-    A huge reservation waits until it is alone, and later reservations wait behind it, so that it does not wait for
-    ever.
+    Later reservations wait behind a huge one, which waits until it is alone.
     """
 
     def __init__(self, huge_bytes: int, held: Counter[Hashable]) -> None:
@@ -303,7 +301,7 @@ class ReceivingBudget:
     async def decoding(self, size: int) -> AsyncIterator[None]:
         """Serialises the decoding of large bodies, and counts the decoded size.
 
-        That size may exceed the limit, so that no body waits for memory of others that wait for this turn.
+        It may exceed the limit, so that no body waits for memory of others that wait for this turn.
         """
         async with self._decoding:
             self.held_bytes += size

@@ -15,7 +15,6 @@ from qinfer_api.auth import Auth
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Seconds between checks of the keys' file."""
 
 
 class KeyFile:

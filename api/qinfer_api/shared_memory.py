@@ -34,7 +34,7 @@ from qinfer_api.cuda_memory import HANDLE_BYTES, CudaObject, driver
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
 MAX_REGIONS = 10_000
-"""The most registered regions, each with a descriptor; a tenant below its share may always register one."""
+"""Each region has a descriptor; a tenant below its share may always register one."""
 
 _MAX_UINT64 = 2**64 - 1
 _MAX_DEVICE_ID = 2**31 - 1  # CUDA's `int`
@@ -76,22 +76,18 @@ R = TypeVar("R", Region, CudaRegion)
 
 
 class _SystemObject:
-    """A shared memory object of the operating system, with its descriptor."""
-
     def __init__(self, name: str, descriptor: int) -> None:
         self._name = name
         self._descriptor = descriptor
 
     def copy(self) -> "_SystemObject":
-        """Duplicates the descriptor, so that the object stays open when this one is closed."""
+        """Keeps the object open when this one is closed."""
         return _SystemObject(self._name, os.dup(self._descriptor))
 
     def close(self) -> None:
-        """Closes the descriptor."""
         os.close(self._descriptor)
 
     def read(self, position: int, size: int) -> bytearray:
-        """Returns a copy of a part."""
         data = bytearray()
         while len(data) < size:
             piece = os.pread(self._descriptor, size - len(data), position + len(data))
@@ -110,8 +106,6 @@ class _SystemObject:
 
 
 class _OpenRegion:
-    """An open region with its object and users; if `is_leaving`, the last user closes it."""
-
     __slots__ = ("is_leaving", "memory", "region", "users")
 
     def __init__(self, region: Region | CudaRegion, memory: _SystemObject | CudaObject) -> None:
@@ -183,7 +177,7 @@ class SharedMemory:
             self._regions[name] = _OpenRegion(CudaRegion(name, device_id, byte_size), memory)
 
     def check_cuda(self, name: str) -> None:
-        """Checks that a region of GPU memory may be registered: shared memory is on, it has a name, a GPU exists."""
+        """Checks that GPU memory may be registered: shared memory is on, it has a name, a GPU exists."""
         self.check_allowed()
         if not name:
             raise InvalidRequest("'region name' is necessary to register cuda shared memory region")
@@ -191,7 +185,7 @@ class SharedMemory:
             raise InvalidRequest(f"failed to register CUDA shared memory region: '{name}', GPUs not supported")
 
     def unregister(self, name: str = "", kind: type[Region | CudaRegion] = Region) -> None:
-        """Closes a region, or all of a kind, once no request uses it; does nothing for an unknown name."""
+        """Closes a region, or all of a kind, once no request uses it; ignores an unknown name."""
         self.check_allowed()
         with self._lock:
             for each in [name] if name else list(self._regions):
@@ -216,11 +210,11 @@ class SharedMemory:
                     self._close(opened.region.name)
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the registered regions, or the region of that name."""
+        """Returns the registered regions, or the one of that name."""
         return self._status(name, Region, "system")
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
-        """Returns the registered regions of GPU memory, or the region of that name."""
+        """Returns the registered regions of GPU memory, or the one of that name."""
         return self._status(name, CudaRegion, "cuda")
 
     def _status(self, name: str, kind: type[R], told: str) -> list[R]:
@@ -240,7 +234,7 @@ class SharedMemory:
             pass
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, which later writes of the client do not change."""
+        """Returns a copy of a region's part."""
         with self._part(name, offset, byte_size) as (memory, position):
             return memoryview(memory.read(position, byte_size))
 
@@ -292,7 +286,6 @@ class SharedMemory:
 
     @contextmanager
     def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[_SystemObject | CudaObject, int]]:
-        """Yields a region's object, which stays open if the region is unregistered, and a position in it."""
         self.check_allowed()
         with self._lock:
             opened = self._of_request(name)
@@ -352,7 +345,7 @@ class RequestRegions:
 
 
 def _open_object(name: str, key: str) -> int:
-    """Opens an object as `shm_open` does, and nothing else."""
+    """Opens only what `shm_open` would."""
     if not _KEY.fullmatch(key):
         raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")
     refusal = RegionUnavailable(f"Unable to open shared memory region: '{key}'")

@@ -11,7 +11,6 @@ GRPC_CODES = (
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
     *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
 )
-"""The names of gRPC's statuses, by number."""
 
 
 class Status(NamedTuple):

@@ -11,10 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 SMALL_BYTES = 8192
-"""Reads up to this size are small."""
 
 SLICE_BYTES = 2048
-"""Bytes parsed between two looks at the clock."""
 
 TURN_S = 0.004
 """The time that all large reads and starts of a port may take together before the event loop serves others."""

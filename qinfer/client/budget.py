@@ -2,8 +2,7 @@
 
 It is a token bucket with two parts, after Finagle's `RetryBudget`
 (https://finagle.github.io/blog/2016/02/08/retry-budgets): each call adds a share of a token, which decays within
-seconds, and a reserve fills with time, for clients with few calls. A repetition takes a token, or waits for one of the
-reserve, so that calls continue until their time is over without a storm.
+seconds, and a reserve fills with time, for clients with few calls.
 """
 
 import math
@@ -12,7 +11,7 @@ from threading import Lock
 from qinfer.errors import InvalidRequest
 
 RETRY_SHARE = 0.2
-"""The default: a repetition for five calls, beside the reserve."""
+"""Five calls pay for one repetition, beside the reserve."""
 RESERVE_PER_S = 10.0
 """Repetitions a second that need no calls."""
 WINDOW_S = 10.0
@@ -39,10 +38,7 @@ class RetryBudget:
                 self._added += self._share
 
     def take(self, now_s: float, longest_s: float) -> float | None:
-        """Takes a token for a repetition; returns the seconds until it is available.
-
-        If the wait is longer than `longest_s`, the call takes no token and returns `None`.
-        """
+        """Takes a token for a repetition; returns the seconds until then, or `None` beyond `longest_s`."""
         if self._share is None:
             return 0.0
         with self._lock:

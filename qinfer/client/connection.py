@@ -18,7 +18,7 @@ from qinfer.core.clock import Clock, SystemClock
 DEFAULT_TIMEOUT_S = 60.0
 
 API_KEY_VARIABLE = "QINFER_API_KEY"
-"""The variable with the default API key; unlike command options, others on the machine can't see it."""
+"""Unlike command options, others on the machine can't see this variable."""
 
 KEEPALIVE_S = 30.0
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
@@ -30,7 +30,7 @@ class Pool(Generic[C]):
     """A pool of HTTP clients of one connection each, last in first out.
 
     httpx's own pool compares each pair of its connections for each request: with 64 of them that takes longer than the
-    request. The callers bound the number of connections, and a call does not wait for the connections of other calls.
+    request.
     """
 
     def __init__(self, make: Callable[[], C]) -> None:
@@ -64,7 +64,7 @@ class Pool(Generic[C]):
             self.give(client)
 
     def close(self) -> list[C]:
-        """Closes the pool; returns all clients, for the caller to close."""
+        """Closes the pool; the caller closes the returned clients."""
         self._closed = True
         return self._all
 

@@ -30,10 +30,9 @@ from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER, decode_response, encode_request
 
 Keys = Callable[[int, Inputs], str]
-"""Makes the idempotency key of a stream's input, from its index and the input."""
 
 POLL_S = 20.0
-"""The longest time for which a gateway holds a result back, because proxies cut idle connections."""
+"""Proxies cut idle connections, so gateways hold a result back no longer."""
 EARLY_PAUSE_S = 0.5
 """Pause after a poll that the gateway answered early without a result."""
 
@@ -44,7 +43,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The arguments that `infer`, `submit` and `stream` share; see `Client.infer`."""
+    """The arguments that `infer`, `submit` and `stream` share."""
 
     model: str
     inputs: Inputs
@@ -72,12 +71,12 @@ class Ask:
         return Send("POST", path, checked_headers(self.headers) | own, body)
 
     def _check_arguments(self) -> None:
-        """Checks the types of all arguments but the arrays; the gateway's errors would be about its own format."""
+        """The gateway's errors would be about its own format."""
         if not isinstance(self.inputs, Mapping):
             raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
         if not all(isinstance(name, str) for name in self.inputs):
             raise InvalidRequest(f"inputs have the names {list(self.inputs)}; make each a text")
-        # A text is a sequence of strings too, of one letter each.
+        # A text is a sequence of strings, too.
         if isinstance(self.outputs, str):
             raise InvalidRequest(f"outputs is the text '{self.outputs}'; make it a list of names")
         if not all(isinstance(name, str) for name in self.outputs or ()):
@@ -92,7 +91,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class SubmitArguments:
-    """The arguments of `submit` besides those of `infer`; see `Client.submit`."""
+    """The arguments of `submit` besides those of `infer`."""
 
     idempotency_key: str | None = None
     request_id: str | None = None
@@ -100,7 +99,7 @@ class SubmitArguments:
     webhook: str | None = None
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers; a submission without id and key gets a key of its own."""
+        """Returns the headers; a submission without id and key gets its own key."""
         is_named = self.idempotency_key is not None or self.request_id is not None
         found = {
             "Idempotency-Key": self.idempotency_key if is_named else str(uuid4()),
@@ -112,7 +111,7 @@ class SubmitArguments:
 
 
 def header_value(name: str, value: str) -> str:
-    """Checks and returns a header's value; the error does not show it, because it may be secret."""
+    """Checks a header's value; the error does not show it, because it may be secret."""
     if not isinstance(value, str):
         raise InvalidRequest(f"the value for {name} is of type {type(value).__name__}; make it a text")
     if not (value.isascii() and value.isprintable() and value.strip() == value and value):
@@ -121,7 +120,7 @@ def header_value(name: str, value: str) -> str:
 
 
 def checked_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Checks and returns the caller's headers."""
+    """Checks the caller's headers."""
     if headers is None:
         return {}
     if not isinstance(headers, Mapping):
@@ -156,7 +155,7 @@ def send_encoded(policy: Policy, send: Send) -> Flow[InferResult]:
 
 
 def infer_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
-    """Sends a request to a model, and returns the reply with its stream of responses."""
+    """Sends a request to a model; returns the reply with its stream of responses."""
     policy = policy.within(ask.timeout_s)
     ask = yield from _typed(policy, ask)
     send = ask.send(f"{model_path(ask.model, ask.version, 'v1')}/infer_stream", {})
@@ -164,14 +163,14 @@ def infer_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
 
 
 def generate(policy: Policy, ask: Ask) -> Flow[dict[str, Any]]:
-    """Sends a request in free-form JSON to a model, and returns the answer's object."""
+    """Sends free-form JSON to a model, and returns the answer's object."""
     policy = policy.within(ask.timeout_s)
     reply = yield from call(policy, _generate_request(policy, ask, "generate"))
     return json_object(policy, reply)
 
 
 def generate_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
-    """Sends a request in free-form JSON to a model, and returns the reply with its stream of responses."""
+    """Sends free-form JSON to a model; returns the reply with its stream of responses."""
     policy = policy.within(ask.timeout_s)
     return (yield from call(policy, _generate_request(policy, ask, "generate_stream")._replace(streams=True)))
 
@@ -216,10 +215,7 @@ def result(policy: Policy, handle: RequestHandle, wait_s: float) -> Flow[InferRe
 
 
 def follow(policy: Policy, handle: RequestHandle, follower: Follower, tries: int) -> Flow[httpx.Response]:
-    """Returns the reply with the events of a request after those that `follower` has seen.
-
-    A repeated try (`tries` > 0) pauses first.
-    """
+    """Returns the reply with the events after those that `follower` has seen; a repeated try pauses first."""
     if tries:
         yield Pause(EARLY_PAUSE_S)
     headers = {"Last-Event-ID": follower.seen} if follower.seen else {}
@@ -230,7 +226,7 @@ def follow(policy: Policy, handle: RequestHandle, follower: Follower, tries: int
 
 
 def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResult]:
-    """Sends a request; with a key it is asynchronous, and its result may exist from an earlier submission."""
+    """Sends a request; with a key it is asynchronous, and its result may exist already."""
     if key is None:
         return (yield from infer(policy, ask))
     handle = yield from submit(policy, ask, SubmitArguments(key))
@@ -252,7 +248,7 @@ def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
 
 
 def cancel(policy: Policy, handle: RequestHandle) -> Flow[str]:
-    """Cancels a request, and returns its state: `cancelled`, or its earlier end."""
+    """Cancels a request; returns its state, perhaps an earlier end."""
     reply = yield from call(policy, Send("DELETE", handle.url, {}), not_found=RequestNotFound)
     return str(json_object(policy, reply).get("state", ""))
 
@@ -272,7 +268,7 @@ def _ending(policy: Policy, handle: RequestHandle, problem: Problem) -> Flow[Pro
 
 
 def _final(error_class: type[QinferError], message: str) -> QinferError:
-    """Makes the error of an ended request, never retryable: a repetition would only read the result again."""
+    """The error is never retryable: a repetition would only read the result again."""
     return InferenceFailed(message) if error_class.retryable else make(error_class, message)
 
 
@@ -282,7 +278,7 @@ def _typed(policy: Policy, ask: Ask) -> Flow[Ask]:
 
 
 def _refreshing(policy: Policy, ask: Ask, flow: Flow[T]) -> Flow[T]:
-    """Runs a call; if the server refuses it, the next call reads the model's datatypes again."""
+    """After a refusal, the next call reads the model's datatypes again."""
     try:
         return (yield from flow)
     except InvalidRequest:
@@ -304,7 +300,6 @@ def _generate_request(policy: Policy, ask: Ask, route: str) -> Send:
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy's arrays and numbers for JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"a value is of type {type(value).__name__}")

@@ -1,9 +1,8 @@
-"""Hedging: a late request is sent a second time, and the first answer counts.
+"""Hedging: a late request is sent a second time, and the first answer counts; the slower request is cancelled.
 
 It shortens the slowest answers, such as those of a gateway that hangs (Dean & Barroso, "The Tail at Scale", 2013). Only
 requests that the server executes at most once are hedged: reads, and submissions, which have an id or a key. The second
-request goes to another gateway, if there are several, and needs a token of the retry budget. The slower request is
-cancelled.
+request goes to another gateway, if there are several, and needs a token of the retry budget.
 """
 
 import asyncio
@@ -26,7 +25,6 @@ HedgeAfter = float | Literal["p95"] | None
 """Seconds after which a request is late; `p95` = the client's recent 95th percentile; `None` = never."""
 
 LEAST_LATENCIES = 20
-"""Latencies that `p95` needs before it hedges."""
 _LATEST = 200
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
@@ -47,7 +45,7 @@ class Hedging:
         return self._policy.clock.monotonic_s()
 
     def after_s(self, send: Send) -> float | None:
-        """Returns the seconds after which a request is sent a second time, if it is."""
+        """Returns the seconds after which a request is sent a second time."""
         after_s = self._p95(send.method) if self._after == "p95" else self._after
         if not send.hedges or after_s is None or after_s + send.hold_s >= send.timeout_s:
             return None
@@ -60,7 +58,7 @@ class Hedging:
         return send._replace(base=self._policy.gateways.after(send.base).base)
 
     def record_latency(self, send: Send, outcome: Outcome, began_s: float) -> None:
-        """Records the latency of an answer, unless the gateway was asked to hold it back."""
+        """Records an answer's latency, unless the gateway held it back."""
         if send.hedges and not send.hold_s and is_answer(outcome):
             self._latencies.setdefault(send.method, deque(maxlen=_LATEST)).append(self.now_s() - began_s)
 
@@ -76,7 +74,7 @@ def is_answer(outcome: Outcome | BaseException) -> bool:
 
 
 class HedgedTasks:
-    """Sends the requests of an asynchronous client, whose `transmit` sends one over a connection."""
+    """The hedging of the asynchronous client; `transmit` sends one request over a connection."""
 
     def __init__(
         self,
@@ -117,7 +115,7 @@ class HedgedTasks:
 
 
 class HedgedThreads:
-    """Sends the requests of a blocking client, whose `transmit` sends one with httpx's extensions."""
+    """The hedging of the blocking client; `transmit` sends one request with httpx's extensions."""
 
     def __init__(
         self,
@@ -171,7 +169,7 @@ class HedgedThreads:
 
 
 class Attempt:
-    """A request of a blocking client, which another thread can cancel by shutting its connection down.
+    """A request of a blocking client, which another thread cancels by shutting its connection down.
 
     `connections` maps HTTP clients to their last opened connection.
     """
@@ -184,7 +182,7 @@ class Attempt:
 
     @contextmanager
     def using(self, http: httpx.Client) -> Iterator[dict[str, Any]]:
-        """Provides the extensions for a request of an HTTP client; it can be cancelled during the block."""
+        """Provides the extensions for a request, which can be cancelled during the block."""
 
         def trace(event: str, info: Mapping[str, Any]) -> None:
             if event in _CONNECTED:
@@ -211,7 +209,6 @@ class Attempt:
 
 
 def _raised(outcome: Outcome | BaseException) -> Outcome:
-    """Returns an outcome, or raises an error that is not httpx's."""
     if isinstance(outcome, BaseException) and not isinstance(outcome, httpx.RequestError):
         raise outcome
     return outcome

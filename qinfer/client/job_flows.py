@@ -20,21 +20,15 @@ Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
 
 OnStatus = Callable[["JobStatus"], object]
-"""Receives a job's status after each poll."""
 
 OnMissing = Callable[[str, float], object]
 """Receives the reason for a missing input, and the seconds left to wait for it."""
 
 INPUT_POLLS_S = (1.0, 5.0)
-"""Seconds between two checks for missing inputs: from the first to the last."""
 POLLS_S = (0.1, 2.0)
-"""Seconds between two polls of a job: they grow from the first to the last."""
 PAGE = 500
-"""The largest page of the list."""
 LEAST_POLL_S = 1.0
-"""A poll of a job may take this long, even if less is left to wait."""
 WAIT_RETRIES = 8
-"""The least number of repetitions of a failed poll."""
 
 _ENDED = ("completed", "failed", "cancelled", "expired")
 
@@ -118,7 +112,6 @@ _OF_OUTPUT = {
     **{name: name for name in ("tensors", "top_k", "failed_rows")},
     "output_columns": "columns",
 }
-"""The options of a job that are fields of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +170,7 @@ class JobStatus:
 
 
 def as_url(location: Location) -> str:
-    """Returns a URL unchanged, and a local path or pattern as an absolute file:// URL."""
+    """Makes a URL of a local path or pattern."""
     text = os.fspath(location)
     return text if "://" in text or not text else f"file://{os.path.abspath(text)}"
 
@@ -211,7 +204,7 @@ def submit_job(
 ) -> Flow[JobStatus]:
     """Creates a job; one without an id gets a key, which makes repetitions safe.
 
-    With `resume`, a job that is being cancelled is waited for. `wait_s` is the time for all inputs to appear.
+    `resume` waits for a job that is being cancelled. Inputs have `wait_s` to appear.
     """
     headers = dict(JSON)
     if resume and not body.get("id"):
@@ -232,7 +225,7 @@ def submit_job(
 
 
 def _with_inputs(policy: Policy, send: Send, wait_s: float, on_missing: OnMissing) -> Flow[httpx.Response]:
-    """Sends a job until its inputs exist or `wait_s` is over; passing errors count as a missing input."""
+    """Passing errors count as a missing input."""
     ends_s, pauses = policy.clock.monotonic_s() + wait_s, Backoff(*INPUT_POLLS_S, factor=1.5)
     why = ""
     while True:
@@ -299,7 +292,7 @@ def newest_jobs(policy: Policy, limit: int, filters: JobFilters) -> Flow[list[Jo
 
 
 def change_job(policy: Policy, job_id: str, what: str, **changes: float | None) -> Flow[JobStatus]:
-    """Cancels or resumes a job; `what` is the last part of the path, and `None` leaves a value unchanged."""
+    """Cancels or resumes a job; `what` is the last part of the path."""
     given = {name: value for name, value in changes.items() if value is not None}
     send = Send("POST", f"{job_path(job_id)}/{what}", {})
     if given:
@@ -326,7 +319,7 @@ def polls() -> Backoff:
 
 
 def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatus) -> Flow[JobStatus]:
-    """Polls a job until it has ended, through restarts of the gateway; `observe` gets each status."""
+    """Polls a job until it has ended, through restarts of the gateway."""
     now_s = policy.clock.monotonic_s
     ends_s = now_s() + timeout_s
     most = policy.max_retries

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import pyarrow
 
 MANIFEST, PARTIAL = "_manifest.json", "_manifest.partial.json"
-"""The names of the list of parts: of a complete output, and of an incomplete one."""
+"""The list of parts: of a complete output, and of an incomplete one."""
 
 LISTED_S = 10.0
-"""Seconds to wait for the list of an incomplete output, which is written after the job's end."""
+"""The list of an incomplete output is written after the job's end."""
 
 _THREADS = 8
 _CODECS = {"gz": "gzip", "zst": "zstd"}
@@ -48,8 +48,6 @@ class _OutputPart(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """The fields of a manifest that reading needs."""
-
     output_format: str
     rows: int
     ok: int
@@ -63,13 +61,7 @@ class _Manifest(msgspec.Struct):
 def read_output(
     status: JobStatus, columns: Sequence[str] | None, storage_options: Mapping[str, Any] | None, *, partial: bool
 ) -> "pyarrow.Table":
-    """Reads a job's output; see `Job.to_arrow`.
-
-    Raises:
-        ResultNotFound: The job has not ended, or its output does not exist, or lacks rows of its manifest.
-        UnsupportedFeature: A library is missing.
-        StoreError: The store can't be read.
-    """
+    """Reads a job's output; see `Job.to_arrow`."""
     if columns is not None and not columns:
         raise InvalidRequest("columns is empty; name at least one, or leave it out to read all")
     if status.state != "completed" and not (partial and status.has_ended):
@@ -90,12 +82,7 @@ def read_output(
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Converts the errors of a store's driver to errors of qinfer.
-
-    Raises:
-        ResultNotFound: A file is missing.
-        StoreError: The store can't be read.
-    """
+    """Converts a store driver's errors to `ResultNotFound` for a missing file, else `StoreError`."""
     try:
         yield
     except (QinferError, GeneratorExit):
@@ -119,7 +106,7 @@ def _manifest(files: Any, path: str) -> _Manifest:
 
 
 def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
-    """Returns the list of the parts of a job that ended early; waits for it, because it is written after the end."""
+    """Waits for the list, because it is written after the job's end."""
     ends_s, pauses = monotonic() + LISTED_S, polls()
     while True:
         try:
@@ -140,14 +127,13 @@ def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
 
 
 def _check_own(manifest: _Manifest, status: JobStatus) -> None:
-    """Raises `ResultNotFound` if another job has overwritten the output; stored ids may end with `@<tenant>`."""
+    """Another job may have overwritten the output; stored ids may end with `@<tenant>`."""
     writer = manifest.job.partition("@")[0]
     if writer != status.id:
         raise ResultNotFound(f"the output of job '{status.id}' was overwritten by job '{writer}'")
 
 
 def _is_of_end(manifest: _Manifest, status: JobStatus) -> bool:
-    """Returns whether a list was written for the job's last end."""
     ended_at = status.fields.get("ended_at")
     return not ended_at or abs(datetime.fromisoformat(ended_at).timestamp() - manifest.ended_at) < _SAME_END_S
 
@@ -244,7 +230,7 @@ def _type_of(text: str) -> "pyarrow.DataType":
 
 
 def read_text(files: Any, path: str, schema: "pyarrow.Schema") -> "pyarrow.Table":
-    """Reads a part in CSV or JSON lines, compressed or not, by the extensions of its name."""
+    """Reads a part in CSV or JSON lines; its name tells format and compression."""
     import pyarrow as pa
 
     extension = path.rpartition("part-")[2].split(".")[1:]
@@ -310,12 +296,11 @@ def _decoded(texts: Sequence[str | None]) -> "pyarrow.Array":
 
 
 def _text_of(value: object) -> str | None:
-    """Returns a JSON value as text; an object or a list stays JSON."""
+    """An object or a list stays JSON."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _chosen(names: list[str], columns: Sequence[str] | None) -> list[str]:
-    """Returns the requested columns, in the requested order."""
     if columns is None:
         return names
     unknown = [name for name in columns if name not in names]

@@ -12,14 +12,14 @@ EVERY_S = 5.0
 """Seconds between two lines while a job's state does not change."""
 
 PATIENCE_S = 10.0
-"""Seconds of planning before the hint that no bulk worker may be running."""
+"""Planning that takes longer hints that no bulk worker may be running."""
 
 _BAR_WIDTH = 10
 _HINT = "waits for the bulk worker, or for its inputs to be read; see its log"
 
 
 def progress_observer(on_status: OnStatus | None, *, progress: bool) -> AbstractContextManager[OnStatus]:
-    """Returns a context with the observer of a job's statuses: the display on stderr, or the caller's own."""
+    """Returns a context with the observer of statuses: the display on stderr, or the caller's own."""
     return shown_progress() if progress else nullcontext(on_status or (lambda _: None))
 
 
@@ -55,7 +55,7 @@ class Lines:
 
 
 def progress_line(status: JobStatus) -> str:
-    """Returns the state and the progress of a job in one line."""
+    """Describes the job's progress in a line."""
     processed, failed = f"{status.rows_processed:,}", f"{status.rows_failed:,} rows failed"
     progress = [f"{processed} of {status.rows:,} rows", f"{status.shards_done} of {status.shards} shards"]
     found = _figures(status, progress, failed, "{} rows/s", "{} left")
@@ -63,7 +63,7 @@ def progress_line(status: JobStatus) -> str:
 
 
 def beside_bar(status: JobStatus) -> str:
-    """Returns the progress of a job, short enough for a bar on a terminal of 80 columns."""
+    """Describes the job's progress for a terminal of 80 columns."""
     processed, failed = f"{status.rows_processed:,}", f"{status.rows_failed:,} failed"
     progress = [f"{processed}/{status.rows:,} rows", f"{status.shards_done}/{status.shards} shards"]
     return ", ".join(_figures(status, progress, failed, "{}/s", "{}"))

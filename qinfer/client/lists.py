@@ -32,7 +32,6 @@ def as_array(name: str, wire: str, value: object) -> Array:
 
 
 def _numbers(wanted: np.dtype[Any], value: object) -> Array:
-    """Converts numbers; refuses values that would change, except by the usual rounding of floats."""
     # numpy would convert [1, 2**63] to floats
     if wanted.kind in "iu" and not isinstance(value, np.ndarray):
         integers: Array = np.vectorize(_to_int, otypes=[object])(np.array(value, dtype=object))
@@ -40,7 +39,6 @@ def _numbers(wanted: np.dtype[Any], value: object) -> Array:
     natural = np.asarray(value)
     if natural.dtype.kind not in "biuf":
         raise ValueError("its elements are not numbers")
-    # the comparisons find values that do not fit
     with np.errstate(invalid="ignore", over="ignore"):
         array = natural.astype(wanted)
         if wanted.kind == "f":

@@ -15,15 +15,12 @@ from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata
 
 Inputs = Mapping[str, Array | Tensor | list[Any] | tuple[Any, ...] | float | str | bytes]
-"""A request's inputs by name: arrays; lists and single values, with datatypes from the model's metadata; or a `Tensor`
-for a datatype other than the array's, such as BF16.
-"""
+"""Inputs by name: arrays; lists and single values, with datatypes from the model's metadata; or a `Tensor`."""
 
 LISTS = (list, tuple, bool, int, float, str, bytes)
-"""The types of inputs that take their datatype from the model."""
 
 LIVE_TIMEOUT_S = 1.0
-"""A gateway that reports its liveness later counts as dead."""
+"""A slower gateway counts as dead."""
 
 
 def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetadata]:
@@ -52,12 +49,12 @@ def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inpu
 
 
 def forget_datatypes(policy: Policy, model: str, version: int | None) -> None:
-    """Forgets the datatypes of a model, because it may have been loaded with other datatypes."""
+    """Forgets a model's datatypes, which a load may have changed."""
     policy.datatypes.pop((model, version or 0), None)
 
 
 def is_ready(policy: Policy, model: str | None, version: int | None) -> Flow[bool]:
-    """Returns whether a model, or the whole server, can answer now; Triton's 404 also means no ready version."""
+    """Returns whether a model, or the whole server, can answer; Triton's 404 also means no ready version."""
     path = "/v2/health/ready" if model is None else f"{model_path(model, version)}/ready"
     send = Send("GET", path, {}, timeout_s=policy.timeout_s)
     outcome = yield send._replace(base=policy.gateways.current.base)
@@ -123,7 +120,7 @@ def unload(policy: Policy, model: str, *, unload_dependents: bool) -> Flow[None]
 
 
 def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
-    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready version."""
+    """Returns the path of a model, or of one version; no version, or 0, is the highest ready one."""
     path = f"/{api}/models/{path_part('the model', model)}"
     return f"{path}/versions/{version}" if version else path
 

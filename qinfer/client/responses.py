@@ -1,7 +1,7 @@
-"""The responses of a stream: server-sent events read piece by piece, and their results.
+"""The responses of a stream: server-sent events read piece by piece, and their results. Pure.
 
-Pure, so that both clients share it. Gateways send the events `response` and `error`, and `state` of a stored request;
-other events are skipped (docs/reference/http-api.md, "Streams with exact tensors").
+Gateways send the events `response` and `error`, and `state` of a stored request; other events are skipped
+(docs/reference/http-api.md, "Streams with exact tensors").
 """
 
 import binascii
@@ -20,7 +20,7 @@ _END = b"\n\n"
 
 
 class StreamEvent(NamedTuple):
-    """A server-sent event: its name, the lines of its data, and its id, which may be empty."""
+    """A server-sent event; `id` may be empty."""
 
     name: str
     data: list[bytes]
@@ -47,17 +47,14 @@ class EventReader:
 
 
 class Follower:
-    """Follows a stored request by its events, over several connections if one ends early.
-
-    `seen` is the id of the last event, after which the next connection continues.
-    """
+    """Follows a stored request by its events; the next connection continues after the event `seen`."""
 
     def __init__(self) -> None:
         self.seen = ""
         self.has_ended = False
 
     def result_of(self, event: StreamEvent) -> InferResult | None:
-        """Returns the result in an event, if there is one; raises the error of a request that ended badly."""
+        """Returns an event's result, if any; raises the error of a request that ended badly."""
         result = result_of(event)
         self.seen = event.id or self.seen
         if event.name == "state":
@@ -75,7 +72,7 @@ class Follower:
 
 
 def result_of(event: StreamEvent) -> InferResult | None:
-    """Returns the result in an event, if there is one; raises the error of a failed stream."""
+    """Returns an event's result, if any; raises the error of a failed stream."""
     if event.name == "error":
         raise error_of(b"\n".join(event.data))
     if event.name != "response" or not event.data:
@@ -90,7 +87,7 @@ def result_of(event: StreamEvent) -> InferResult | None:
 
 
 def object_of(event: StreamEvent) -> dict[str, Any] | None:
-    """Returns the JSON object in an event of generate_stream, if there is one; raises the error of a failed stream."""
+    """Returns the JSON object of generate_stream's event, if any; raises the error of a failed stream."""
     if event.name != "message" or not event.data:
         return None
     data = b"\n".join(event.data)
@@ -109,7 +106,7 @@ def error_of(data: bytes) -> QinferError:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object; any other text gives an empty object."""
+    """Any other text gives an empty object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -15,10 +15,9 @@ Array = npt.NDArray[Any]
 _Plain = tuple[str, str, tuple[int, ...], bytes]
 
 MAX_NAME_CHARACTERS = 4096
-"""The longest name in a path that the client sends; gateways accept fewer characters."""
+"""Gateways accept fewer characters."""
 
 ENDED = ("succeeded", "failed", "expired", "cancelled")
-"""The final states of a stored request."""
 
 
 class InferResult(Mapping[str, Array]):

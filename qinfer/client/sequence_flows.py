@@ -30,7 +30,7 @@ class StepFlags:
     def infer(
         self, inputs: Inputs, outputs: Sequence[str] | None, parameters: Mapping[str, Scalar] | None, *, end: bool
     ) -> Flow[InferResult]:
-        """Sends the next step, and returns its answer; see `Sequence.infer`."""
+        """Sends the next step, and returns its answer."""
         inputs = yield from with_datatypes(self._policy, self._model, self._version, inputs)
         send = self._request(inputs, outputs, parameters or {}, end=end)
         self._unanswered = send

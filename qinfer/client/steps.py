@@ -1,10 +1,8 @@
 """The steps of a call, with its failures and repetitions: pure, so that both clients share them.
 
 A *flow* is a generator that returns the value of a call. It yields a `Send` and gets the reply or httpx's error; it
-yields a `Pause` and is resumed after it.
-
-HTTP replies and broken connections become errors of `qinfer.errors`: exactly if the reply has an error code. Triton's
-replies have only a text and a status with several possible causes; `BY_STATUS` has the nearest common class.
+yields a `Pause` and is resumed after it. A reply's error code names its class of `qinfer.errors`; for Triton's replies,
+with only a text and a status, `BY_STATUS` has the nearest common class.
 """
 
 import math
@@ -25,7 +23,7 @@ from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, Seq
 T = TypeVar("T")
 
 _GROUPS = (errors.RequestError, errors.Overloaded, errors.ModelError, errors.DeliveryError, errors.ResultError)
-"""Classes whose code belongs to others, so that replies do not name them."""
+"""Replies do not name these classes, whose code belongs to others."""
 
 BY_CODE: dict[str, type[QinferError]] = {ErrorCode.INTERNAL: QinferError}
 for _class in vars(errors).values():
@@ -70,8 +68,8 @@ _REFUSALS = (errors.Overloaded, errors.ModelNotReady)
 class Problem(NamedTuple):
     """The failure of one attempt.
 
-    `is_exact`: the server named the error's code. `is_refused`: the request was certainly not accepted, so that a
-    repetition can't execute it twice. `is_final`: repetitions can't help.
+    `is_exact`: the server named the error's code. `is_refused`: the request was certainly not accepted. `is_final`:
+    repetitions can't help.
     """
 
     error: QinferError
@@ -130,7 +128,7 @@ def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float)
 
 
 def _is_tls(error: BaseException | None) -> bool:
-    """Returns whether TLS failed, for which httpx has no class."""
+    """Finds an error of TLS, for which httpx has no class."""
     while error is not None:
         if isinstance(error, ssl.SSLError):
             return True
@@ -176,7 +174,6 @@ def _retry_after_s(reply: httpx.Response) -> float | None:
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 JSON = {"Content-Type": "application/json"}
 CONNECT_S = 5.0
-"""The time limit of one attempt to connect."""
 AMBIGUOUS = frozenset({400, 500, 503})
 """Statuses that may be a failure of this call, or of the request that it asks about."""
 
@@ -184,13 +181,10 @@ AMBIGUOUS = frozenset({400, 500, 503})
 class Send(NamedTuple):
     """An HTTP request to be sent.
 
-    Attributes:
-        hold_s: How long the gateway is asked to hold the answer back, in addition to the call's timeout.
-        timeout_s: The longest wait for the reply; set for each attempt.
-        base: The URL of the gateway; set for each attempt.
-        repeats: Whether the request may be sent again although it may have been executed.
-        hedges: Whether the request may be sent twice at a time: the server executes it at most once.
-        streams: Whether a successful reply is left unread, for the caller of the flow to read and close.
+    The gateway may hold the answer back for `hold_s`, beyond the call's timeout. Each attempt sets `base`, the
+    gateway's URL, and `timeout_s`. `repeats`: the request may be sent again although it may have been executed.
+    `hedges`: it may be sent twice at a time, because the server executes it once. `streams`: the flow's caller reads
+    and closes a successful reply.
     """
 
     method: str
@@ -221,10 +215,9 @@ class Pause(NamedTuple):
 
 
 Outcome = httpx.Response | httpx.RequestError | None
-"""The value that resumes a flow: a reply or an error after a `Send`, `None` after a `Pause`."""
+"""A reply or an error resumes a `Send`, `None` a `Pause`."""
 
 Flow = Generator[Send | Pause, Outcome, T]
-"""A call that returns a `T`."""
 
 
 class FlowRunner(Protocol):
@@ -244,7 +237,7 @@ class AsyncFlowRunner(Protocol):
 
 
 class GatewayUrl(NamedTuple):
-    """A gateway: its base URL, and the form for messages, without user and password."""
+    """A gateway; `shown` has neither user nor password."""
 
     base: str
     shown: str
@@ -309,8 +302,8 @@ class Policy(NamedTuple):
 def backoff_s(retries: int, retry_after_s: float | None, jitter: float) -> float:
     """Returns the wait before a repetition; `jitter` is a random number in [0, 1).
 
-    A wait that the server asks for is kept, plus up to a tenth, so that refused callers spread. Otherwise the wait
-    doubles from 0.1 s to 5 s, less a random part of up to half.
+    A wait that the server asks for gets up to a tenth more, so that refused callers spread. Otherwise it doubles from
+    0.1 s to 5 s, less a random part of up to half.
     """
     if retry_after_s:
         return retry_after_s * (1 + jitter / 10)
@@ -326,16 +319,10 @@ def call(
 ) -> Flow[httpx.Response]:
     """Sends a request until it succeeds, fails for good, or runs out of time; uses another gateway if one is gone.
 
-    Reading and cancelling are idempotent, a submission has an id or a key, and a step of a sequence a number. Requests
-    without any of these (`Send.repeats`) are repeated only if they were not accepted. A lost sequence is not repeated,
-    because its caller has to begin it again. The repetitions of all calls share a budget, which may delay or prevent
-    them. `explain` asks the gateway for the cause of an ambiguous error, within the given seconds.
-
-    Returns:
-        A reply with a status of 2xx.
-
-    Raises:
-        QinferError: The gateway's last answer, or why it could not be reached.
+    Reading and cancelling are idempotent, a submission has an id or a key, and a step of a sequence a number. Other
+    requests (`Send.repeats`) are repeated only if they were not accepted. A lost sequence is not repeated, because its
+    caller has to begin it again. All calls share a budget, which may delay or prevent repetitions. `explain` asks the
+    gateway for the cause of an ambiguous error, within the given seconds.
     """
     attempts = _Attempts(policy, send)
     while True:
@@ -357,8 +344,6 @@ def call(
 
 
 class _Attempts:
-    """Decides whether, where and after which pause a request is sent again."""
-
     def __init__(self, policy: Policy, send: Send) -> None:
         self._policy, self._repeats = policy, send.repeats
         now_s = policy.clock.monotonic_s()
@@ -369,11 +354,11 @@ class _Attempts:
         self._fresh = len(policy.gateways) - 1
 
     def left_s(self) -> float:
-        """Returns the remaining seconds, never 0."""
+        """Never returns 0."""
         return max(0.001, self._ends_s - self._policy.clock.monotonic_s())
 
     def pause_s(self, problem: Problem, gateway: GatewayUrl) -> float:
-        """Returns the pause before the next attempt (0 = another gateway can be asked at once), or raises the error."""
+        """Returns 0 if another gateway can be asked at once, or raises the error."""
         error, most = problem.error, self._policy.max_retries
         if isinstance(error, Unreachable):
             self._policy.gateways.fail_over(gateway)

@@ -13,20 +13,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Plan = Callable[[int, T], Flow[R]]
-"""Makes the flow of a call from an item's index and the item."""
 
 
 def stream_in_threads(
     items: Iterable[T], plan: Plan[T, R], run: FlowRunner, *, concurrency: int, ordered: bool
 ) -> Iterator[tuple[int, R | QinferError]]:
-    """Runs the flow `plan(index, item)` of each item in threads, at most `concurrency` at a time.
+    """Runs the flow `plan(index, item)` of each item in threads; yields indices with results, or `QinferError`s.
 
-    Items are read in the caller's thread, when there is room for a call. An error of their iterator is raised after the
+    The caller's thread reads items when there is room for a call. An error of their iterator is raised after the
     answers to earlier items; an error of a call other than a `QinferError` ends the iteration. Running calls end at
     their next step then; the program's exit does not wait for them.
-
-    Yields:
-        The index of an item, and the call's result or `QinferError`.
     """
     _check_concurrency(concurrency)
     return _answers_of_threads(items, _ThreadCalls(plan, run), concurrency, _Reorder(ordered=ordered))
@@ -40,7 +36,7 @@ def stream_in_tasks(
     concurrency: int,
     ordered: bool,
 ) -> AsyncIterator[tuple[int, R | QinferError]]:
-    """Runs the flow of each item in a task, which is cancelled when the iteration ends; see `stream_in_threads`."""
+    """Runs each item's flow in a task, cancelled at the iteration's end; see `stream_in_threads`."""
     _check_concurrency(concurrency)
     return _answers_of_tasks(_TaskCalls(items, plan, run, concurrency), _Reorder(ordered=ordered))
 
@@ -51,8 +47,6 @@ def _check_concurrency(concurrency: int) -> None:
 
 
 class _Reorder(Generic[T]):
-    """Holds answers back until all earlier answers have been handed out."""
-
     def __init__(self, *, ordered: bool) -> None:
         self._ordered = ordered
         self._next = 0
@@ -60,11 +54,10 @@ class _Reorder(Generic[T]):
 
     @property
     def held(self) -> int:
-        """The number of answers that wait for an earlier answer."""
         return len(self._held)
 
     def add_answer(self, index: int, value: T) -> Iterator[tuple[int, T]]:
-        """Adds an answer; yields all that can be handed out now. Each index, from 0, comes once."""
+        """Yields all answers that can be handed out now; each index, from 0, comes once."""
         if not self._ordered:
             yield index, value
             return
@@ -118,15 +111,13 @@ class _ThreadCalls(Generic[T, R]):
         self._todo: SimpleQueue[tuple[int, T] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[int, R | QinferError | _RaisedError]] = SimpleQueue()
         self.running = 0
-        """Calls that were started and not taken."""
 
     @property
     def has_ended(self) -> bool:
-        """True if `take` would return at once."""
+        """Whether `next_answer` would return at once."""
         return not self._done.empty()
 
     def start(self, index: int, item: T) -> None:
-        """Starts a call, in a new thread if all others may be busy."""
         self.running += 1
         if self.running > self._threads:
             self._threads += 1
@@ -134,7 +125,7 @@ class _ThreadCalls(Generic[T, R]):
         self._todo.put((index, item))
 
     def next_answer(self) -> tuple[int, R | QinferError]:
-        """Waits until a call has ended; returns its index and answer, or raises its error."""
+        """Waits for an ended call; returns its index and answer, or raises its error."""
         index, outcome = self._done.get()
         self.running -= 1
         if isinstance(outcome, _RaisedError):
@@ -193,7 +184,6 @@ async def _answers_of_tasks(
         try:
             await running
         except BaseExceptionGroup as group:
-            # The first error has ended the other calls.
             raise group.exceptions[0] from None
     finally:
         running.cancel()
@@ -215,7 +205,6 @@ class _TaskCalls(Generic[T, R]):
         self.broken: Exception | None = None
 
     async def run(self) -> None:
-        """Makes all calls."""
         try:
             async with asyncio.TaskGroup() as group:
                 await self._start_all(group)

@@ -4,4 +4,3 @@ Begin with `lanes`, whose head lists the promises; the Lua scripts are in `lua/`
 """
 
 MINIMUM_VERSION = (6, 2)
-"""The oldest supported Redis."""

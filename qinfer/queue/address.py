@@ -43,7 +43,7 @@ class NodeAddress(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The public name: without the path."""
+        """The name without the path."""
         return "socket" if self.path else f"{self.host}:{self.port}"
 
     def at(self, host: str, port: int) -> "NodeAddress":
@@ -52,10 +52,7 @@ class NodeAddress(msgspec.Struct, frozen=True):
 
 
 class Sentinels(msgspec.Struct, frozen=True):
-    """Sentinels, and the service whose primary they know.
-
-    `node` has the primary's credentials, `options` the same in redis-py's names.
-    """
+    """Sentinels, and the service whose primary they know; `options` has the credentials in redis-py's names."""
 
     places: tuple[tuple[str, int], ...]
     service: str
@@ -103,7 +100,7 @@ def _sentinels(parts: SplitResult) -> Sentinels:
     try:
         named = [urlsplit(f"//{host}") for host in hosts.split(",")]
         places = tuple((place.hostname or "", place.port or SENTINEL_PORT) for place in named)
-    except ValueError:  # the error quotes the supposed port, perhaps half of a password
+    except ValueError:
         _refuse("a Sentinel's host or port can't be read")
     if not all(host for host, _ in places):
         _refuse("a Sentinel's host is empty")

@@ -66,10 +66,7 @@ def blocking_client(login: Login) -> "redis.Redis | redis.RedisCluster":
 
 
 class _ReadsFiles:
-    """Reads TLS files at each connect of an asynchronous client, not only at the first.
-
-    `last` is the newest connection's context.
-    """
+    """Reads TLS files at each connect of an asynchronous client, not only at the first."""
 
     last: ClassVar[ssl.SSLContext | None] = None
 
@@ -121,7 +118,6 @@ class _Primary(redis.Redis):
 
 
 def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more: Any) -> Any:
-    """Makes a client; `primary` is the class for a node behind Sentinels."""
     options = _options(login, timeout_s) | more
     place = parse_place(login.url)
     if isinstance(place, Sentinels):

@@ -1,9 +1,7 @@
 """The connection to one Redis node for the hot path: pipelined commands, reply callbacks, one write per loop tick.
 
-    Link ──holds──▶ RedisConnection ──▶ socket        a Link outlives its connections: it reconnects by itself
-
-`send` needs no task, future or timer per command; `call` is its coroutine form for rarer commands. Error replies are
-mapped here to qinfer's errors.
+A `Link` outlives its connections. `send` needs no task, future or timer per command; `call` is its coroutine form for
+rarer commands. Error replies become qinfer's errors.
 
 RESP2 is used on purpose: stream replies have the same shape from 6.2 on, and there are no push messages.
 """
@@ -73,7 +71,6 @@ class Template:
 
 
 Reply = Callable[[Any], None]
-"""Gets a command's reply, or a `QinferError` as a value."""
 
 _NOTHING = object()
 DOWN = "the connection to the queue is down; try again"
@@ -82,7 +79,7 @@ _FULL = "too much is waiting to be written to the queue; try again"
 _TOO_FEW_REPLICAS = "the queue has too few replicas; try again"
 _NO_DISK = "the queue can't write to its disk; try again"
 _LEAVE = {_FAILING_OVER, _TOO_FEW_REPLICAS}
-"""A node with these replies may no longer be a primary."""
+"""These replies may mean that the node is no longer a primary."""
 _LOST = "the connection to the queue broke before it answered; try again"
 
 _REFUSALS: dict[str, Callable[[], QinferError]] = {
@@ -416,7 +413,6 @@ class Link:
             await asyncio.sleep(backoff.next_s())
 
     def _log_once(self, event: str, reason: str = "") -> None:
-        """Logs a repeated problem once."""
         if self._told != (event, reason):
             self._told = (event, reason)
             logger.warning(event, extra={"link": self._name, "reason": reason} if reason else {"link": self._name})
@@ -449,7 +445,7 @@ class Link:
             try:
                 async with asyncio.timeout(self._settings.connect_timeout_s):
                     return await self._connect(await self.resolve())
-            except (OSError, QinferError) as error:  # TimeoutError is an OSError
+            except (OSError, QinferError) as error:
                 problem = error
             pause_s = backoff.next_s()
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):

@@ -1,6 +1,6 @@
 """Two short streams: readers of statistics ask workers to push their counts, and workers answer.
 
-An answer also has the requests under way. Otherwise workers push every second. Both streams have ids from the same
+An answer also has the requests under way. Without questions, workers push every second. Both streams have ids from one
 Redis clock, so that a reader skips older answers.
 """
 
@@ -14,7 +14,6 @@ from qinfer.queue import keys
 from qinfer.queue.stored_records import decode_text, translated
 
 ALL = ""
-"""Stands for every model."""
 
 _KEPT = 256
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout

@@ -30,7 +30,6 @@ _REPLAY = load_script("lanes/replay", "now_ms", "drop")
 _ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PAYLOAD_MARGIN_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
-# The only partition, until models are spread over several.
 _PARTITION = 0
 _PAGE = 100
 _BYTES = (b"frame", b"payload")
@@ -157,7 +156,6 @@ class DeadLetters:
         return names
 
     async def _known_s(self, record: bytes) -> float:
-        """Returns how long the request stays known; 0 if it is unknown."""
         words = (b"HMGET", record, b"timeout_ms", b"result_ttl_ms", b"tombstone_ttl_ms")
         times = await self._router.call(keys.slot(record), *words)
         return sum(map(int, times)) / 1000 + MARGIN_S if times[0] else 0.0

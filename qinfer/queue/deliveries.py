@@ -1,8 +1,5 @@
 """The queue of deliveries beside the lanes: items that are delivered again until they are done.
 
-    put ──▶ ready ──take_due──▶ later ──done──▶ gone
-                                  └── due again ──take_due …
-
 Each *kind* (webhooks, bulk jobs, outboxes, labeling tasks) has a queue in each partition. Scripts that store or end a
 record also `put` the item (`lua/common/deliveries.lua`). The guarantees, each with a test in `tests/contract/`:
 
@@ -41,7 +38,6 @@ WEBHOOKS = "webhooks"
 """`request:<id>`, `job:<id>` or `endpoint:<name>`; settings have the pauses."""
 
 JOBS = DeliveryKind("jobs", 2.0, 60.0)
-"""Bulk jobs to be planned, settled or stopped."""
 
 
 def outbox(name: str, pause_s: float) -> DeliveryKind:

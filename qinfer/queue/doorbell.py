@@ -1,13 +1,11 @@
 """The doorbell: readers of idle lanes sleep in a long blocking read, and a ring makes them look again.
 
-    look (fetch.lua) ──nothing, bell armed, no ring since──▶ sleep (XREADGROUP BLOCK, long) ──entry or ring──▶ look
-
 A new entry wakes a sleeper by itself. Rings, entries of a stream that every process with sleepers reads, announce what
 wakes no blocking read: a released entry, and a new stream of a lane.
 
-No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. A ring unblocks the read
-repeatedly, finally by a new connection, because the read may not have reached Redis yet. A broken connection rings for
-every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
+No ring is lost. A reader sleeps only if its look found nothing, and the bell was armed then and has not rung since. A
+ring unblocks the read repeatedly, finally by a new connection, because the read may not have reached Redis yet. A
+broken connection rings for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
 """
 
 import asyncio
@@ -27,7 +25,6 @@ from qinfer.queue.router import Router, load_script
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_S = 1.0
-"""How often a second the sleepers of a process, all together, look without a ring."""
 
 SHORTEST_S = 0.5
 
@@ -36,7 +33,7 @@ _RETRY_S = 0.5
 _PING_EVERY_S = 5.0
 _WATCH_EVERY_S = 0.5
 _KEPT = 1000
-"""The rings that Redis keeps; if more are unread, some may be lost."""
+"""If more rings are unread, some may be lost."""
 _KEPT_MS = 3_600_000
 _PING = pack((b"PING",))
 _RING = load_script("lanes/ring")
@@ -46,7 +43,6 @@ class Sleeper(Protocol):
     """A reader that may sleep."""
 
     place: bytes
-    """The prefix of the lanes that it reads."""
 
     def ring(self) -> None:
         """Makes the reader look at its lanes again."""

@@ -1,9 +1,5 @@
 """Durability of accepted requests: checks of Redis' settings, and waits behind writes.
 
-    durability = Durability(settings, router)
-    await durability.check()                                                 once: is Redis set up for it?
-    await durability.write("bert", 0, lambda call: run_script(call, …))     returns when the write is safe
-
 `everysec` relies on the append-only file alone. `always` and `min_replicas` may need a wait behind each write, which
 blocks its connection and covers only that connection's server. Such writes have connections of their own, and a wait
 counts only if the connection lived until its reply. Writes that end during a wait share the next one (group commit).
@@ -64,7 +60,6 @@ class Durability:
 
 
 async def _inspect(link: Link, settings: RedisSettings) -> bool:
-    """Returns whether each write needs a WAITAOF."""
     policy = await _config(link, b"maxmemory-policy")
     if policy not in {None, "noeviction"}:
         raise SettingsError(
@@ -81,7 +76,6 @@ async def _inspect(link: Link, settings: RedisSettings) -> bool:
 
 
 async def _must_wait(link: Link, appendonly: str | None, appendfsync: str | None) -> bool:
-    """Raises if the node can't provide a WAITAOF that `always` needs."""
     if appendonly == "no":
         raise SettingsError(f"QINFER_REDIS__DURABILITY=always: Redis keeps no append-only file; {_REMEDY}")
     if appendfsync == "no":  # and a wait would never end
@@ -133,8 +127,6 @@ async def _knows_waitaof(link: Link) -> bool:
 
 
 class _Wait(NamedTuple):
-    """`shortfall` returns the problem in its reply, or an empty text."""
-
     packed: bytes
     shortfall: Callable[[Any], str]
 
@@ -168,7 +160,6 @@ class _NodeWrites:
         self._rounds: _Rounds | None = None
 
     async def write(self, operation: Callable[[Call], Awaitable[T]]) -> T:
-        """Runs `operation`, and waits for the round behind it."""
         connection, result = await self._link.run(operation)
         if self._rounds is None or self._rounds.connection is not connection:
             self._rounds = _Rounds(connection, self._mark, self._waits)
@@ -188,7 +179,6 @@ class _Rounds:
         self._is_waiting = False
 
     async def join(self) -> None:
-        """Raises if the next round did not confirm."""
         if self._next is None:
             self._next = self._loop.create_future()
             if not self._is_waiting:

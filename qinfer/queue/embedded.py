@@ -2,7 +2,7 @@
 
 Two locks keep two servers off one append-only file. The supervisor holds `lock`. The redis-server inherits
 `redis/lock`, and holds it as long as it lives, even after `kill -9` of its supervisor; the next start then shuts that
-server down through its socket. This is portable and immune to reused process ids, unlike PR_SET_PDEATHSIG. Without a
+server down through its socket. Unlike PR_SET_PDEATHSIG, this is portable and immune to reused process ids. Without a
 next start, a small shell ends the server when other orphans have drained.
 """
 
@@ -258,7 +258,6 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 def _socket_path(directory: Path) -> Path:
-    """Returns a path in a temporary directory if `directory` is too long for the system."""
     path = directory / "redis.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
         return path

@@ -14,7 +14,6 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 DELAYED = ".delayed"
-"""The suffix of the lane for entries that waited too long."""
 
 FULL = "Exceeds maximum queue size"
 """Triton's text (reference §3.3)."""
@@ -23,7 +22,6 @@ CHUNK_BYTES = 2**20
 """Larger outputs travel beside the reply stream."""
 
 STORED_TTL_S = 120.0
-"""How long outputs beside the reply stream are kept for their reader."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
 """The lanes of shards, in read order."""
@@ -37,10 +35,8 @@ _SHARE = "~"
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
 
-    Attributes:
-        version: The model's version; 0 = the stream has steps of a sequence, for any version.
-        name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; the stream of a share is
-            named like `p1~3`.
+    Version 0 has steps of a sequence, for any version. Names are `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`,
+    `shadow`, `seq`, `seq@<worker>`; the stream of a share is named like `p1~3`.
     """
 
     model: str
@@ -52,10 +48,8 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
 class Entry(msgspec.Struct, frozen=True):
     """The address of one request in the queue.
 
-    Attributes:
-        entry_id: The stream id; begins with Redis' milliseconds.
-        origin: The id in its first lane, if it was moved.
-        payload_id: The id of the request whose payload is stored beside it.
+    The stream id begins with Redis' milliseconds; `origin` is the id in the first lane of a moved entry, `payload_id`
+    the request whose payload is stored beside it.
     """
 
     lane: Lane
@@ -177,7 +171,6 @@ MAX_WATCHERS = 64
 """The most processes that are notified of one request's end."""
 
 MAX_NOTES_BYTES = 8192
-"""The most bytes of notes, which Redis keeps with the record."""
 
 MAX_OUTBOX_NAME = 200
 
@@ -214,13 +207,11 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         tombstone_ttl_s: How long its id is known after the result.
         client_id: The `id` of the body, echoed in the result.
         idempotency_key: The hash of the caller's key.
-        outbox: The outbox that gets the end, instead of a webhook. An outbox is trimmed by age, so its requests should
-            be kept equally long.
+        outbox: It gets the end, instead of a webhook, and is trimmed by age: keep its requests equally long.
         notes: Opaque bytes for the outbox's reader.
         watcher: A reply address, notified of the end.
-        reports_start: Whether workers report when entries begin to execute; until then the entries that they hold count
-            as waiting.
-        endpoint: The endpoint; set if `Moves` may move the request.
+        reports_start: Without workers' reports of starts, the entries that they hold count as waiting.
+        endpoint: Set if `Moves` may move the request.
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """
 

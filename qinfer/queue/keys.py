@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # keeps a worker's renewer, which imports this module, small
     from qinfer.queue.entries import Lane
 
 GROUP = b"workers"
-"""The consumer group of every lane."""
 
 RELEASED = b"released"
 """The consumer that owns released entries, from which `fetch` takes first; no worker has this name."""

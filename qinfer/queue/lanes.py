@@ -91,7 +91,7 @@ _PUBLISH = load_script("lanes/publish")
 _COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
 RENEW = load_script("lanes/renew", "holder")
-"""The script that renews leases; a worker's renewer runs its text."""
+"""A worker's renewer runs this script's text."""
 
 
 class Queue:
@@ -153,8 +153,8 @@ class Queue:
         """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
 
         `done` is called once with the entry or an error; after any error but `QueueFull` the entry may be in the queue.
-        The entry is refused when `limit` entries wait in the lane and its `.delayed` lane; 0 = no limit. `endpoint` is
-        set if `moves` may move it.
+        It is refused when `limit` entries wait in the lane and its `.delayed` lane; 0 = no limit. With `endpoint`,
+        `moves` may move it.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 
@@ -163,9 +163,7 @@ class Queue:
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Takes up to `count` entries: lanes in the given order, the shares of a lane by turns.
-
-        Waits up to `wait_s` for the first entry.
+        """Takes up to `count` entries: lanes in the given order, a lane's shares by turns; waits up to `wait_s`.
 
         Online, bulk and shadow lanes of a model version allow one fetch at a time each.
         """
@@ -198,8 +196,8 @@ class Queue:
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries that were not renewed for `idle_s` seconds, as suspects.
 
-        `consumer` may be the former owner itself, if the reply to its fetch was lost. A consumer that still holds an
-        entry drops the second lease on it.
+        `consumer` may be the former owner, if the reply to its fetch was lost; while it still holds an entry, it drops
+        the second lease.
         """
         names = [keys.lane(lane) for lane in lanes]
         arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
@@ -298,7 +296,6 @@ class Queue:
     async def _count_result(
         self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
     ) -> bool:
-        """Counts a result's bytes, 0 if it is removed; returns False if they exceed the tenant's share."""
         if not tenant:
             return True
         key = keys.result(lane.model, lane.partition, request_id)
@@ -327,7 +324,7 @@ class Queue:
     ) -> None:
         """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
 
-        After a reconnect blobs may come twice. `ready` is called once the stream exists, `lost` when it had vanished.
+        After a reconnect blobs may come twice. `ready` is called once it exists, `lost` when it had vanished.
         """
         reader = ReplyReader(self.router, owner, deliver, self._monotonic_s, lost)
         try:
@@ -406,7 +403,6 @@ class Queue:
         await self.router.close()
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Releases leases; if the release is lost, they expire."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, 0, *ids)
@@ -461,7 +457,6 @@ class Queue:
         arguments: Sequence[Argument],
         entries: Sequence[Entry],
     ) -> Any:
-        """Returns `None` if the lane was deleted."""
         call = partial(self.router.call, keys.lane_slot(lane))
         ids = [entry.entry_id for entry in entries]
         try:

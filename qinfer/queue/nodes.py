@@ -20,7 +20,6 @@ KEPT_S = 5.0
 _ANSWERS_WITHIN_S = 2.0  # below a scrape's timeout
 
 Fields = Mapping[str, Any]
-"""INFO, as text or as redis-py reads it."""
 
 
 class RedisNode(NamedTuple):
@@ -155,7 +154,6 @@ def _number(info: Fields, name: str) -> float | None:
 
 
 def _refusals(info: Fields, error: str) -> float:
-    """Returns the count of an error, which INFO omits if it never occurred."""
     about = info.get(f"errorstat_{error}", "count=0")
     return float(about["count"] if isinstance(about, dict) else about.rpartition("=")[2])
 

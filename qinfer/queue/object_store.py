@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
-"""Messages name this setting."""
 
 UNREACHABLE = "the payload store can't be reached; try again"
 """The error for clients, without the store's text."""
@@ -93,7 +92,7 @@ class ObjectStore:
 
     @classmethod
     async def open(cls, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]) -> Self:
-        """Opens the store of `limits.payload_url`, and tries it."""
+        """Opens the store, and tries it."""
         store, folder = await asyncio.to_thread(_opened, limits.payload_url)
         one = cls(store, folder, limits, redis, now_s)
         try:
@@ -198,7 +197,6 @@ class ObjectStore:
             raise
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Works while the store counts as away."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(self._threads.submit(work))
@@ -224,8 +222,6 @@ class ObjectStore:
         await self._in_thread(partial(self._remove, name), self._small_s)
         if found != data:
             raise CorruptEntry("it does not give back what was written to it")
-
-    # --- in threads ---
 
     def _write_object(self, name: str, data: bytes) -> None:
         self._store.write(data, f"{self._folder}/{name}", synced=self._synced)

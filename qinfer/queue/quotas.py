@@ -1,6 +1,6 @@
 """Quotas of tenants, shared by all gateways: each gateway leases a part ahead of use.
 
-    exchange ──▶ tokens and places that this gateway holds: `qinfer_api.quotas` decides by them ──▶ exchange …
+`qinfer_api.quotas` decides by the tokens and places that its gateway holds until the next `exchange`.
 
 The guarantees, each with a test in `tests/contract/queue/test_quotas.py`:
 

@@ -6,7 +6,7 @@ waits for it; an entry that arrives in between is released after a moment.
 
 A ticket reader takes nothing: every ticket left ends the next read at once.
 
-The stream of a reply reader outlives it by a minute; a reader whose stream is gone creates a new stream.
+A reply stream outlives its reader by a minute; a reader whose stream is gone creates a new one.
 """
 
 import asyncio
@@ -30,7 +30,6 @@ _KEEP = load_script("lanes/keep")
 
 
 _DIVIDED = b"d"
-"""Marks the first entry of a new share."""
 
 MAX_BLOCK_S = 0.5
 """The longest blocking read, and so the longest delay of a release, which ends no read."""
@@ -47,8 +46,6 @@ _LIMBO_S = 0.05
 
 
 class _Sleep(NamedTuple):
-    """A read that outlives its fetch."""
-
     task: asyncio.Task[list[Lease]]
     lanes: tuple[Lane, ...]
     consumer: str
@@ -182,7 +179,6 @@ class LaneReader:
         self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
-        """Returns whether the last read found nothing, and the reader has missed no ring since."""
         return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
@@ -331,7 +327,6 @@ class LaneReader:
         return leases
 
     def _note_division(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
-        """Notes that a lane was divided, and rings for other readers."""
         is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
         if is_news and self._bell is not None:
             self._bell.ring(lane)

@@ -1,7 +1,5 @@
 """Asynchronous requests: accepted now, ended once, readable until their result expires.
 
-    accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` finishes the entry, too
-
 The guarantees, each with a test in `tests/contract/`:
 
 1. A request that `accept` confirmed ends in exactly one terminal state, however many callers `settle` it.
@@ -73,7 +71,6 @@ _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
     *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
 )
-"""Fields in the order of `_record_of`."""
 
 _ACCEPT = load_script(
     "each", *PLACING, "origin", "drop", "deliveries", "requests/stored", "requests/known", "requests/accept"
@@ -178,8 +175,8 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
-        Returns false for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead,
-        because they count as stored only at the end. After an error some requests may have ended.
+        Returns false for a request that had ended or is unknown. Large results count as stored only at the end, so only
+        `STAGED_BYTES` are stored ahead. After an error some requests may have ended.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -239,7 +236,7 @@ class Requests:
     async def endings(self, model: str, partition: int, kind: DeliveryKind, count: int) -> list[Ending]:
         """Takes up to `count` ended requests with their results from an outbox, to be `done`.
 
-        Large results make it return fewer: repeat it until the list is empty.
+        Large results make it return fewer: repeat it until it returns nothing.
         """
         name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
         arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *_RECORD_FIELDS)
@@ -305,7 +302,6 @@ class Requests:
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
     def _first_of(self, settlements: Sequence[Settlement]) -> int:
-        """Returns how many settlements fit into `STAGED_BYTES`, at least one."""
         size = 0
         for number, each in enumerate(settlements):
             nbytes = 0 if self.ends_at_once(each) else len(each.outcome.blob)
@@ -333,7 +329,7 @@ class Requests:
     async def _settle_partition(
         self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
     ) -> list[Sequence[str] | None]:
-        """Returns the watchers of each request, `None` if it had ended before."""
+        """Returns the watchers of each request; `None` = it had ended before."""
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
         for _, _, objects in replies:

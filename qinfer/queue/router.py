@@ -38,7 +38,6 @@ SLOTS = 16384
 _ASKING = pack((b"ASKING",))
 _CHANGING = "the queue's cluster is changing; try again"
 _MAX_REDIRECTS = 5
-# The pause between two reads of the cluster's map of slots.
 _PAUSE_S = 0.5
 
 _ROUSE_EVERY_S = 0.02
@@ -158,7 +157,6 @@ class Router:
         self._in_doubt.set()
 
     def _target(self, error: CommandRefused) -> tuple[Link, bool] | None:
-        """Reads the errors MOVED and ASK; returns the link to ask, and whether ASKING goes first."""
         if error.kind not in {"MOVED", "ASK"}:
             return None
         _, slot, place = error.message.split(" ")
@@ -295,7 +293,6 @@ def _ignore(_: Any) -> None:
 
 
 Call = Callable[..., Awaitable[Any]]
-"""Sends one command and returns its reply."""
 
 
 class Script(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """The tenants' shares of lanes, as one process knows them (ADR 0024).
 
-`lua/common/places.lua` gives a tenant its stream when a script submits an entry; a process remembers it, to submit
-without the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry
-in another tenant's stream is fetched like any other entry.
+`lua/common/places.lua` gives a tenant its stream; a process remembers it, to submit without the script. An outdated
+answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry in another tenant's stream is
+fetched like any other.
 """
 
 from collections.abc import Callable

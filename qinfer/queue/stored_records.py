@@ -20,7 +20,6 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 SettingValue = bool | int | str | list[str] | None
-"""`None` = cleared."""
 
 _MAX_DIGITS = 20
 _MOST_REASONS = 1000
@@ -61,7 +60,6 @@ def _unreachable(error: Exception) -> BrokerUnavailable:
 
 
 def _is_raised_by_redis_py(error: Exception) -> bool:
-    """Returns whether redis-py has raised the error, as its cluster client does when nodes leave."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
 

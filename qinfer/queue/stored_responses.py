@@ -1,9 +1,7 @@
 """Responses of asynchronous requests to decoupled models: stored as they come, and readable from any index.
 
-    append   the worker that holds the entry adds the next responses; seen at once by `read` and by watchers
-    settle   the final response ends the request, as it ends every request (`qinfer.queue.requests`)
-
-The guarantees, each with a test in `tests/contract/requests/`:
+The worker that holds the entry appends; the final response settles the request (`qinfer.queue.requests`). The
+guarantees, each with a test in `tests/contract/requests/`:
 
 1. Response *i* is stored only after exactly *i* others, so that none is doubled or missing.
 2. Only the holder of the entry appends, and only until the request ends.
@@ -44,10 +42,9 @@ class StoredResponses:
     ) -> bool:
         """Stores responses, except those that are stored already; returns whether the caller may go on.
 
-        The caller may not go on once the request has ended, or another worker has its lease. `index` is the index of
-        the first response, and `max_bytes` the limit for all responses of the request. Raises `StreamBroken` if the
-        responses of an earlier execution can't be continued, or some responses are lost, and `PayloadTooLarge` over a
-        limit; neither stores any response.
+        It may not once the request has ended, or another worker has its lease. Raises `StreamBroken` if an earlier
+        execution's responses can't be continued, or some are lost, and `PayloadTooLarge` above `max_bytes` for all
+        responses of the request; neither stores any response.
         """
         entry = lease.entry
         address = EntryAddress(entry.lane.model, entry.lane.partition, request_id)

@@ -16,7 +16,6 @@ from qinfer.queue.entries import Entry, Lane, Lease, by_lane, grouped, owner_of
 from qinfer.queue.router import Router, load_script, ttl_ms
 
 _MOST_AT_ONCE = 1000
-"""A limit of Lua."""
 
 _BEGIN = load_script("lanes/begin", "holder")
 

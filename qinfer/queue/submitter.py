@@ -29,7 +29,6 @@ from qinfer.tensors import Bytes
 Done = Callable[[Entry | QinferError], None]
 
 PLACING = ("now_ms", "shares", "holder", "waiting", "places")
-"""Parts of scripts that append a tenant's entry to a lane."""
 
 _MOST_AT_ONCE = 64
 """The most entries of one script, because Redis serves no other client meanwhile."""
@@ -42,7 +41,6 @@ MOVES_AT_ONCE = 50
 """Each moved entry costs about five commands."""
 
 MOVED_BYTES_AT_ONCE = 2**20
-"""Bytes of frames per script."""
 
 NOTES_KEPT_S = 3600.0
 """How long notes are kept after the last move."""

@@ -1,7 +1,5 @@
 """The instants at which executions must have ended, in memory shared with the process that watches the worker.
 
-    worker: DueTable ── a double for each instance ──▶ renewer: DueReader, `overdue`
-
 A worker whose model holds the GIL can't report anything, so it writes in advance until when it may be silent: 8 bytes
 at the begin and end of each execution, without a system call. Instants are on the monotonic clock, which processes of a
 machine share. The imports are cheap.
@@ -17,7 +15,6 @@ SLOTS = 1024
 """Only the worker watches further instances."""
 
 NAME_BYTES = 256
-"""Longer names are cut."""
 
 _DOUBLES = SLOTS * 8
 
@@ -37,7 +34,7 @@ class DueTable:
         self._lock = threading.Lock()
 
     def place(self, name: str) -> tuple[MutableSequence[float], int]:
-        """Returns the sequence, and the index in it, for an instance's instant."""
+        """Returns an instance's sequence, and the index in it."""
         with self._lock:
             if not self._free:
                 return [0.0], 0
@@ -63,7 +60,7 @@ class DueReader:
         self._due = memoryview(self._memory)[:_DOUBLES].cast("d")
 
     def overdue(self, now_s: float) -> list[str]:
-        """Returns the names of the instances whose instant and grace have passed."""
+        """Returns the instances whose instant and grace have passed."""
         return [self._read_name(place) for place in overdue(self._due, now_s)]
 
     def _read_name(self, place: int) -> str:

@@ -1,10 +1,8 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer PID`.
 
-A thread would need the GIL, which model code may hold for longer than a lease. The worker starts this small process
-(`renewals.ProcessRenewals`) and talks to it over two pipes:
-
-    worker ── RenewerHello, then HeldLeases each second ──▶ stdin │ renewer
-    renewer │ stdout ── RenewalReport after each renewal ──▶ worker
+A thread would need the GIL, which model code may hold for longer than a lease. The worker
+(`renewals.ProcessRenewals`) sends `RenewerHello`, then `HeldLeases` each second, to its standard input, and reads a
+`RenewalReport` after each renewal from its standard output.
 
 The renewer renews the last reported leases. While a model holds the GIL, the worker can't report: the renewer asks
 Redis for entries that the worker has fetched since, and renews those too. When the worker is gone, or stopped
@@ -45,9 +43,9 @@ _READ_BYTES = 1 << 16
 class RenewerHello(msgspec.Struct, array_like=True):
     """The first message: how to renew. It has Redis' password, so it uses the pipe, and is never logged.
 
-    `script` is the text of `lanes/renew.lua`, `owner_script` that of `sequences/renew.lua`. Unreported leases are
-    renewed for `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`; 0 = the worker has
-    no table. `overdue_field` is the statistic that counts executions over their limit.
+    The scripts are the texts of `lanes/renew.lua` and `sequences/renew.lua`. Unreported leases are renewed for
+    `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`, or 0. The statistic
+    `overdue_field` counts executions over their limit.
     """
 
     redis: Login
@@ -66,7 +64,7 @@ class RenewerHello(msgspec.Struct, array_like=True):
 class HeldLeases(msgspec.Struct, array_like=True):
     """The held leases: key of each lane that the worker fetches from → entry id → until when to renew it (monotonic).
 
-    `owners` maps owners of sequences to the keys of their leases; `now` asks for a renewal at once.
+    `owners` maps owners of sequences to their leases' keys; `now` asks for a renewal at once.
     """
 
     lanes: dict[bytes, dict[bytes, float]]

@@ -35,7 +35,6 @@ class FastConnection(Protocol):
     """The connection of a call."""
 
     peer: str
-    """The address of the client."""
 
     def on_reply(self) -> None:
         """Notes that a call has a reply."""
@@ -66,7 +65,7 @@ class FastCall:
 
     @property
     def request_id(self) -> str:
-        """The id of the resulting request; empty before there is one."""
+        """The id of the resulting request; empty before."""
         return self.request.id
 
     def feed(self, body: bytes) -> None:
@@ -78,7 +77,7 @@ class FastCall:
         return self._connection.is_behind(self)
 
     def come_first(self) -> None:
-        """Notes that the reply to this request is the next one of the connection."""
+        """Notes that this reply is the next one."""
         if self._pending is not None:
             self._pending.comes_first()
 

@@ -39,10 +39,9 @@ logger = logging.getLogger(__name__)
 MAX_PIPELINED = 64
 
 READ_BYTES = 32 * 1024
-"""Bytes read at once, and the most that a connection holds unparsed."""
+"""A connection holds at most this much unparsed."""
 
 BODY_READ_BYTES = 256 * 1024
-"""Bytes of one body read at once."""
 
 SLICE_BYTES = 1024
 """The bytes that are parsed at once, unless they are of one body: about `MAX_PIPELINED` of the shortest requests."""
@@ -54,7 +53,7 @@ MAX_HEAD_BYTES = 64 * 1024
 """The most bytes of a head beyond its first slice."""
 
 MAX_FRAMING_BYTES = 64 * 1024
-"""The most bytes of chunk extensions, long sizes and trailers in one chunked body."""
+"""Bytes of chunk extensions, long sizes and trailers in one chunked body."""
 
 _NOTHING = memoryview(b"")
 _ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # Linux sees the end behind unread bytes
@@ -79,12 +78,12 @@ class Exchange(Protocol):
 
     @property
     def head(self) -> RequestHead | None:
-        """The head of a request on the fast path; `None` for other requests."""
+        """The head on the fast path, else `None`."""
         ...
 
     @property
     def reply(self) -> HttpReply | None:
-        """The reply; `None` until the request is answered."""
+        """`None` until the request is answered."""
         ...
 
     @property
@@ -102,7 +101,7 @@ class Exchange(Protocol):
         ...
 
     def come_first(self) -> None:
-        """Notes that the reply to this request is the next one of the connection."""
+        """Notes that this reply is the next one."""
         ...
 
 
@@ -141,7 +140,7 @@ class HttpPort:
         return HttpConnection(self)
 
     def body_buffer(self, left: int) -> memoryview:
-        """Returns the buffer for a body of which `left` bytes are missing."""
+        """Returns the buffer for a body that lacks `left` bytes."""
         return self._body_buffer[:left]
 
     def tick(self, now_s: float) -> None:
@@ -189,7 +188,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Returns a buffer that all connections share: `buffer_updated` copies what was read."""
+        """Returns a buffer of all connections: `buffer_updated` copies what was read."""
         left, port = self._body_left, self.port
         self._buffer = port.buffer if left <= READ_BYTES else port.body_buffer(left)
         return self._buffer
@@ -235,11 +234,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def floods(self) -> bool:
-        """Whether more than a few requests were sent before the replies."""
+        """Whether more than a few requests came before their replies."""
         return len(self._queue) > 1 or len(self._unparsed) > SMALL_BYTES
 
     def is_abandoned(self) -> bool:
-        """Returns whether the client of a flood has ended its side: under load the rest is not worth its time."""
+        """Returns whether a flood's client has ended its side: under load the rest is not worth its time."""
         return len(self._unparsed) > SMALL_BYTES and len(self._queue) > 1 and has_ended(self.transport)
 
     def _stalls(self) -> bool:
@@ -436,10 +435,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._closing and self._queue[-1] is exchange
 
     def _close(self) -> None:
-        """Drops further bytes until the client closes (RFC 9112 §9.6).
-
-        Closing over unread bytes would reset the connection before the client reads the reply.
-        """
+        """Drops further bytes until the client closes: a reset would hide the reply (RFC 9112 §9.6)."""
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True
             self._unparsed = _NOTHING
@@ -463,7 +459,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Stops reading; the error replaces the current request."""
         if self._refused:
             return
         is_past_last = self._closing and self._reading is None
@@ -479,7 +474,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def _withdraw(self) -> bool:
-        """Takes back the request that is being read; returns false if its reply has begun."""
+        """Takes back the request being read; returns false if its reply has begun."""
         exchange, self._reading = self._reading, None
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:

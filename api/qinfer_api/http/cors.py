@@ -42,7 +42,7 @@ class Cors:
         return cls(settings) if settings.allow_origins else None
 
     def writer(self, head: RequestHead | None, read: Headers) -> Writer:
-        """Returns the writer of a reply, by the request's head, or without one by the headers that were read."""
+        """Returns a reply's writer, by the request's head or the headers read."""
         if self._is_open:
             return self._others
         return self._writers.get(origin_in(read) if head is None else head.origin(), self._others)

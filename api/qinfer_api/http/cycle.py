@@ -31,7 +31,6 @@ CLOSE = "close"
 """Scope extension: closes the connection."""
 
 WRITTEN = HttpReply(0, b"")
-"""The reply of a request whose application has written it."""
 
 _MOST_UNTAKEN_BYTES = 64 * 1024
 _HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\x00-\x08\x0a-\x1f\x7f]*\r\n")
@@ -60,7 +59,6 @@ class Cycle:
         self._expects_continue = expects_continue
         self._is_started = self._is_gone = self._awaits_turn = False
         self._body = bytearray()
-        # Whether the whole body has come, and whether the application took it.
         self._is_whole = self._is_taken = False
         self._news = asyncio.Event()
         self._has_body = self._is_chunked = False  # of the reply

@@ -61,7 +61,6 @@ class QinferHttpProtocol(HttpConnection):
     def __init__(self, fast: FastPath) -> None:
         super().__init__(fast)
         self._fast = fast
-        # The memory of a body that is being received.
         self._memory: Reservation | None = None
 
     def data_received(self, data: bytes) -> None:

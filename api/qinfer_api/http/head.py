@@ -198,8 +198,8 @@ _ANY_LINE = re.compile(rb"\r\n(%b): *+((?:%b)?)" % (_NAME, _VALUE))
 class HeadReader:
     """Reads small requests that arrive in one packet, without the connection's parser.
 
-    A regular expression reads the head, because proxies vary ids, traces and lengths. The last head of each packet
-    length is cached, because other clients repeat it. A negative `max_bytes` switches the fast path off.
+    A regular expression reads the head, because proxies vary ids, traces and lengths. Other clients repeat heads, so
+    the last one of each packet length is cached. A negative `max_bytes` switches the fast path off.
     """
 
     def __init__(

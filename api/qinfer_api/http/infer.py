@@ -52,9 +52,7 @@ _EITHER_CONTAINER = 47
 _STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024
-# The highest ratio of deflate.
 _MAX_EXPANSION = 1032
-# The most members of a gzip body.
 _MAX_MEMBERS = 1000
 
 
@@ -110,10 +108,7 @@ def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
 
 
 def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
-    """Decompresses a body, holding at most one step more than `max_bytes`.
-
-    As in Triton, the first bytes tell gzip from deflate.
-    """
+    """Decompresses a body, at most a step beyond `max_bytes`; as in Triton, the first bytes tell gzip from deflate."""
     out = bytearray()
     view, position = memoryview(body), 0
     try:
@@ -167,22 +162,18 @@ def _weight(parameters: str) -> float:
 Headers = Sequence[tuple[bytes, bytes]]
 
 ID_HEADER = b"qinfer-request-id"
-"""The request's id, as in logs and spans."""
 
 CACHE_HEADER = b"qinfer-cache"
-"""The header of replies of models with the response cache: `hit` or `miss`."""
 
 TIMEOUT_HEADER = "Request-Timeout"
 """Request header: seconds until the request expires."""
 
 TARGET_HEADER = b"qinfer-target"
-"""The header of an endpoint's replies: the target, such as `digits:4`."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-"""The characters that stay unquoted in a header value."""
 
 LARGE_BYTES = 256 * 1024
-"""The size above which a body is written apart from the head."""
+"""Larger bodies are written apart from the head."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
@@ -304,7 +295,6 @@ class Writer:
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-"""The refusal of a decoupled model."""
 
 _IN_SHARED_MEMORY = b"shared_memory_region"
 
@@ -346,7 +336,7 @@ class InferCodec:
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan) -> HttpReply:
-        """Encodes a response or its failure, as requested."""
+        """Encodes a response or failure, as requested."""
         target = answered_by(response, plan.endpoint)
         if response.failure is not None:
             return refusal(response.failure, target)
@@ -382,7 +372,7 @@ def regions_of(plan: OutputPlan, default: Regions) -> Regions:
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
-    """Returns the plan with the request's shared memory, if the request uses any."""
+    """Returns the plan with the request's shared memory, if any."""
     if isinstance(regions, RequestRegions) and regions.is_used:
         return msgspec.structs.replace(plan, held=regions)
     return plan
@@ -470,7 +460,7 @@ def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
 
 
 def forwarded(pattern: re.Pattern[str], headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Returns the headers that a pattern (`header_forward_pattern`) forwards; of equal names the last one counts."""
+    """Returns the headers that `header_forward_pattern` forwards; of equal names the last counts."""
     found: dict[str, str] = {}
     for name, value in headers:
         text = name.decode("latin-1")

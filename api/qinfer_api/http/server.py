@@ -28,10 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 
 ACCEPTS = 8
-"""Connections accepted in a turn of the event loop."""
+"""Connections accepted in one turn of the event loop."""
 
 
 def bound_socket(section: str, host: str, port: int, advice: str) -> socket.socket:
@@ -52,7 +51,7 @@ def bound_socket(section: str, host: str, port: int, advice: str) -> socket.sock
 
 
 class Listeners:
-    """Several servers of one socket, because each accepts one connection a turn of the event loop."""
+    """Several servers of one socket: each accepts one connection a turn of the event loop."""
 
     def __init__(self, connect: Callable[[], asyncio.BaseProtocol], listener: socket.socket) -> None:
         self._connect, self._listener = connect, listener
@@ -160,7 +159,7 @@ class HttpServer:
             connection.shutdown()
 
     async def shut_down(self) -> None:
-        """Drains the requests in flight, then aborts those that are left."""
+        """Drains the requests in flight, then aborts the rest."""
         self.turn_away()
         port = self.port
         with contextlib.suppress(TimeoutError):
@@ -185,7 +184,7 @@ class HttpServer:
 
 
 def note_descriptors(outage: OutageLog, listener: socket.socket) -> None:
-    """Logs when file descriptors run out, which the event loop hides."""
+    """Logs the lack of file descriptors, which the event loop hides."""
     if listener.fileno() < 0:
         return
     try:

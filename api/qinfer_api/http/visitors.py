@@ -23,7 +23,7 @@ _PAGE = re.compile(rb"\r\n(?i:origin|sec-fetch-[a-z]+):")
 class Visitors:
     """Judges requests by their headers; `None` allows all origins, or all hosts.
 
-    Addresses are always allowed as hosts, because a browser sends one only to that address.
+    Addresses are always allowed: a browser sends one only to that address.
     """
 
     def __init__(self, origins: Iterable[str] | None, hosts: Iterable[str] | None) -> None:
@@ -43,7 +43,7 @@ class Visitors:
         return None if origins is None and hosts is None else cls(origins, hosts)
 
     def is_plain(self, head: bytes) -> bool:
-        """Returns whether a raw head needs no more checks: no web page sent it, and it names an allowed host."""
+        """Returns whether no web page sent a raw head, and it names an allowed host."""
         return not _PAGE.search(head) and (self._hosts is None or _PLAIN.search(head) is not None)
 
     def problem(self, headers: Headers) -> str:
@@ -82,7 +82,6 @@ class Visitors:
 
 
 def _is_visit(sent: Mapping[bytes, list[bytes]]) -> bool:
-    """Returns whether the browser opens a page, which the site that links to it can't read."""
     return sent.get(b"sec-fetch-mode") == [b"navigate"] and sent.get(b"sec-fetch-dest") == [b"document"]
 
 

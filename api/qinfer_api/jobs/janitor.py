@@ -1,12 +1,8 @@
 """The janitor's work on bulk jobs: it fills their lanes, and asks Celery to finish them. Gateways need no leader.
 
-    a notice ──▶ advance ──▶ lane filled
-                    ├─ nothing left to run ──▶ finalizing ──▶ Celery's `finalise`
-                    ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
-                    └─ cancelling, no shard waits or runs ──▶ cancelled ──▶ `finalise`
-
-A *notice* is a delivery that says that a job's state may have to change. The janitor confirms it after the last step,
-so the notice comes again after a failure; steps are idempotent.
+A *notice* is a delivery that says that a job's state may have to change: nothing is left to run, too many rows failed,
+or no shard of a cancelled job waits or runs. The janitor confirms it after the last step, so the notice comes again
+after a failure; steps are idempotent.
 """
 
 import asyncio
@@ -23,7 +19,6 @@ from qinfer.queue.lanes import Queue
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""The pause between checks of running jobs."""
 
 _FOLLOWING: dict[str, JobState] = {
     JobState.RUNNING: JobState.FINALIZING,
@@ -31,7 +26,6 @@ _FOLLOWING: dict[str, JobState] = {
 }
 _NOTICES = 50
 _LATEST = 100
-# Jobs that are handled at once.
 _TOGETHER = 16
 # Few, because a call of Celery's broker may hang and keep its thread.
 _SENDING = 2
@@ -61,7 +55,7 @@ class JobJanitor:
             await self.fill_lanes()
 
     async def attend(self) -> int:
-        """Handles the notices that are due, and returns their number; a notice that fails comes again."""
+        """Handles the due notices, and returns their number; failed ones come again."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
             notices = await self._deliveries.take_due(model, partition, JOBS, _NOTICES)
@@ -103,7 +97,6 @@ class JobJanitor:
                 return standing
 
     async def _next(self, record: JobRecord, standing: Standing) -> str:
-        """Moves the job to its next state, if it is time, and returns the state."""
         if standing.state == JobState.RUNNING and standing.has_failed:
             outcomes = await self._jobs.outcomes(record.id)
             error = why_failed(outcomes.values(), record.max_errors, record.shards)

@@ -243,7 +243,6 @@ def progress_of(record: JobRecord, now_s: float) -> JobProgress:
 
 
 def _rows_scored(record: JobRecord) -> int:
-    """Returns the scored rows of a running job, since a stopped one never writes them."""
     return record.rows_scored if record.state == JobState.RUNNING else 0
 
 

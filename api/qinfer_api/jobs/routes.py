@@ -49,9 +49,7 @@ from qinfer_api.rest.services import (
 )
 
 MAX_LIMIT = 1000
-"""The largest page."""
 HEARTBEAT_S = 15.0
-"""Silent seconds before a comment."""
 MAX_BODY_BYTES = 4 * 2**20
 """The largest job, which its record contains."""
 

@@ -66,7 +66,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXAMINE_S = 60.0
-"""The longest check of a job's files."""
 MAX_WATCHERS = 512
 """The most clients that may follow jobs at a gateway: each of them costs two reads a second."""
 LOOK_S = 1.0
@@ -90,8 +89,7 @@ class JobTicket(msgspec.Struct, frozen=True):
 class BulkJobs:
     """The bulk jobs of a gateway.
 
-    `turns` has a lock for each tenant, which checks one job at a time: slow files of one tenant leave examiners to the
-    others.
+    A lock in `turns` lets each tenant check one job at a time: its slow files leave examiners to others.
     """
 
     jobs: Jobs
@@ -109,9 +107,9 @@ class BulkJobs:
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, context: CallerContext, body: bytes, key: str, *, resume: bool = False) -> JobTicket:
-        """Checks and stores a job and requests its plan, or finds an earlier job with the same id or key.
+        """Checks and stores a job and requests its plan, or finds the earlier job of an id or key.
 
-        With `resume`, a job that ended early is resumed, and a completed job with `overwrite` runs anew.
+        With `resume`, a job that ended early is resumed; with `overwrite`, a completed one runs anew.
         """
         self._check_enabled()
         grant = self._grant_of(context)
@@ -334,7 +332,7 @@ class BulkJobs:
         return JobTicket(known, is_new=False)
 
     async def _planned(self, job_id: str) -> None:
-        """Requests the plan of a new job, and deletes the job if Celery's broker is away."""
+        """Deletes the job if Celery's broker is away."""
         try:
             await _in_thread(self.tasks.request_plan, job_id)
         except QinferError:
@@ -343,7 +341,7 @@ class BulkJobs:
             raise
 
     async def _sent(self, job_id: str) -> None:
-        """Requests the plan of a resumed job; if Celery's broker is away, a bulk worker's sweep requests it again."""
+        """If Celery's broker is away, a bulk worker's sweep requests the plan again."""
         try:
             await _in_thread(self.tasks.request_plan, job_id)
         except BrokerUnavailable as error:

@@ -66,9 +66,9 @@ class Files:
         return partial(self.fetch, tenant=tenant, projects=projects)
 
     async def fetch(self, reference: str, tenant: str = "", projects: Sequence[int] = ()) -> bytes:
-        """Returns the content of a file.
+        """Returns a file's content.
 
-        `reference` is a path below `/data/` of Label Studio, a URL, or a `data:` URI. If several tenants have keys,
+        `reference` is a path below Label Studio's `/data/`, a URL, or a `data:` URI. If several tenants have keys,
         files of other projects than `projects` (empty = all) are refused.
         """
         try:

@@ -48,7 +48,6 @@ from qinfer_api.labeling.wire import task_id
 from qinfer_api.requests.service import AsyncRequests, SubmitOptions
 
 LOOK_AGAIN_S = 0.25
-"""Pause before a tenant's rate is checked again."""
 
 
 class TaskPace:
@@ -99,7 +98,6 @@ class TaskPace:
 logger = logging.getLogger(__name__)
 
 OUTBOX = "label-studio"
-"""The outbox of the requests for tasks."""
 
 LEASE_S = 60.0
 """Seconds before another gateway may take a claimed task."""
@@ -328,7 +326,7 @@ class TaskIntake:
     async def move_all(
         self, board: Board, entries: Sequence[LabelTask], state: LabelState, *, wait_s: float = 0.0, field: str = ""
     ) -> None:
-        """Stores the state of tasks, and drops the data of finished tasks.
+        """Stores the state of tasks, and drops finished tasks' data.
 
         Waiting tasks rest for `wait_s`; `field` counts tasks that were unfinished.
         """
@@ -344,7 +342,6 @@ class TaskIntake:
                     self._counts.add(each.model or board.model, each.version, field)
 
     def _pause_s(self, entry: LabelTask) -> float:
-        """Returns the task's age, within bounds."""
         return min(max(self._requests.now_s() - entry.created_at, _LATER_S), _MUCH_LATER_S)
 
     async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:
@@ -355,7 +352,7 @@ class TaskIntake:
 
 
 def _attempt(entry: LabelTask | None, name: str, reason: PredictionReason, now_s: float) -> int:
-    """Returns the number of the new attempt; 0 if the prediction was requested already."""
+    """Returns the new attempt's number; 0 = the prediction was requested already."""
     if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S

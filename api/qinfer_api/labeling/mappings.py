@@ -11,7 +11,6 @@ from qinfer.labeling.mapping import SUFFIXES, Mapping, Mappings, load_mappings
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
-"""Seconds between two checks for changed files."""
 
 _NAME = "QINFER_LABELING__MAPPINGS"
 _Signature = tuple[tuple[str, int, int], ...]
@@ -57,8 +56,7 @@ class MappingBook:
     async def for_tenant(self, model: str, project: int | None, tenant: str, *, is_shared: bool) -> Mapping:
         """Returns the mapping, if the tenant may use it.
 
-        If several tenants have keys, a mapping without tenants is refused: it leads to all that Label Studio shows to
-        the server.
+        If several tenants have keys, a mapping without tenants is refused: it leads to all that Label Studio shows.
         """
         mapping = await self.mapping_for(model, project)
         if mapping.tenant and tenant not in mapping.tenant:

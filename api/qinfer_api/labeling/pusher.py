@@ -33,7 +33,6 @@ from qinfer_api.labeling.studio import LabelStudio, StudioAway, StudioFailed, St
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 60.0
-"""The longest pause while Label Studio is unreachable."""
 
 _QUEUE_PAUSE_S = 5.0
 _FEED_PAUSES = 4  # other gateways' tasks can wait
@@ -144,7 +143,7 @@ class Pusher:
         return list(self._models)
 
     async def _push(self, model: str, endings: Sequence[Ending]) -> None:
-        """Pushes the endings of each project; a project's failure does not delay the other projects."""
+        """One project's failure does not delay the others."""
         by_board: dict[Board, list[tuple[Ending, Notes]]] = {}
         unread: list[str] = []
         for ending in endings:
@@ -170,7 +169,7 @@ class Pusher:
                 raise
 
     async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
-        """Returns the ends of current requests; confirms those that a newer request of the task replaced."""
+        """Returns current ends; confirms those that a newer request of the task replaced."""
         entries = await self._tasks.get(board, [notes.task for _, notes in found], with_data=True)
         pairs, late = [], []
         for (ending, notes), known in zip(found, entries, strict=True):
@@ -226,7 +225,7 @@ class Pusher:
         return {"task": entry.task, **await prediction_of(mapping, task, response, label_config)}
 
     async def _push_all(self, board: Board, made: Sequence[Made], ends_s: float) -> None:
-        """Pushes predictions together, and one by one if some are refused."""
+        """Pushes predictions one by one if some are refused."""
         fresh = await self._fresh(board, made, ends_s - self._step_s / 4)
         if not fresh or time.monotonic() > ends_s:
             return

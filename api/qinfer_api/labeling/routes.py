@@ -189,7 +189,6 @@ def _context(services: Services, request: Request) -> CallerContext:
 
 @contextlib.contextmanager
 def _log_errors(model: str, name: str) -> Iterator[None]:
-    """Logs a refusal, since Label Studio does not show errors."""
     try:
         yield
     except QinferError as error:

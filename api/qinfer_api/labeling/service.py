@@ -37,10 +37,8 @@ from qinfer_api.labeling.wire import (
 from qinfer_api.requests.service import AsyncRequests
 
 TASKS_CREATED = "TASKS_CREATED"
-"""The webhook's action for new tasks."""
 
 PUSH = "push"
-"""The mode of mappings whose predictions are pushed."""
 
 
 # The time of one call of `order`; the next call continues.

@@ -1,8 +1,7 @@
 """The states of a project's tasks, as shown by `/v1/label-studio`.
 
-    queued ──▶ processing ──▶ sending ──▶ done | failed        sending = scored, and Label Studio has not taken it yet
-
-The board has the states of all but open tasks, whose requests have theirs.
+The board has the states of all but open tasks, whose requests have theirs. `sending` = scored, and Label Studio has not
+taken it yet.
 """
 
 import asyncio
@@ -24,10 +23,8 @@ TaskState = Literal["queued", "processing", "sending", "done", "failed"]
 STATES: tuple[TaskState, ...] = get_args(TaskState)
 
 MAX_LIMIT = 1000
-"""The largest page."""
 
 COUNTED_OPEN = 500
-"""Open tasks that are examined."""
 
 _BOARD_STATES: Mapping[str, Sequence[LabelState]] = {
     "queued": (LabelState.WAITING, LabelState.OPEN),

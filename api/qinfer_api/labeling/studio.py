@@ -18,7 +18,6 @@ from qinfer.core.settings import LabelingSettings
 from qinfer.errors import InvalidRequest, PayloadTooLarge, SettingsError, Unreachable
 
 PAGE = 100
-"""Tasks per call."""
 
 # Seconds for which an access token is used if it names no end.
 _ACCESS_S = 240.0
@@ -108,9 +107,7 @@ class LabelStudio:
     async def push(self, project: int, predictions: Sequence[Any]) -> int:
         """Stores predictions; returns how many were accepted.
 
-        Raises:
-            Unreachable: The call failed; it is unknown whether Label Studio has stored the predictions.
-            StudioRefused: At least one prediction is invalid, and Label Studio has stored none of them.
+        After `Unreachable`, they may be stored; after `StudioRefused`, an invalid one kept all from being stored.
         """
         read = await self._json("POST", f"/api/projects/{project}/import/predictions", body=list(predictions))
         created = read.get("created") if isinstance(read, dict) else None
@@ -139,7 +136,6 @@ class LabelStudio:
     async def _authorized(
         self, method: str, path: str, words: dict[str, str | int] | None, body: bytes | None, max_bytes: int
     ) -> tuple[int, bytes]:
-        """Renews an expired access token."""
         status, text = 401, b""
         for _ in range(2 if self._is_jwt else 1):
             authorization = await self._authorization()
@@ -205,7 +201,6 @@ def _checked(status: int, text: bytes) -> bytes:
 
 
 def _access_of(text: bytes) -> tuple[str, float]:
-    """Returns the access token, and the last monotonic instant of its use."""
     try:
         access = msgspec.json.decode(text)["access"]
         payload = access.split(".")[1]

@@ -16,7 +16,6 @@ from qinfer.tensors import Bytes
 from qinfer.wire.json_scan import check_depth
 
 MAX_ID = 2**53 - 1
-"""The largest id of a task or project."""
 
 _Project = str | int | float | None
 _Tasks = list[Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["id", "data"]})]]

@@ -17,13 +17,10 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.model_metrics import GAUGE, ModelSeries, merged, series_of
 
 FORMAT_HEADER = "endpoint-load-metrics-format"
-"""The request's header: `text` or `json`."""
 
 HEADER = "endpoint-load-metrics"
-"""The reply header with the metrics."""
 
 FAMILY = "nv_trt_llm_kv_cache_block_metrics"
-"""The gauges by type: `used`, `max` and `tokens_per`."""
 
 READ_EVERY_S = 1.0
 """Workers write changed metrics once a second."""
@@ -83,7 +80,7 @@ def _gauges_in(records: Iterable[bytes | None]) -> list[ModelSeries]:
 
 
 def load_of(gauges: Iterable[ModelSeries], model: str) -> CacheLoad | None:
-    """Returns the load in a model's gauges, or in all gauges for a model without its own, such as an ensemble."""
+    """Returns the load in a model's gauges, or in all gauges for a model without its own."""
     known = [(dict(one.labels), one.values[0]) for one in gauges]
     own = [(labels, value) for labels, value in known if labels.get("model") == model]
     blocks = {labels[_TYPE]: value for labels, value in own or known if _TYPE in labels}

@@ -2,7 +2,8 @@
 
 Concurrent reads share one question. A gateway asks at most four questions a second on average, but up to four in a row
 after a pause, because a measuring client reads before and after a short load. A read waits at most a quarter of a
-second for the workers' answers.
+second
+for the answers.
 """
 
 import asyncio
@@ -17,13 +18,11 @@ from qinfer.queue.count_pushes import ALL, CountPushes, Underway, concerns
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.25
-"""Seconds between two questions, on average."""
 
 AHEAD_S = 3 * EVERY_S
 """How far questions may run ahead of one every `EVERY_S` seconds, in seconds."""
 
 WITHIN_S = 0.25
-"""Longest wait for the workers' answers."""
 
 
 class FreshCounts:

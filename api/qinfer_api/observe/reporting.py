@@ -54,8 +54,6 @@ _PAGES = 25
 
 
 class _Read(NamedTuple):
-    """The last id, and each version's count."""
-
     last: str
     versions: Counter[int]
 
@@ -116,7 +114,7 @@ async def take_snapshot(
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> MetricsSnapshot:
-    """Reads the whole snapshot in few round trips; without the store, reads only the catalog."""
+    """Reads the whole snapshot in few round trips; without the store, only the catalog."""
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
@@ -171,7 +169,6 @@ def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> MetricsSnapsho
 
 
 async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Family]:
-    """Returns the models' metrics, decoded in a thread because there may be thousands."""
     records = await store.model_metrics(workers)
     return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.series_of(records)))
 
@@ -182,7 +179,6 @@ async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mappi
 
 
 def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:
-    """Partitions count as one."""
     depth: Counter[_LaneKey] = Counter()
     shards: Counter[_LaneKey] = Counter()
     ages_s: dict[_LaneKey, float] = {}
@@ -219,7 +215,6 @@ def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[s
 
 
 def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int]]) -> dict[tuple[str, int], float]:
-    """Returns the longest load time of each shown version."""
     times: dict[tuple[str, int], float] = {}
     for record in records:
         for model, versions in record.load_s.items():
@@ -241,7 +236,6 @@ def _longest(records: Iterable[WorkerRecord]) -> dict[tuple[str, int], float]:
 logger = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 1.0
-"""Seconds between additions to the statistics."""
 
 
 class Reporting:
@@ -281,7 +275,7 @@ class Reporting:
     async def metrics(self, scope: str = "", accept: str = "") -> tuple[bytes, str]:
         """Returns `/metrics` and its content type; empty = Prometheus' text, as Triton's.
 
-        A client that accepts OpenMetrics gets it if requests are traced, because it has exemplars.
+        If requests are traced, a client that accepts OpenMetrics gets it, with exemplars.
         """
         openmetrics = OPENMETRICS in accept and self._tally.has_exemplars
         scopes = scopes_of(scope)
@@ -341,7 +335,6 @@ class Reporting:
         )
 
     async def _added(self, model: str = "") -> None:
-        """Waits for counts, or a time limit."""
         await self._fresh.added(model)
         await self.flush()
 

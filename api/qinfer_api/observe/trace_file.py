@@ -29,7 +29,7 @@ START: dict[str, Value] = {
 """The settings of a server whose operator changes nothing."""
 
 CHANGE = "change"
-"""The stored name of a mark that each update changes, so that all gateways begin to count anew."""
+"""Each update changes this stored mark, so that all gateways count anew."""
 
 _MAX_UINT32 = 2**32 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -138,20 +138,18 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""The number of traces in memory at which a gateway writes them."""
+"""A gateway with this many traces in memory writes them."""
 
 MOST_UNWRITTEN = 20_000
-"""The number of unwritten traces at which a gateway drops new ones."""
+"""A gateway with this many unwritten traces drops new ones."""
 
 About = Mapping[str, object]
-"""The fields of a trace besides its activities."""
 
 Stamps = list[tuple[str, int]]
-"""Activities and their times: (name, nanoseconds)."""
 
 
 class CallTrace(NamedTuple):
-    """The trace of a request that a model made while it executed another request."""
+    """The trace of a call by a model that executed a traced request."""
 
     about: About
     stamps: Stamps
@@ -160,10 +158,10 @@ class CallTrace(NamedTuple):
 
 
 class SamplingRule(NamedTuple):
-    """A sampling rule for one model, or for all models without a rule of their own.
+    """A sampling rule for one model, or for all models without their own.
 
-    Of `rate` requests one is traced; 0 = no request. At most `most` requests are traced; -1 = unlimited. A file has
-    `frequency` traces; 0 = all of them. A new `change` starts the rule anew.
+    One of `rate` requests is traced (0 = none), at most `most` (-1 = unlimited). A file has `frequency` traces (0 =
+    all). A new `change` starts the rule anew.
     """
 
     has_stamps: bool
@@ -188,7 +186,6 @@ class _Trace(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """The memory of the trace, in multiples of a trace without tensors."""
         return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
@@ -249,7 +246,7 @@ class Sampling:
         return _Trace(number, about, stamps if self.rule.has_stamps else None, tensors, inner)
 
     def flush_traces(self) -> None:
-        """Ends the rule: writes the finished traces now, and the open ones when they finish."""
+        """Ends the rule: writes finished traces now, open ones at their end."""
         self._is_over = True
         self._write_held(numbered=bool(self.rule.frequency))
 
@@ -278,7 +275,7 @@ class TraceFile:
         self._one_by_one = asyncio.Lock()
 
     def sample(self, model: str) -> Sampling | None:
-        """Counts a model's request; returns the sampling that gets its trace, or `None` if it is not traced."""
+        """Counts a model's request; returns the sampling that gets its trace, if it is traced."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
         return sampling if sampling is not None and sampling.count_request() else None
@@ -299,7 +296,7 @@ class TraceFile:
                 self._samplings[model] = Sampling(rule, self)
 
     async def refresh(self, store: ControlStore) -> Mapping[str, str]:
-        """Reads the stored settings, and applies them unless a later read was applied already."""
+        """Applies the stored settings, unless a later read was applied already."""
         self._reads += 1
         read = self._reads
         stored = await store.settings()
@@ -320,7 +317,7 @@ class TraceFile:
         return next(self._ids)
 
     def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes traces to a file, or drops them if too many traces wait to be written."""
+        """Writes traces to a file, or drops them if too many wait."""
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
                 logger.error("traces lost", extra={"reason": "requests are traced faster than the file can be written"})
@@ -350,7 +347,6 @@ class TraceFile:
                 self._unwritten -= sum(trace.weight for trace in traces)
 
     def _save_here(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file under the first free name."""
         new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         new.write_bytes(msgspec.json.encode([part for trace in traces for part in trace.parts()]))
         try:

@@ -14,13 +14,11 @@ from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, Tensor, iter_bytes, to_numpy
 
 INPUT, OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
-"""Activities: a queued input, and a returned output."""
 
 MOST_BYTES = 64 * 1024
 """The most bytes of a tensor that a trace keeps."""
 
 Taken = list[tuple[str, Tensor]]
-"""Tensors of a trace, with their activities."""
 
 
 def copy_tensors(activity: str, tensors: Sequence[Tensor]) -> Taken:

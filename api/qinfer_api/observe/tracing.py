@@ -55,9 +55,9 @@ from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 logger = logging.getLogger(__name__)
 
 _FENCE = ErrorLogger(logging.getLogger(__name__), "traces lost, requests go on without")
-# The most characters of a client's text in a trace, because thousands of traces are held.
+# Characters of a client's text in a trace: thousands of traces are held.
 _MOST_TEXT = 256
-# The most stored requests that are traced to their end: each costs a read a second.
+# Stored requests traced to their end: each costs a read a second.
 _MOST_FOLLOWED = 256
 # The weight (`weight_of`) above which a trace takes no more tensors.
 _MOST_WEIGHT = 1000
@@ -163,7 +163,7 @@ class TracedDispatcher(Dispatcher):
         begin_s = self._server_clock.now_s()
         if isinstance(sink, TracedCall):
             begin_s -= time.monotonic() - sink.received_s
-        with _FENCE:  # as above
+        with _FENCE:
             return self._tracer.start("request", context.trace, begin_s)
         return None
 
@@ -210,7 +210,7 @@ class TracedDispatcher(Dispatcher):
         try:
             yield told.append
         finally:
-            with _FENCE:  # as above
+            with _FENCE:
                 if told:
                     taken = copy_tensors(INPUT, request.inputs) if sampling.rule.has_tensors else None
                     follow = self._follow(sampling, _about(request), begin_s, taken, told[0])
@@ -228,7 +228,7 @@ class TracedDispatcher(Dispatcher):
         taken: Taken | None,
         ending: Ending,
     ) -> None:
-        """Waits for the end of a stored request and adds its trace, even if the end is not seen."""
+        """Adds the trace of a stored request, even if its end is not seen."""
         stamps, calls = [("REQUEST_START", began_s)], list[CallTrace]()
         try:
             async with ending() as (record, response):
@@ -243,7 +243,7 @@ class TracedDispatcher(Dispatcher):
         except QinferError as error:
             logger.debug("end of a traced request not seen", extra={"reason": error.message})
         finally:
-            with _FENCE:  # as above
+            with _FENCE:
                 sampling.add(about, _ascending(stamps, stamps[-1][1]), taken, calls)
 
 
@@ -342,7 +342,6 @@ class TracedSink:
         return {}
 
     def _executed_s(self, timing: Timing) -> float:
-        """Returns when the execution ended by the worker's clock."""
         took_ns = timing.queue_ns + timing.input_ns + timing.infer_ns + timing.output_ns
         return self._queued_s() + took_ns / 1e9 + _ROUNDING_S
 
@@ -358,7 +357,7 @@ class TracedSink:
         sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors, calls)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
-        """Returns the stamps in ascending order, although two clocks differ."""
+        """Returns ascending stamps, although two clocks differ."""
         begin_s, sink = self._begin_s, self._sink
         frontend = self.frontend
         received_s = read_s = begin_s
@@ -377,7 +376,6 @@ class TracedSink:
 
 
 def _trace_of(call: CallRecord, last_s: float) -> CallTrace:
-    """Returns the trace of a call, which ended before `last_s`."""
     stamps = [("REQUEST_START", call.begin_s)]
     if call.timing is not None:
         stamps += [*_computed(call.timing, call.begin_s), ("INFER_RESPONSE_COMPLETE", call.end_s)]
@@ -413,7 +411,6 @@ def _computed(timing: Timing | None, queued_s: float) -> list[tuple[str, float]]
 
 
 def _ascending(stamps: list[tuple[str, float]], last_s: float) -> Stamps:
-    """Returns the stamps as ascending nanoseconds up to the last."""
     ordered, earliest_s = [], 0.0
     for name, instant_s in stamps:
         earliest_s = max(earliest_s, min(instant_s, last_s))

@@ -5,7 +5,7 @@
   time.
 - Webhooks are taken, as many as can be delivered at once.
 - `JobJanitor` looks after bulk jobs, `SequenceJanitor` after sequences.
-- Expired objects that dead processes left in the payload store are deleted.
+- Expired objects of dead processes are deleted from the payload store.
 
 Several gateways may do the same work: each step is idempotent.
 """
@@ -35,18 +35,15 @@ from qinfer_api.requests.webhooks import Webhooks
 logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 1.0
-"""Time after its deadline in which its own gateway may finish a synchronous request."""
+"""A synchronous request's own gateway may finish it until then."""
 
 SWEEP_OBJECTS_EVERY_S = 60.0
-"""The pause between sweeps."""
 
 SWEEP_AGAIN_S = 1.0
-"""The pause after a sweep that found objects."""
 
 # The only partition, until models are spread over several.
 _PARTITION = 0
 _BATCH = 200
-# Models that are swept at once.
 _MODELS = 100
 _ORPHANS = 20
 _ORPHANS_EVERY_S = 5.0
@@ -213,7 +210,6 @@ class Janitor:
         return count
 
     def _shortest_s(self, lane: Lane) -> float:
-        """Returns the model's default timeout; 0 if the model is unknown."""
         try:
             spec = self._catalog.accepting(lane.model, lane.version).spec
         except QinferError:
@@ -244,9 +240,9 @@ def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:
 class SequenceJanitor:
     """Looks after sequences; one per gateway.
 
-    a worker's lease has ended ──▶ its sequences wait for another owner; `explicit` ones end
-    a sequence has no owner    ──▶ it ends at the deadline of its steps, or when nothing of it has waited for a while
-    a life has ended           ──▶ each remaining step gets its stored response, or the failure
+    A dead worker's sequences wait for another owner; `explicit` ones end. One without an owner ends at the deadline of
+    its steps, or when nothing of it has waited for a while. Steps of ended lives get their stored response, or the
+    failure.
     """
 
     def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:

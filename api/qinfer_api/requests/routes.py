@@ -59,9 +59,7 @@ from qinfer_api.rest.services import (
 )
 
 AGAIN_S = 1
-"""The `Retry-After` of a missing result."""
 HEARTBEAT_S = 15.0
-"""Silent seconds before a comment."""
 
 
 PREFER = header(
@@ -70,7 +68,6 @@ PREFER = header(
     "there within `wait` seconds.",
     examples=["respond-async, wait=5"],
 )
-"""The header, which `/v2/…/infer` accepts too."""
 
 _LIST = 'Of a decoupled model the object is `{"responses": […]}`: a list of such objects.'
 _STATE = {"Qinfer-Request-State": "The state."}
@@ -209,7 +206,7 @@ async def submit(services: Services, target: UrlTarget, request: Request, prefer
 
 
 async def _located(services: Services, request: Request) -> tuple[CallerContext, EntryAddress]:
-    """Returns caller and address of a request; a path below an endpoint covers all its targets."""
+    """Returns caller and address; a path below an endpoint covers all its targets."""
     context = authorize(services, request)
     request_id, model = request.path_params["request_id"], request.path_params.get("model")
     if model is not None and model in services.dispatcher.endpoints.by_name:
@@ -258,7 +255,6 @@ async def _repeated(
     options: SubmitOptions,
     body: Bytes | None = None,
 ) -> RequestTicket | None:
-    """Returns the ticket of a repeated request; reads the body if it is not given."""
     if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
@@ -282,7 +278,7 @@ def _send_state(services: Services, record: RequestRecord, status: int, again_s:
 
 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
-    """Answers with the outcome, without `Retry-After`: repetition would change nothing."""
+    """Has no `Retry-After`: repetition would change nothing."""
     room = room_of_answer(services, request)
 
     async def read() -> tuple[Response, OutputPlan]:
@@ -380,8 +376,6 @@ def _seen(event_id: str) -> tuple[str, int]:
 
 
 async def _hashed(options: SubmitOptions, target: UrlTarget, request: Request, body: Bytes) -> SubmitOptions:
-    """Adds the body's hash, which ignores compression."""
-
     def body_hash() -> str:
         about = [target.model, target.version, request.headers.get(JSON_LENGTH_HEADER)]
         content = hashlib.sha256(msgspec.json.encode(about))
@@ -392,7 +386,6 @@ async def _hashed(options: SubmitOptions, target: UrlTarget, request: Request, b
 
 
 def _options(request: Request) -> SubmitOptions:
-    """Reads the options from the headers; the body's hash is added later."""
     headers = request.headers
     key = idempotency_key(request)
     if headers.get("request-id") == "":

@@ -49,7 +49,6 @@ from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request, told
 
-# Seconds that the janitor gets to end a request after its deadline.
 _GRACE_S = 5.0
 # Seconds for which the choice of a target outlives the request's record.
 _KEPT_LONGER_S = 600.0
@@ -62,10 +61,9 @@ WatchEnd = Callable[[OutgoingRequest, Ending, str, float], None]
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a request besides its body.
 
-    Attributes:
-        timeout_s: `None` = the default.
-        request_id: The client's id; empty = the server makes one.
-        outbox: The outbox that gets the end, if a part of the server submits the request; excludes a webhook.
+    `timeout_s` `None` is the default. `request_id` is the client's id; empty = the server makes one. A part of the
+    server
+    that submits the request gets its end by `outbox`, which excludes a webhook.
     """
 
     body_hash: str
@@ -181,7 +179,7 @@ class AsyncRequests:
         options: SubmitOptions,
         names: Sequence[str],
     ) -> OutputPlan:
-        """Keeps the target of a request, so that a repeated request goes to the same target."""
+        """A repeated request goes to the same target."""
         served = self.of_model(request.model, request.version)
         settings, chosen = self.settings, Kept(request.model, served.version)
         record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s
@@ -205,7 +203,7 @@ class AsyncRequests:
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: CallerContext, address: EntryAddress, wait_s: float) -> RequestRecord:
-        """Waits until the request ends, at most `wait_s`, or not at all if too many wait; returns the record."""
+        """Waits until the request ends, at most `wait_s`, or not at all if too many wait."""
         record = await self.record(context, address)
         tenant = self.dispatcher.sharing(context)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full(tenant):
@@ -286,7 +284,7 @@ class AsyncRequests:
     async def _accept(
         self, context: CallerContext, request: OutgoingRequest, served: ServedVersion, acceptance: Acceptance
     ) -> AcceptOutcome:
-        """Accepts a request; if it is not admitted, finds an earlier acceptance."""
+        """If the request is not admitted, finds an earlier acceptance."""
         try:
             timeout_s, tenant = acceptance.timeout_s, context.tenant
             route = self.dispatcher.choose_route(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
@@ -350,7 +348,6 @@ class AsyncRequests:
         plan: OutputPlan,
         options: SubmitOptions,
     ) -> Acceptance:
-        """Makes an acceptance; an idempotency key never outlives its record."""
         settings = self.settings
         kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
         return Acceptance(
@@ -374,7 +371,6 @@ class AsyncRequests:
         )
 
     def _first_record(self, address: EntryAddress, acceptance: Acceptance) -> RequestRecord:
-        """Saves a read."""
         now_s = self.now_s()
         return RequestRecord(
             address=address,

@@ -16,7 +16,7 @@ from qinfer_api.shared_limit import SharedLimit
 REREAD_S = 1.0
 
 MAX_WAITS = 4096
-"""The most waiters of a gateway: each of them costs a read a second."""
+"""Each waiter costs a read a second."""
 
 
 class Waits:
@@ -30,7 +30,7 @@ class Waits:
         self.ending = False
 
     def is_full(self, tenant: str) -> bool:
-        """Returns whether a tenant may not wait: it has too many waiters, or the gateway shuts down."""
+        """Returns whether a tenant has too many waiters, or the gateway shuts down."""
         return self.ending or not self._places.has_room(MAX_WAITS, tenant)
 
     def wake(self, request_id: str) -> None:
@@ -48,7 +48,7 @@ class Waits:
     async def wait_for_end(
         self, address: EntryAddress, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
-        """Waits until the request ends, at most `wait_s`, and returns its record; `None` if there is no record."""
+        """Waits until the request ends, at most `wait_s`; returns its record, if any."""
         ends_s = time.monotonic() + wait_s
         with self._waiting(address.id, tenant) as event:
             record = await self._requests.watch(address, self._reply_to)
@@ -66,7 +66,7 @@ class Waits:
     ) -> AsyncIterator[RequestRecord | None]:
         """Yields a request's record at each change and new response, and `None` after `heartbeat_s` without either.
 
-        The iterator ends after the terminal state, when the request is gone, and when the gateway shuts down.
+        It ends after the terminal state, when the request is gone, and at a shutdown.
         """
         with self._waiting(address.id, tenant) as event:
             last: tuple[str, int, int] | None = None
@@ -88,7 +88,6 @@ class Waits:
 
     @contextlib.contextmanager
     def _waiting(self, request_id: str, tenant: str) -> Iterator[asyncio.Event]:
-        """Yields an event that is set when the request may have changed."""
         event = asyncio.Event()
         self._events.setdefault(request_id, set()).add(event)
         try:

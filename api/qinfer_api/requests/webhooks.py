@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 16
-"""The most concurrent deliveries of one gateway."""
 
 _ENCODED = "whsec_"
 _SECRET = "QINFER_WEBHOOKS__SECRET"  # noqa: S105 - the name of the setting
@@ -161,7 +160,6 @@ class Webhooks:
             return reply.status_code
 
     async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:
-        """Stores the outcome, too."""
         done = partial(self._delivery.deliveries.done, item.model, item.partition, self.kind, [item.id])
         if item.text.startswith(_ENDPOINT):
             await done()

@@ -1,12 +1,11 @@
 """Inference routes: `…/infer` beyond the fast path, `…/generate`, `…/generate_stream` and `…/infer_stream`.
 
-    infer             large, compressed, chunked or otherwise special requests, read by the functions of `http/infer.py`
-    generate          free-form JSON in, flat JSON out (reference §1.18): exactly one response, or an error
-    generate_stream   `data: {…}` for each response; the first one decides the status, later failures come in the stream
-    infer_stream      below `/v1`: infer's body in, each response as an event with exact tensors out
+`infer` gets large, compressed, chunked or otherwise special requests; the functions of `http/infer.py` read them. The
+first response of `generate_stream` decides the status; later failures come in the stream. `infer_stream` sends each
+response as an event with exact tensors.
 
-In free-form JSON, keys that name inputs become tensors and others parameters, including the members of `parameters`;
-the reply has each output under its name.
+In free-form JSON (reference §1.18), keys that name inputs become tensors and others parameters, including the members
+of `parameters`; the reply has each output under its name.
 """
 
 import asyncio
@@ -225,7 +224,7 @@ _NOT_ONE = (
 class StreamSink:
     """Any number of responses, for one reader.
 
-    The worker of a decoupled model sends a window of them, and waits until they are read.
+    A decoupled model's worker sends a window of them, and waits until they are read.
     """
 
     frontend = "HTTP"
@@ -471,7 +470,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
 def encode_generate(response: Response, client_id: str, *, strict: bool = False) -> bytes:
     """Encodes a response; an output of one element becomes a scalar.
 
-    For equal names, the server's members take precedence over the response's parameters, and these over outputs.
+    For equal names, the server's members precede the response's parameters, and these outputs.
     """
     rendered: dict[str, Any] = {_ID: client_id} if client_id else {}
     rendered |= {"model_name": response.model, "model_version": str(response.version)}
@@ -518,7 +517,7 @@ def _parse_tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) 
 
 
 def _shape(expected: TensorSpec, count: int, *, batched: bool) -> list[int]:
-    """Returns a shape of `count` elements; the innermost variable dimension takes what the fixed ones leave."""
+    """Returns a shape of `count` elements; the innermost variable dimension takes the rest."""
     shape = [-1, *expected.dims] if batched else list(expected.dims)
     for size in shape:
         if size != -1:

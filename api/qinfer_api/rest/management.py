@@ -296,7 +296,6 @@ def repository_routes(services: Services) -> APIRouter:
 
 
 _MAX_ENCODED = 2**31 - 1
-"""Longest base64 text that is decoded, in characters."""
 
 
 def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]]:

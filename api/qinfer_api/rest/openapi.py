@@ -202,7 +202,6 @@ def _media(part: Any) -> Iterator[Json]:
 
 
 def _describe(component: Json) -> None:
-    """Moves a docstring's sections to the schema."""
     about, *sections = _SECTION.split(inspect.cleandoc(component.get("description", "")))
     component["description"] = about
     for name, text in zip(sections[::2], sections[1::2], strict=True):

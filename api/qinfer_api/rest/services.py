@@ -190,7 +190,6 @@ async def _on_left(request: Request, error: Exception) -> HttpResponse:
 
 
 async def _on_defect(request: Request, error: Exception) -> HttpResponse:
-    """Answers with status 500; Starlette logs the exception."""
     return send(failure_reply(error))
 
 
@@ -200,7 +199,6 @@ ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[A
     ClientDisconnect: _on_left,
     Exception: _on_defect,
 }
-"""The answers to exceptions of routes."""
 
 
 T = TypeVar("T")
@@ -305,11 +303,10 @@ INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 # The most tensor bytes that a byte of JSON gives: `0,` is an INT64.
 _MOST_OF_TEXT = 4
 _MAX_TURN_S = 30.0
-"""The longest wait of a large body for memory."""
 
 
 async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:
-    """Reads and decodes a body of a call other than inference."""
+    """Reads and decodes a body outside inference."""
     async with received(services, request, max_bytes, is_inference=False) as body:
         if len(body) <= MAX_FAST_BYTES:
             return decode(body)
@@ -372,7 +369,7 @@ async def read_json(
 
 
 async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, decode: Callable[[], T]) -> T:
-    """Decodes tensors, in a thread if large; large JSON waits for its turn."""
+    """Decodes tensors; large JSON waits for its turn."""
     if json_bytes <= LARGE_BYTES:
         return await off_loop(nbytes, decode)
     most = services.settings.http.max_input_bytes
@@ -463,8 +460,7 @@ class ServerSentEvent(NamedTuple):
 def event_stream(events: AsyncIterator[ServerSentEvent | None], seen: str) -> HttpResponse:
     """Returns the server-sent events after the event that the client has `seen`.
 
-    `None` becomes a comment, which keeps the connection open. The stream ends if events become unavailable or the
-    caller's key is revoked.
+    `None` becomes a comment, which keeps the connection open. The stream ends if the caller's key is revoked.
     """
 
     async def lines() -> AsyncIterator[bytes]:

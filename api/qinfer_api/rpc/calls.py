@@ -21,15 +21,12 @@ from qinfer_api.rpc.headers import Abort, CallHead, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, GrpcCall
 
 Serve = Callable[[Bytes, GrpcCall], Awaitable[Bytes]]
-"""Handles a method: from the encoded request to the encoded reply."""
 
 STRANGERS_BYTES = 64 * 1024
-"""The largest message without a key."""
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 INFERENCE = "inference"
-"""The restriction group of the infer calls."""
 
 
 class CallGuard:
@@ -49,7 +46,7 @@ class CallGuard:
         return self.admit_even_draining(group, scope, head, peer)
 
     def admit_even_draining(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:
-        """Authorizes a call that is also served while draining."""
+        """Authorizes a call that is also served in a drain."""
         try:
             if self._restrictions.covers(group):
                 self._restrictions.check(group, head.first)

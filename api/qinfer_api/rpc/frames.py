@@ -12,7 +12,6 @@ from qinfer_api.rpc.hpack import Field
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
-"""Types of frames."""
 
 END_STREAM = ACK = 0x1
 END_HEADERS, PADDED, HAS_PRIORITY = 0x4, 0x8, 0x20
@@ -25,7 +24,6 @@ REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, CONNECT_ERROR, ENHANCE_YOUR_CALM = ra
 HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = (
     range(1, 7)
 )
-"""Settings."""
 
 FIRST_WINDOW_BYTES = 65_535
 MAX_WINDOW_BYTES = 2**31 - 1
@@ -33,7 +31,6 @@ MIN_FRAME_BYTES, MAX_FRAME_BYTES = 16_384, 2**24 - 1
 LAST_STREAM = 2**31 - 1
 
 HEAD = struct.Struct(">IBI")
-"""A frame's head: length and type, flags, stream."""
 
 HEAD_BYTES = 9
 SETTING = struct.Struct(">HI")
@@ -46,15 +43,15 @@ class ConnectionLimits(NamedTuple):
 
     Attributes:
         header_bytes: The size of a header list (section 6.5.2), and of its encoded form.
-        window_bytes: The bytes of one request that may arrive before it is admitted.
-        connection_window_bytes: The bytes of all requests together that may arrive.
+        window_bytes: One request may send as much before it is admitted.
+        connection_window_bytes: All requests together may send as much.
         idle_frames: Frames that advance no request, in one burst.
         preface_s: The time until the first SETTINGS frame.
         body_s: The time without a byte of an unfinished message.
-        idle_s: The time without a request until the connection ends; 0 = unlimited.
+        idle_s: The time without a request; 0 = unlimited.
         age_s: The time until the connection takes no more requests; 0 = unlimited.
         ping_s: Silence before a PING.
-        pong_s: The time until the PING must be answered.
+        pong_s: The time until its answer.
     """
 
     streams: int = 1000

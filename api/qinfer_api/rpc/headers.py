@@ -27,7 +27,6 @@ HEAD = b"".join(
         hpack.field(b"grpc-accept-encoding", _ACCEPTED),
     )
 )
-"""The header block of a reply, without metadata."""
 
 # Clients accept 8 KiB of a header; an ASCII character takes up to 3 bytes, others 12.
 _MAX_ASCII, _MAX_OTHER = 2000, 500
@@ -57,8 +56,8 @@ class ReplyCompression(NamedTuple):
 class Method(NamedTuple):
     """A method of a service.
 
-    `admit` decides by the head and the peer's address. `start` gets the message, or b"" for a stream. `is_awaited` is
-    false if a shutdown does not wait for its calls. `compression` is the zlib level of replies, 0 = uncompressed.
+    `admit` decides by the head and the peer's address. `start` gets the message, or b"" for a stream. A shutdown waits
+    for calls that are `is_awaited`. `compression` is the zlib level of replies, 0 = uncompressed.
     """
 
     admit: Callable[["CallHead", str], Any]
@@ -70,7 +69,7 @@ class Method(NamedTuple):
 
 
 class CallHead:
-    """The head of calls with equal headers; without a method, `refusal` is the block that ends the call."""
+    """The head of calls with equal headers; without a method, `refusal` ends the call."""
 
     __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "packing", "refusal", "timeout_s")
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 MAX_TABLE_BYTES = 4096
-"""The most bytes of a client's dynamic table (the default SETTINGS_HEADER_TABLE_SIZE)."""
+"""The default SETTINGS_HEADER_TABLE_SIZE."""
 
 EMPTY_TABLE = b"\x20"
 """Sets the table of replies to 0 bytes."""
@@ -95,12 +95,10 @@ class Decoder:
 
 
 def _size(fields: list[Field]) -> int:
-    """Returns the size of a header list by RFC 9113, section 6.5.2."""
     return sum([len(name) + len(value) + _ENTRY_BYTES for name, value in fields])
 
 
 def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, int]:
-    """Reads an integer (section 5.1); returns the next position, too."""
     value = byte & mask
     return (value, position) if value < mask else _long_integer(block, position, mask)
 
@@ -118,7 +116,6 @@ def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
 
 
 def _read_string(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
-    """Reads a string (section 5.2); returns the next position, too."""
     byte = block[position]
     length, position = byte & 0x7F, position + 1
     if length == 0x7F:
@@ -181,7 +178,6 @@ def _static() -> dict[int, Field]:
 
 _STATIC = _static()
 _FIRST_OWN = len(_STATIC) + 1
-"""The dynamic table's newest entry."""
 
 _STATUSES = {int(value): index for index, (name, value) in _STATIC.items() if name == b":status"}
 
@@ -201,7 +197,6 @@ _END = 256
 
 _Step = tuple[bytes, "_Node"]
 _Node = list["_Step | None"]
-"""The output and the next node for each next byte."""
 
 
 class _Huffman:

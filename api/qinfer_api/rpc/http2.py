@@ -32,7 +32,6 @@ _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
-# The time that requests still get at a shutdown.
 _LAST_SECOND_S = 1.0
 _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
 
@@ -168,7 +167,6 @@ class Http2Connection(asyncio.Protocol):
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def _read_preface(self, data: bytes) -> int:
-        """Returns the first frame's position; 0 before the whole preface."""
         if data.startswith(frames.PREFACE):
             self._has_preface = True
             self._send_settings()
@@ -190,7 +188,6 @@ class Http2Connection(asyncio.Protocol):
         self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
     def _read_frames(self, data: bytes, position: int, last: int) -> int:
-        """Returns the next frame's position."""
         end, most = len(data), self.service.limits.frame_bytes
         while position <= last and self._has_preface:
             size, flags, number = frames.HEAD.unpack_from(data, position)
@@ -273,7 +270,6 @@ class Http2Connection(asyncio.Protocol):
             self._count_idle("CONTINUATION")
 
     def _read_block(self, number: int, block: bytes, *, is_ended: bool) -> None:
-        """Reads a new request's block, or trailers."""
         head = self._heads.get(block)
         if head is not None and number > self._last:
             self._last = number
@@ -464,7 +460,7 @@ class Http2Connection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Ends the connection after its requests (RFC 9113, section 6.8).
 
-        The answer to the PING behind the first GOAWAY shows that earlier requests have arrived.
+        The PING behind the first GOAWAY shows by its answer that earlier requests have arrived.
         """
         if not self._has_preface:
             self.close()

@@ -44,7 +44,6 @@ _UNREAD = "the responses were read too slowly while others waited for memory: re
 _MOST_OF_CONTENTS = 8  # tensor bytes per byte of typed contents
 
 LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
-"""The setting's levels as zlib levels."""
 
 
 class InferSink:
@@ -286,17 +285,15 @@ class Infer:
 
 
 MAX_IN_FLIGHT = 1000
-"""The number of unfinished requests at which a stream is not read any further."""
+"""A stream with as many unfinished requests is not read any further."""
 
 MAX_UNWRITTEN_BYTES = 64 * 2**20
-"""The number of unwritten output bytes at which a stream is not read any further."""
+"""A stream with as many unwritten bytes is not read any further."""
 
 _STRICT = "triton_grpc_error"  # metadata: "true" = the first error ends the stream
 
 
 class _Slot(InferSink):
-    """A request, and its responses until their turn."""
-
     rpc_method = "ModelStreamInfer"
     __slots__ = ("answer", "is_ordered", "pending", "stream")
 
@@ -368,7 +365,7 @@ class _StreamCall:
         self._take_turns()
 
     def _leave_order(self, slot: _Slot) -> None:
-        """Takes a slot out of the order: its responses are written as they come."""
+        """Writes a slot's responses as they come."""
         if slot.is_ordered:
             slot.is_ordered = False
             self._order.remove(slot)
@@ -471,7 +468,7 @@ class _StreamCall:
         return self._call.packed(encode_streamed(self._infer.encode(response, slot), final=response.final))
 
     async def _message(self, slot: _Slot, response: Response) -> tuple[Sequence[Bytes], bool] | None:
-        """Encodes a response; returns `None` for an empty last message, which is not sent."""
+        """Returns `None` for an empty last message, which is not sent."""
         failure = response.failure
         if failure is None:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):

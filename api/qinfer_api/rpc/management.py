@@ -74,7 +74,6 @@ def model_calls(guard: CallGuard, services: Services) -> dict[str, Method]:
 
 
 def _is_ready(endpoints: Endpoints, model: str, version: int) -> bool:
-    """Returns whether a model is ready; an unloaded one is known, too."""
     try:
         return is_model_ready(endpoints, model, version)
     except ModelNotReady:

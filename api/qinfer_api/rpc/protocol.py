@@ -44,13 +44,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 256 * 1024
-"""Threads decode and encode larger messages."""
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf reads."""
 
 MAX_UNSENT_BYTES = 256 * 1024
-"""The number of unsent bytes at which a stream's method waits."""
+"""A stream's method waits at this many unsent bytes."""
 
 _PREFIX_BYTES = 5  # compression flag and length
 _OK = hpack.field(b"grpc-status", b"0")
@@ -58,7 +57,6 @@ _HEAD_WITH_ID = HEAD + hpack.named(ID_HEADER)
 
 _TOO_LATE = "the message did not come in time"
 _MIN_BYTES_PER_S = 64 * 1024
-"""Slowest allowed transfer."""
 
 
 class _Message(NamedTuple):
@@ -70,7 +68,7 @@ class _Message(NamedTuple):
 class GrpcCall(GrpcStream):
     """One call, from its head to its status.
 
-    `on_cancel` is called once if the client cancels, the deadline passes or the connection is lost.
+    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost.
     """
 
     __slots__ = (
@@ -232,7 +230,6 @@ class GrpcCall(GrpcStream):
             self.fail(abort)
 
     def _make_room(self, arrived: int) -> None:
-        """Starts a message whose memory was granted."""
         self._size = int.from_bytes(self._prefix[1:])
         self._is_compressed = self._prefix[0] != 0
         self._prefix, self._body = b"", bytearray()
@@ -301,7 +298,6 @@ class GrpcCall(GrpcStream):
         self._start_method(await self._opened(message))
 
     async def _opened(self, message: _Message) -> Bytes:
-        """Returns a message's content, whose memory stays reserved until `taken`."""
         assert self.head.method is not None
         self.taken()
         self._opened_memory = message.reservation
@@ -525,7 +521,7 @@ class GrpcCall(GrpcStream):
         return self.status_of(Failure.from_error(error), error)
 
     def status_of(self, failure: Failure, error: BaseException | None = None) -> Abort:
-        """Returns a failure's status; DEADLINE_EXCEEDED only for the client's own deadline."""
+        """Returns a failure's status; DEADLINE_EXCEEDED is for the client's own deadline."""
         if failure.code == "deadline_exceeded" and self.time_remaining() <= 0:
             return Abort("DEADLINE_EXCEEDED", failure.message)
         return Abort(grpc_status(failure.code), failure.message, retry_after_s(failure.code, error))

@@ -19,7 +19,6 @@ from qinfer_api.rpc.protocol import GrpcCall
 from qinfer_api.status import GRPC_CODES
 
 MAX_REQUEST_BYTES = 4096
-"""The most bytes of a request; requests of reflection are small."""
 
 _METHOD = "ServerReflectionInfo"
 _NOT_FOUND, _INVALID_ARGUMENT = GRPC_CODES.index("NOT_FOUND"), GRPC_CODES.index("INVALID_ARGUMENT")

@@ -141,5 +141,4 @@ def _lane(work: LaneWork) -> LaneBacklog:
 
 
 def _up(seconds: float) -> float:
-    """Rounds up to milliseconds, so that little work is not shown as 0."""
     return math.ceil(seconds * 1000) / 1000

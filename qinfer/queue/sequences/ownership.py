@@ -260,8 +260,7 @@ class Sequences:
     async def commit(self, steps: Items[CommittedStep]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
 
-        Returns false for a step whose sequence another worker owns. After `BrokerUnavailable` some steps may be
-        committed: repeat the call.
+        Returns false for a step whose sequence another worker owns. After `BrokerUnavailable` repeat the call.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -302,9 +301,9 @@ class Sequences:
     async def fail(self, place: StepPlace, failure: Failure, token: int | None = None) -> bool:
         """Ends a life with the failure of a step; returns whether it ends.
 
-        A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
-        instead, because it knows which steps execute. `token` is the token of the owner; `None` lets any caller end the
-        life, `NOBODYS` only if the life has no owner.
+        A life that has not begun ends when it begins. The owner of a cancelled step's life is notified instead, because
+        it knows which steps execute. `token` is the owner's; `None` lets any caller end the life, `NOBODYS` only if it
+        has no owner.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
@@ -385,7 +384,7 @@ class Sequences:
         return SubmittedStep(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
     def _refusal(self, sequence: SequenceId, step: StepRequest, what: bytes, about: Items[Any]) -> QinferError:
-        """Returns the error of a refused step; a missing START has Triton's text (reference §3.4)."""
+        """A missing START has Triton's text (reference §3.4)."""
         of = f"sequence {sequence.correlation_id} to model '{self._model}'"
         if what == b"full":
             return QueueFull(f"too many steps or sequences wait at model '{self._model}'; try again later")

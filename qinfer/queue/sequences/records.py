@@ -13,7 +13,6 @@ from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.versions import Record
 
 MAX_STATE_BYTES = 64 * 2**20
-"""The most bytes of a state, all its parts together."""
 
 
 NOBODYS = 0
@@ -72,11 +71,8 @@ class SequencePin(msgspec.Struct, frozen=True, kw_only=True):
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a sequence.
 
-    Attributes:
-        start: The life's model, in its first step only.
-        number: The caller's `qinfer_step`, from 1; 0 = not numbered.
-        digest: Identifies a repeated START.
-        weight: The weight of the tenant, in the first step; 0 = unknown.
+    `start` is the life's model, in its first step only; `number` the caller's `qinfer_step`, from 1 (0 = not numbered).
+    `digest` identifies a repeated START; `weight` is the tenant's, in the first step (0 = unknown).
     """
 
     frame: Bytes
@@ -226,7 +222,6 @@ class _State(msgspec.Struct, array_like=True, gc=False):
     name: str
     datatype: str
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    # An aligned copy.
     data: bytes
 
 

@@ -25,7 +25,6 @@ from qinfer_workers.liveness import exit_process, open_health
 logger = logging.getLogger("qinfer_workers.bridge")
 
 GC_THRESHOLD = 50_000
-"""Messages make no cycles, so collections find nothing."""
 
 
 async def _run_bridge(config: BridgeConfig, settings: Settings) -> int:

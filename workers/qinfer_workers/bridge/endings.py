@@ -23,24 +23,22 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 500
 MOST_IN_HAND = 4 * MOST_AT_ONCE
 MOST_BYTES_IN_HAND = 64 * 2**20
-"""The most bytes of results that a bridge holds, which bounds memory while a sink is unreachable."""
+"""This bounds memory while a sink is unreachable."""
 
 REREAD_S = 1.0
-"""Time between two reads; hints may be lost."""
 
 PACE_S = 0.01
 """The pause between partial reads, so that each read finds many endings."""
 
 _LONGEST_PAUSE_S = 1.0
 _MESSAGE_BYTES = 1000
-"""A message's assumed size without its body."""
 
 
 class Endings:
     """The ends of a route's requests.
 
-    `render` makes an end's messages in a thread (`None` = no recipient), `post` publishes them, `took` is called when
-    requests have left the queue.
+    `render` makes an end's messages in a thread (`None` = no recipient); `took` is called when requests have left the
+    queue.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
-"""Time after which a full lane is tried."""
 
 _QUIET_S = 10.0  # each answer frees a little room
 _SHORTEST_S = 0.02
@@ -34,7 +33,7 @@ _ID_USED = "the id of the message was used before with another body; give each i
 
 
 class Disposition(Enum):
-    """The outcome of an attempt to submit a message: accepted now or before, refused, or to be tried again."""
+    """The outcome for a message: accepted now or before, refused, or to be tried again."""
 
     NEW = "new"
     KNOWN = "known"
@@ -59,8 +58,7 @@ def disposition_of(work: Work, result: AcceptOutcome | QinferError) -> tuple[Dis
 class MessageIntake:
     """The acceptance of a route's messages.
 
-    `again` is called for a repeated message, whose reply is published again. Messages of earlier connections (`epoch`)
-    are delivered again.
+    `again` publishes a repeated message's reply again. Messages of earlier connections (`epoch`) are delivered again.
     """
 
     def __init__(  # noqa: PLR0913 - keywords: what a message passes through

@@ -1,8 +1,5 @@
 """Threads that hold a connection to another queue: `Consumer` takes messages from a source, `LinkPublisher` publishes.
 
-    source ──receive──▶ read ──▶ `accept` (the loop)         `done` (any thread) ──▶ acknowledge ──▶ source
-                          └────▶ `refuse` (dead letters)
-
 Only the thread uses its connection. A message is unacknowledged until `done` (accepted, or its dead letter confirmed),
 and counts against the source's prefetch, the only bound on messages in hand. Unconfirmed messages are published again
 over the next connection: one may arrive twice, none is lost.
@@ -31,7 +28,7 @@ L = TypeVar("L", MessageSource, MessageSink)
 
 
 class LinkThread(ABC, Generic[L]):
-    """A thread that holds one connection, and replaces it when it breaks."""
+    """Holds one connection, and replaces it when it breaks."""
 
     def __init__(self, route: str, connection: str, outage: str, tally: RouteTally) -> None:
         self._route = route

@@ -93,7 +93,7 @@ class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
 
 
 def identity(message: SourceMessage, id_header: str | None) -> bytes:
-    """Returns a message's identity, equal at each delivery; empty = none."""
+    """Returns a message's identity, equal at each delivery; empty = unknown."""
     if message.message_id:
         return message.message_id
     if message.reply_to and message.correlation_id:
@@ -104,7 +104,7 @@ def identity(message: SourceMessage, id_header: str | None) -> bytes:
 
 
 def request_id(route: str, message_id: bytes, model: str) -> str:
-    """Returns a request's id, equal at each delivery, in the form of gateways' ids (`GET /v1/requests/{id}`)."""
+    """Returns a request's id, equal at each delivery, in gateways' form."""
     digest = hashlib.blake2b(route.encode() + b"\0" + message_id, digest_size=13)
     return f"{digest.hexdigest().upper()}.0.{model}"
 

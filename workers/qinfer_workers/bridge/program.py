@@ -35,10 +35,9 @@ logger = logging.getLogger("qinfer_workers.bridge")
 REPORT_EVERY_S = 1.0
 
 REPORT_TTL_S = 15.0
-"""The time without a report after which a bridge is not live."""
+"""A bridge without a report for this long is not live."""
 
 CLOSE_S = 5.0
-"""Time for the last report."""
 
 
 class Reporter:

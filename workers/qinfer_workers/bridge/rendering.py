@@ -32,13 +32,11 @@ from qinfer_workers.bridge.replies import EncodedReply, encode, encode_error, en
 logger = logging.getLogger(__name__)
 
 GONE = "gone"
-"""The state after the response has expired."""
 
 REFUSED = "refused"
-"""The state for a refused message."""
 
 MAX_EACH = 10_000
-"""The most responses of a stream; all are in memory."""
+"""They are all in memory."""
 
 _MAX_REASON = 2000
 _MAX_SHORT = 255

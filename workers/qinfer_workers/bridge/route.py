@@ -1,13 +1,8 @@
 """A route of a bridge: its parts and the data that they exchange, its start and its end.
 
-    thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
-    receive, read ──batch──▶  MessageIntake: accept into the lane
-    acknowledge  ◀──receipts──┘
-                              Endings: take from the outbox
-                              render (a thread of the pool) ───▶ publish
-                              confirm  ◀──────batch───────────── the broker's confirms
-    dead letters of unreadable messages and conflicts: ────────▶ publish
-    acknowledge  ◀──receipts── settled  ◀──────────────────────── the broker's confirms
+The source's thread receives and reads messages; on the loop, `MessageIntake` accepts batches of them into the lane, and
+the thread acknowledges. `Endings` takes ends from the outbox, a thread renders them, and the sink's thread publishes;
+the broker's confirms end them. Dead letters on another broker have a thread of their own.
 
 A message is acknowledged only once it is in the model's queue, or its dead letter is confirmed; an end leaves the
 outbox only once its reply is confirmed. After a crash, both are delivered again, with the same id.
@@ -39,7 +34,6 @@ from qinfer_workers.bridge.versions import RouteVersions
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""Wait before an undeliverable dead letter is repeated."""
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0

@@ -32,9 +32,8 @@ class RouteVersions:
     def resolve(self) -> ServedVersion:
         """Returns the version for which bodies are read: that of the route, the newest, or the stable target's version.
 
-        Raises:
-            ModelNotReady: The version can't be loaded, or the stable target is now in another model.
-            BrokerUnavailable: The route names a canary's version, and endpoints can't be followed.
+        Raises `ModelNotReady` if it can't be loaded, or the stable target is now in another model; `BrokerUnavailable`
+        if the route names a canary's version, and endpoints can't be followed.
         """
         route, endpoints = self._route, self._endpoints
         asked = OutgoingRequest(model=route.model, version=route.version, inputs=())

@@ -45,7 +45,6 @@ from qinfer_workers.liveness import open_health
 logger = logging.getLogger("qinfer_workers.inference")
 
 GC_THRESHOLD = 50_000
-"""Requests make no cycles, so collections find nothing."""
 
 
 async def serve(settings: Settings) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SPEEDS_EVERY_S = 10.0
 _SPEEDS_AGAIN = 20
-"""The number of unchanged speeds that each beat writes again."""
+"""Each beat writes as many unchanged speeds again."""
 _NO_METRICS = model_metrics.record_of(())
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
@@ -41,7 +41,7 @@ AnyBatcher = LaneBatcher | SequenceBatcher | EnsembleSteps
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 _Memory = Callable[[], dict[str, dict[int, tuple[MemoryUse, ...]]]]
 USAGE_EVERY_S = 2.0
-"""The interval of measurements, as in Triton."""
+"""Triton measures as often."""
 
 
 class Tally(Protocol):
@@ -246,7 +246,7 @@ class Heartbeat:
                 raise
 
     async def _put_speeds(self, served: set[Key], now_s: float) -> None:
-        """Writes changed speeds, and some others in turns, because Redis may have lost them."""
+        """Redis may have lost speeds, so some unchanged ones are written in turns."""
         due = {key for key in self._speeds if key not in served}
         if now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S:
             self._speeds_put_at_s = now_s

@@ -31,15 +31,15 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Seconds before an entry is released, because this worker may fetch a released entry again at once."""
+"""This worker may fetch a released entry again at once."""
 
 LEAST_DELIVERIES = 2
-"""The lowest limit of deliveries: a first delivery may fail because of the other requests in its batch."""
+"""A first delivery may fail because of the other requests in its batch."""
 BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
 
 
 _TOLD_S = 60.0
-"""Seconds for which a worker uses a known id; Redis keeps the id for five minutes."""
+"""Redis keeps the id for five minutes."""
 
 _MOST_TOLD = 65536
 

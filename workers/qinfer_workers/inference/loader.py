@@ -69,11 +69,8 @@ class LoadKind(Enum):
     """The extent of a load's changes."""
 
     NEW = "new"
-    """`instances` replace all earlier instances."""
     RESIZED = "resized"
-    """`instances` are added, or `surplus` of them end."""
     SAME = "same"
-    """Only the generation changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

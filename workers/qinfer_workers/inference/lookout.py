@@ -22,7 +22,6 @@ _LOOKS_PER_S = 1.0
 _SILENT_BEATS = 3
 
 _LEASES = 2.5
-"""Lease times for which a lane is watched."""
 
 
 class Lookout:

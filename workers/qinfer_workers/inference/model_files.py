@@ -26,7 +26,6 @@ _EXECUTED = (
     *("platform", "backend", "runtime", "default_model_filename", "cc_model_filenames", "model_operations"),
     *("input", "output", "batch_input", "batch_output", "optimization", "ensemble_scheduling"),
 )
-"""Settings that change a version's answers."""
 _OF_SEQUENCES = ("control_input", "state", "iterative_sequence")
 _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
 

@@ -1,6 +1,4 @@
-"""Loads and unloads models for model code, on the worker's event loop.
-
-    instance thread ── load, unload, is_ready ──▶ event loop ── ModelControl ──▶ desired state ──▶ all workers
+"""Loads and unloads models for model code, on the worker's event loop, by the desired state that all workers follow.
 
 Like a gateway, the worker needs the repository's control mode and overlay in its settings.
 """

@@ -33,9 +33,8 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 _REREAD = 20
-"""The number of models that are read again at each look, in case news was lost."""
+"""News may be lost, so each look reads as many models again."""
 RELOAD_S = 30.0
-"""The wait before the first retry of a load without files; later waits are longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 
@@ -109,7 +108,6 @@ class Models:
         """The last desired states that the worker has tried to reach."""
         self._again_at: dict[str, float] = {}
         self._tries: Counter[Key] = Counter()
-        """Failures in a row."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = 0
         self._loaded: dict[Key, LoadedVersion] = {}
@@ -279,7 +277,7 @@ class Models:
         return True
 
     async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> PlannedEnsemble | None:
-        """Plans an ensemble once its models are loaded; returns `None` if the ensemble is no longer wanted."""
+        """Returns `None` if the ensemble is no longer wanted."""
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
             try:

@@ -1,8 +1,8 @@
 """Publishes answers first, then takes their entries off the queue.
 
-    a caller waits       publish to `reply_to`, one blob for each process, in chunks of at most 1 MiB; then finish
-    asynchronous         settle, which stores the answer and removes the entry in one step
-    dead letter          bury; then answer in one of the two ways
+Answers for waiting callers are published to `reply_to`, one blob for each process, in chunks of at most 1 MiB, and then
+finished. An asynchronous request is settled: one step stores the answer and removes the entry. A dead letter is buried,
+then answered in one of the two ways.
 
 While Redis is away, the publisher retries until the lease is lost; the entry's new owner answers then.
 """
@@ -86,7 +86,7 @@ class OwnerLease(NamedTuple):
 
 
 class LeaseKeeper:
-    """Tracks which leases were renewed, and which are lost; only `held` may be called off the event loop."""
+    """Tracks which leases were renewed, and which are lost; other threads may call only `held`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LeaseKeeper:
         await self._renewals.run(self)
 
     async def watch(self, lanes: Collection[Lane]) -> None:
-        """Waits until leases of later fetches will be renewed, even while a model holds the GIL."""
+        """Waits until later leases will be renewed, even while a model holds the GIL."""
         asked_s = time.monotonic()
         while self._renewed_at < asked_s or not self.can_renew(lanes):
             self._renewals.ask()
@@ -168,7 +168,7 @@ class LeaseKeeper:
         return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
     def is_sure(self, items: Iterable[HeldWork]) -> bool:
-        """Returns whether no lease of these items can have ended unnoticed, as during a SIGSTOP."""
+        """Returns whether no lease of these items can have ended unnoticed, as in a SIGSTOP."""
         since_s = time.monotonic() - self._lease_s
         return self._renewed_at > since_s and (
             not self._failing or all(self._sure_at(item) > since_s for item in items)
@@ -218,22 +218,18 @@ def place_of(item: HeldWork) -> Place:
 CANCELS_EVERY_S = 0.2
 
 HELD_S = 0.1
-"""Items held for less are not looked up."""
 
 
 class CancelWatch:
     """Drops the items of a worker that were cancelled, within half a second.
 
-        gateway ── Queue.cancel ──▶ `cancels` of the model's slot ── read here ──▶ LeaseKeeper.cancel
-
-    The watch looks at items held for a while, so that fast models cost nothing.
+    It looks at items held for a while, so that fast models cost nothing.
     """
 
     def __init__(self, queue: Queue, keeper: LeaseKeeper) -> None:
         self._queue = queue
         self._keeper = keeper
         self._read: dict[tuple[str, int], str] = {}
-        """The last known mark."""
         self._outage = OutageLog(logger, "cancelled requests not read", "cancelled requests are read again")
 
     async def run(self) -> None:
@@ -263,14 +259,13 @@ class CancelWatch:
 
 
 FINISH_DELAY_S = 0.01
-"""Longest wait for one write with the next answers.
+"""A write costs more than its content, so it waits this long for the next answers.
 
-A write costs more than its content. After a crash in between, the items execute again, and the gateway ignores the
-second answer.
+After a crash in between, the items execute again, and the gateway ignores the second answer.
 """
 
 FINISH_COUNT = 16
-"""Items finished at once; fewer wait up to half of `FINISH_DELAY_S`."""
+"""Fewer finished items wait up to half of `FINISH_DELAY_S`."""
 
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[WorkItem]], None]
@@ -528,7 +523,7 @@ class Publisher:
     async def _insist(
         self, work: _Work, items: Sequence[WorkItem], after: _After | None, held: Sequence[WorkItem]
     ) -> None:
-        """Repeats work while Redis is away, until all `items` are lost; readers drop duplicates."""
+        """Readers drop duplicates."""
         failures = 0
         while not _are_lost(items):
             try:
@@ -558,7 +553,6 @@ def _failed_response(response: Response, error: QinferError) -> Response:
 
 
 def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
-    """Splits each process's responses into chunks; a larger response is its own chunk."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
             yield address, group, False

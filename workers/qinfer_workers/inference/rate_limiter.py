@@ -1,11 +1,7 @@
 """The rate limiter of a worker (Triton's `--rate-limit`): instance threads that execute only with their resources.
 
-    batcher ── want ─▶ LimitedExecutor ── wait, begin, end ─▶ Ledger
-       ▲                  │      ▲                               │ changed
-       └────── turn ──────┘      └────── turn ── RateLimiter ◀───┘
-
-A plain model's batcher forms a batch when it is the turn of an instance; batches of sequence steps, bound to instances,
-are formed first. A lent instance holds its resources.
+A batcher wants instances; a plain model's forms a batch when it is the turn of an instance. Batches of sequence steps,
+bound to instances, are formed first. A lent instance holds its resources.
 """
 
 import asyncio
@@ -80,7 +76,6 @@ class LimitedExecutor(ThreadExecutor):
         self._callers: Sequence[ResourceHolder] = ()
         self._borrowers: deque[_Work] = deque()
         self._staged: dict[LimitedInstance, _Work] = {}
-        """Executions that are formed for an instance."""
         self._executing: dict[Execution | InstanceBorrower, LimitedInstance] = {}
         self._is_retired = False
         super().__init__(backends, loop, name, pinned=True)

@@ -21,7 +21,6 @@ _GRACE_S = 0.2
 
 
 MAX_READS = 16
-"""The most requests whose payloads are read at a time."""
 
 SLOW_S = 0.25
 """Slower reads no longer count: they delay only their own requests."""

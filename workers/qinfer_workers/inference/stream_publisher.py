@@ -1,8 +1,7 @@
 """Publishes the streams of decoupled models, in order for each caller.
 
-    a caller waits   publish to `reply_to`: one task for each process sends all that has come, up to 1 MiB at a time
-    asynchronous     store response after response; one task for each request
-    the final one    the entry is finished, or the request settled, as `Publisher` does it
+For waiting callers, one task for each process publishes all that has come, up to 1 MiB at a time. Another for each
+asynchronous request stores response after response. `Publisher` handles the final ones.
 
 An entry is marked before its first response leaves: a worker that reclaims it must not execute it again. Models that
 repeat the same responses need no mark.
@@ -52,7 +51,6 @@ class StreamPublisher:
         self._limits = limits
         self._mark_s = mark_s
         self._waiting: dict[str, deque[Sent]] = {}
-        """Waiting responses by reply address or asynchronous request."""
 
     def send(self, sent: Sequence[Sent]) -> None:
         """Publishes responses in order, and responses that wait meanwhile together."""

@@ -42,7 +42,7 @@ _Work = Callable[[], Awaitable[None]]
 
 
 class ShardPlace(NamedTuple):
-    """One execution of a shard; `deliveries` includes this one."""
+    """One execution of a shard; `deliveries` includes it."""
 
     record: JobRecord
     number: int

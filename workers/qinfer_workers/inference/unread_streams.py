@@ -1,11 +1,8 @@
 """Frees instances held by streams that their tenant does not read while other tenants wait for the model.
 
-    WorkerStreams ── unread streams, twice a second ──▶ UnreadStreams ── which tenants wait? ──▶ Redis
-                                                            ├─▶ ItemStream.cancel: of the tenant with the most
-                                                            └─▶ refused: it gets no more while it has its share
-
-Without other tenants, streams end after `QINFER_LIMITS__STREAM_STALL_S`. A batch of an iterative model advances as a
-whole, so an unread stream also delays others' requests that have begun.
+The tenant with the most unread streams loses some, and gets no more while it has its share. Without other tenants,
+streams end after `QINFER_LIMITS__STREAM_STALL_S`. A batch of an iterative model advances as a whole, so an unread
+stream also delays others' requests that have begun.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
 """Warms up loaded model instances.
 
 The samples of `model_warmup` must succeed before READY, as in Triton. Models of built-in runtimes also run a row of
-zeros twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no
-made-up data: they may count or send it. A call of another model ends a run without a failure.
+zeros
+twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no made-up
+data: they may count or send it. A call of another model ends a run without a failure.
 """
 
 import logging
@@ -58,7 +59,6 @@ class _Unheard(OneResponse):
         return False
 
     def call(self, request: InferRequest, made_for: int = -1) -> Response:
-        """Refuses: that model may be loaded later."""
         del made_for
         self.called = True
         raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")

@@ -1,9 +1,8 @@
 """The watchdog of a worker's executions: warns of late executions, and ends those over their model's limit.
 
-    interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
-    another                            the worker gives back everything else, and ends abruptly
-
-If a model holds the GIL, the renewer process ends the worker (`qinfer_workers.due_table`).
+It kills the process of an interruptible backend (`python`), and the items of the batch execute again, alone. For
+another backend, the worker gives back everything else, and ends abruptly. If a model holds the GIL, the renewer process
+ends the worker (`qinfer_workers.due_table`).
 """
 
 import asyncio
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 
 SHOWN_S = 1.0
-"""The duration below which an execution is not in the heartbeat."""
 
 STATUS = 70
 """The exit code, EX_SOFTWARE of sysexits.h."""
@@ -43,11 +41,9 @@ _STARVED_S = 1.0
 
 _SETTLE_S = 1.0
 _OTHERS_S = GRACE_S - 2 * _SETTLE_S
-"""Time for batches of other instances."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
-"""Ends the worker because of an execution."""
 
 
 class _WatchedExecution(NamedTuple):

@@ -86,7 +86,6 @@ class Worker:
         self._cache, self._cached = settings.cache.plan, ModelCounts()
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
-        """The tasks that end a `Serving` which another one has replaced."""
         self._nested = NestedCounts(settings.metrics)
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
@@ -420,7 +419,7 @@ class Worker:
     async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
         """Restarts requests of an ensemble that dead workers held.
 
-        It does not wait for them, because their steps may be suspects that run afterwards.
+        It does not wait for them: their steps may be suspects that run afterwards.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.add_items(suspects)
@@ -441,7 +440,7 @@ class Worker:
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
         """Runs dead workers' entries one by one, while the worker holds no other entry.
 
-        A model that a suspect calls still serves requests until the suspect has ended; otherwise both would wait.
+        A model that a suspect calls still serves requests; otherwise both would wait.
         """
         async with self._quiesced():
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):

@@ -13,11 +13,9 @@ from qinfer.tabular.spec import shown
 from qinfer.tensors import Bytes
 
 Kind = Literal["", "kserve", "json", "row", "jsonl", "arrow-stream", "arrow-file", "raw", "text"]
-"""Empty = unknown; `json` = a KServe request or a row."""
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 COMPRESSION_HEADER = "compression"
-"""kombu's and Celery's header for the outer compression."""
 
 _KINDS: Mapping[str, Kind] = {
     "": "",

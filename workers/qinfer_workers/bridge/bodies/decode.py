@@ -88,7 +88,6 @@ def _named(name: str, spec: ModelSpec) -> TensorSpec:
 
 
 def _shape_problem(tensor: TensorSpec) -> str:
-    """Returns why no body can fill an input, or ""."""
     where = f"input '{tensor.name}' has the dimensions {list(tensor.dims)}"
     if tensor.datatype == "BYTES" and any(dim not in (-1, 1) for dim in tensor.dims):
         return f"{where}, more than one element; send KServe JSON or rows"
@@ -98,7 +97,6 @@ def _shape_problem(tensor: TensorSpec) -> str:
 
 
 MAX_REPLY_BYTES = 4096
-"""Limit of an encoded `ReplyEncoding`."""
 
 _LONG_ID = 512
 _MAX_REASON = 1000  # senders choose names
@@ -148,7 +146,7 @@ class BodyCodec:
     ) -> DecodedMessage:
         """Makes a request of a message; binary tensors are views of the body.
 
-        `content_encoding` may be a character set, as kombu gives it.
+        kombu may give a character set as `content_encoding`.
         """
         try:
             return self._decode(body, content_type, headers, content_encoding)
@@ -221,7 +219,6 @@ class BodyCodec:
         return DecodedMessage(request, reply, rows)
 
     def _storable_reply(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
-        """Refuses a reply encoding too large to be kept."""
         if plan.special is not None:
             with_labels = msgspec.structs.replace(reply, client_id=client_id, plan=bound(plan, self.spec))
             if _size_bytes(with_labels) <= MAX_REPLY_BYTES:
@@ -240,8 +237,6 @@ class BodyCodec:
 
 
 class _NoRegions:
-    """Refuses shared memory."""
-
     def view(self, name: str, offset: int, byte_size: int) -> NoReturn:
         raise _no_shared_memory()
 
@@ -280,7 +275,6 @@ def _has_inputs(body: Bytes) -> bool:
 
 
 def _without_inputs(body: Bytes) -> str:
-    """Returns why a JSON object without `inputs` is refused, or ""."""
     if len(body) > LARGE_BYTES:
         return ""
     try:

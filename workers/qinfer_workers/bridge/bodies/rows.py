@@ -109,7 +109,6 @@ BROKEN = (
     pa.ArrowException, OSError, EOFError, ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError,
     MemoryError,
 )  # fmt: skip
-"""pyarrow's exceptions for unreadable data."""
 
 _MAX_REASON = 200
 
@@ -190,7 +189,6 @@ def _batches(reader: Any, limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
 
 
 def _size(array: pa.Array, limits: ArrowLimits) -> int:
-    """Returns about how many bytes values take."""
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return _size(array.storage, limits)
@@ -320,7 +318,6 @@ class RowInputs:
                 raise InvalidRequest(f"row {count} is no JSON object: {explained(error)}") from None
 
     def _check_row(self, row: bytes) -> None:
-        """Checks a row while it is small."""
         if len(row) > LARGE_BYTES:
             check_size(row, self._max_depth, _ELEMENTS_A_VALUE * self._limits.size_bytes, "max_bytes of the route")
         else:

@@ -131,7 +131,6 @@ class _Link:
         self._waker.wake()
 
     def close(self) -> None:
-        """Closes the connection once the broker has read all data, or the time is up."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
         with suppress(Exception):  # the connection may be broken
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
@@ -166,7 +165,7 @@ class AmqpSource(_Link):
         self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
 
     def close(self) -> None:
-        """Acknowledges the settled messages that are not acknowledged yet, and disconnects."""
+        """Acknowledges settled messages, and disconnects."""
         with suppress(OSError):
             self._send_bytes(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
         super().close()

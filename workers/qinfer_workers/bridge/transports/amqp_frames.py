@@ -1,7 +1,7 @@
 """AMQP 0-9-1 frames of the methods that occur once per message: deliver, publish and acknowledge. Pure.
 
 py-amqp's system calls, three a read frame and one a written message, are most of a message's cost. Here arrived data is
-split at once, a batch is one write, and one acknowledgement covers many messages. py-amqp gets all other frames.
+split at once, and a batch is one write. py-amqp gets all other frames.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +74,6 @@ class AckLine:
 
 
 Frame = tuple[int, int, bytes]
-"""Type, channel, payload."""
 
 _METHOD, _HEADER, _BODY = 1, 2, 3
 _END = 0xCE
@@ -253,8 +252,7 @@ def _ack_frame(channel: int, tag: int, *, is_multiple: bool) -> bytes:
 def publish_frames(channel: int, message: Outgoing, max_frame_bytes: int) -> bytes:
     """Returns a message's frames: persistent, and returned if no queue takes it.
 
-    Ids and keys have at most 255 bytes. Raises `ValueError` for properties beyond a frame, which would end the
-    connection.
+    Ids and keys have at most 255 bytes. `ValueError`: properties beyond a frame would end the connection.
     """
     body = message.body
     method = _publish_method(channel, message.exchange, message.routing_key)

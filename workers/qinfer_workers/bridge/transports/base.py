@@ -32,7 +32,7 @@ class MessageSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Acknowledges the settled messages that are not acknowledged yet, and closes the connection."""
+        """Acknowledges settled messages, and closes the connection."""
         ...
 
 

@@ -75,7 +75,7 @@ _MOST_AT_ONCE = 100
 
 
 class KombuSource:
-    """A queue that kombu emulates; waits are short, because they can't be interrupted."""
+    """A queue that kombu emulates; waits can't be interrupted, so they are short."""
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         self.epoch = epoch

@@ -35,7 +35,6 @@ LEASE_S = 30.0
 """Time until another bridge takes a killed one's messages; default of `visibility_timeout`."""
 
 MAX_BYTES_IN_HAND = 256 * 2**20
-"""A limit for unacknowledged messages."""
 
 _IDLE_S = 0.25
 _BUSY_S = 0.05
@@ -176,8 +175,6 @@ class _Properties(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct, rename={"content_type": "content-type", "content_encoding": "content-encoding"}):
-    """A message as kombu and Celery push it."""
-
     body: str
     properties: _Properties
     content_type: str | None = None

@@ -23,7 +23,6 @@ from qinfer.models.spec import Device
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 
 JobBatcher = Batcher | EnsembleBatcher
-"""The batcher of a version with jobs."""
 
 PATIENCE_S = 1.0
 """How long bulk batches wait for a device that has no time to spare."""
@@ -38,8 +37,8 @@ TURN_S = 0.1
 class Turn:
     """Permission to use devices, for one thread; ends if the owner's model is reloaded.
 
-    Online work of the `batchers` ends the turn; `lines` are the queues for the devices. A forced turn began despite
-    online work, and ends after one batch.
+    Online work of the `batchers` ends it; `lines` are the queues for the devices. A forced turn began despite online
+    work, and ends after one batch.
     """
 
     def __init__(

@@ -18,11 +18,8 @@ _SLOW = 2
 _GAIN = 0.97
 """Per row, a better size costs at most this share of the cost of a smaller size."""
 _SHARED_GAIN = 0.85
-"""The same beside online requests."""
 _SHARED_TIME = 0.25
-"""The share of the limit beside online requests."""
 _MISSES = 2
-"""Sizes without improvement that end the search."""
 _EVERY = 64
 _RECENT = 8
 
@@ -81,7 +78,6 @@ class BatchSize:
             self.rows = min(self.rows * factor, self._most)
 
     def _longest_s(self) -> float:
-        """Returns the time limit without online requests."""
         return self._limit_s if self.is_shared else max(self._limit_s, _SINGLE_ROWS * self._row_s.get(1, 0.0))
 
     def _note(self, seconds: float) -> None:

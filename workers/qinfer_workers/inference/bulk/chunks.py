@@ -1,10 +1,5 @@
 """Rows on their way through a shard's threads: read ─▶ scored ─▶ written, in order, a bounded number at a time.
 
-    reader ──add──▶ │ chunk chunk chunk │ ──next_scored──▶ writer
-                       │ next_batch   ▲ done
-                       ▼              │
-                    instance threads, a slice each
-
 One condition guards everything: threads enter it once or twice per batch.
 """
 
@@ -24,13 +19,13 @@ from qinfer.tabular.columns.inputs import DecodedBatch, Piece
 from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3
-"""The most chunks at a time: one is read, one is scored, one is written."""
+"""One chunk is read, one is scored, one is written."""
 
 AHEAD_S = 0.05
-"""How long before the end of a shard the next one begins, to read its first rows."""
+"""The next shard begins this early, to read its first rows."""
 
 SHARED_AHEAD_S = 1.0
-"""The same beside online requests, which slow down reading."""
+"""Online requests slow down reading."""
 
 Outputs = Mapping[str, Array]
 """Output → array, rows first; decoupled as in `ScoredRows.outputs`."""
@@ -135,7 +130,7 @@ def _first_row(done: _Done) -> int:
 class Chunks:
     """The chunks of a shard; callbacks come in any thread.
 
-    `on_work` is called when work has no consumer, and when all was read; `on_last_rows` once, near the end.
+    `on_work` is called when work has no consumer, or all was read; `on_last_rows` once, near the end.
     """
 
     def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:
@@ -148,7 +143,6 @@ class Chunks:
         self._changed = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._to_cut: deque[Slice] = deque()
-        """Pieces, or rests, that are in no batch yet."""
         self._again: deque[Slice] = deque()
         self._takers = 0
         self._reserved = 0
@@ -282,7 +276,7 @@ class Chunks:
             return None if self.is_stopped or not self._chunks else self._chunks[0]
 
     def rest(self) -> Iterator[tuple[Chunk, int]]:
-        """Yields, after `stop`, unwritten chunks with the number of their scored first rows."""
+        """Yields, after `stop`, unwritten chunks and how many first rows are scored."""
         while self._chunks:
             chunk = self._chunks.popleft()
             is_whole = not chunk.left

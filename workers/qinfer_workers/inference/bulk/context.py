@@ -107,11 +107,8 @@ class ShardSlots:
 class ScoredVersion:
     """A served model version, its shard loop, and how its shards are scored.
 
-    Attributes:
-        hurry: Set when running executions are no longer waited for.
-        spool: A folder for uncommitted parts.
-        line: Held by the scored shard; the next one is read meanwhile.
-        is_open: Set while the model has open jobs.
+    `hurry` is set when running executions are no longer waited for. `spool` is a folder for uncommitted parts. The
+    scored shard holds `line`; the next one is read meanwhile. `is_open` is set while the model has open jobs.
     """
 
     batcher: JobBatcher
@@ -168,4 +165,3 @@ class Abandoned(Exception):
 
 
 MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Awaitable["ShardRun"]]
-"""Makes a run, which sets the event when the next shard may begin."""

@@ -1,11 +1,7 @@
 """Shards of ensembles: each batch of rows is a request that goes from step to step, like a request of a client.
 
-    shard's thread ── execute ──▶ event loop: EnsembleRun ─▶ steps of models, in this worker or by their lanes
-          ▲                            │
-          └───────── outputs ──────────┘
-
-Batches run the planned versions; outputs of a model that changed meanwhile are discarded. Jobs do not use the response
-cache.
+The shard's thread waits while the event loop runs the batch: steps of models, in this worker or by their lanes. Batches
+run the planned versions; outputs of a model that changed meanwhile are discarded. Jobs do not use the response cache.
 """
 
 import asyncio
@@ -39,7 +35,6 @@ AT_ONCE = 2
 """One batch may be in a step, another in the next."""
 
 _LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
-"""Failures that say nothing about the rows, besides retryable failures."""
 
 _LEFT = "the batch was abandoned"
 _CHANGED = "a model of a step has changed while rows were scored"
@@ -205,8 +200,6 @@ class EnsembleExecutor:
 
 
 class _RowResponses:
-    """Responses to one row, which never make the steps wait."""
-
     def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
         self._ctx = ctx
         self._number = number

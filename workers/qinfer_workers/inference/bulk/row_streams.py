@@ -14,7 +14,6 @@ from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, InferRequest, Response
 from qinfer.errors import Cancelled, DeadlineExceeded, OutputMismatch, PayloadTooLarge, QinferError
 from qinfer.tensors import Tensor, to_numpy
 
-# The pause between two checks whether the shard is stopped.
 _LOOK_S = 0.5
 
 

@@ -41,13 +41,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXECUTION_FAILED = "execution_failed"
-"""The `error_code` of rows whose execution failed."""
 
 _OWN_WORK = 0.2
 """A thread that works a smaller share of the time waits for a device or another process."""
 
 _LATER = (Overloaded, DeliveryError, Cancelled)
-"""Errors of the server put the shard off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,8 +276,6 @@ class BorrowedInstance:
 
 
 class _BulkContext(OneResponse):
-    """The context of a batch of rows, in which an item has many rows."""
-
     def __init__(self, scorer: Scorer) -> None:
         self.answer: Answer | None = None
         self._scorer = scorer

@@ -1,8 +1,7 @@
 """Shadows of a worker: copies of answered requests, executed while a device is idle.
 
-Shadows wait in the shadow lane of their model version, which is read only while an endpoint declares it a shadow.
-Shadows execute in turns of the arbiter, of at most `bulk.batch_ms`, and never together with online requests. Shadows of
-dead workers are dropped.
+Their lane is read only while an endpoint declares the version a shadow. Shadows execute in turns of the arbiter, of at
+most `bulk.batch_ms`, never together with online requests. Shadows of dead workers are dropped.
 """
 
 import asyncio

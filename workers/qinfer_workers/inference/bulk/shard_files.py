@@ -41,7 +41,6 @@ from qinfer_workers.inference.bulk.chunks import Chunk, Chunks
 from qinfer_workers.inference.bulk.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
-"""Prefix of files of uncommitted parts."""
 
 MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"

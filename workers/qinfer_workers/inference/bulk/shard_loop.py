@@ -32,7 +32,6 @@ STALLED_S = 1800.0
 """A shard without progress goes to another worker after this; also limits a batch and an upload."""
 
 WANTED_EVERY_S = 2.0
-"""Interval of reports to the job."""
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -41,7 +40,6 @@ _RETRY_S = 0.5
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 30.0
 _LEFT_TO_OTHERS_S = 5.0
-"""The longest rest in the lane; other workers may run the shard."""
 
 T = TypeVar("T")
 
@@ -49,8 +47,8 @@ T = TypeVar("T")
 class JobRests:
     """Jobs whose shards could not be run here rest for a while.
 
-    A rest doubles from a second to half a minute, and is never shorter than the last attempt, so that other jobs get as
-    much time.
+    A rest doubles from a second to half a minute, and is never shorter than the last attempt, which leaves other jobs
+    as much time.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +64,7 @@ class JobRests:
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
 
     def begin_rest(self, job_id: str, tried_s: float) -> None:
-        """Begins the rest of a job whose shard could not be run here."""
+        """Begins the rest of a job."""
         now_s = self._now_s()
         self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
         count = self._jobs.get(job_id, (0.0, 0))[1] + 1
@@ -84,8 +82,8 @@ class JobRests:
 class ShardTask:
     """One lease on a shard, taken to its end: run and finished, or dropped, buried, released.
 
-    Each end is one step in the queue, retried while the lease holds. `free` is set when the next shard may begin,
-    `left` when this one has ended or its part waits for its store.
+    Each end is one step in the queue, retried while the lease holds. `free`: the next shard may begin; `left`: this one
+    has ended or its part waits for its store.
     """
 
     def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:

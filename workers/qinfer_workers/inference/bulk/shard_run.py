@@ -1,6 +1,6 @@
 """Runs one shard: rows are read ahead and parts written behind.
 
-    read thread ─▶ chunks ─▶ instance threads, turn after turn ─▶ chunks ─▶ write thread ─▶ commit
+    read thread ─▶ chunks ─▶ instance threads ─▶ chunks ─▶ write thread ─▶ commit
 
 The event loop only gives out turns.
 """
@@ -40,10 +40,8 @@ WAITS_S = 30.0
 """A shard waits this long for the previous one before others get it."""
 
 MODEL_LOADS_WITHIN_S = 600.0
-"""The time after a job's start within which the planned model may load."""
 
 KEEPS_WITHIN_S = 120.0
-"""The limit for storing scored rows of a released shard."""
 
 _BROKEN = "the shard could not be run; the worker's log says why"
 

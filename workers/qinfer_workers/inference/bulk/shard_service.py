@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
 
 _LEFT_S = 86400.0
-"""Spool files unchanged for this long are of a dead worker."""
 
 Key = tuple[str, int]
 
@@ -109,7 +108,6 @@ class ShardService:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:
-        """Imports the bulk jobs' code and clears the spool; returns false if a dependency is not installed."""
         try:
             import qinfer_workers.inference.bulk.shard_run  # noqa: F401  here, in a thread of its own
             from qinfer_workers.inference.bulk.shard_files import clear_spool

@@ -26,7 +26,6 @@ from qinfer.errors import (
 from qinfer.submission.pending import PendingCall
 
 GRACE_S = 1.0
-"""Time for the event loop to report a deadline."""
 
 EXPIRED = "Request timeout expired"
 _CANCELLED = "the call was cancelled"
@@ -40,7 +39,6 @@ _ANSWERED = (
     UnknownFailure,
     UnsupportedFeature,
 )
-"""The calling model gets the codes of these."""
 _ALSO_HERE = (*_ANSWERED, BrokerUnavailable, DeadlineExceeded, QueueFull, StreamBroken)
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
@@ -115,7 +113,7 @@ class StreamInbox:
 class CallResponses:
     """The responses of a decoupled call, for a thread of the calling model, which sets the pace.
 
-    The last response is `final`, and may be empty. Closing or dropping the iterator earlier cancels the call.
+    The last one is `final`, and may be empty. Closing or dropping the iterator earlier cancels the call.
     """
 
     def __init__(

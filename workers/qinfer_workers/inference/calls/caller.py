@@ -1,10 +1,7 @@
 """Calls between models: requests of model code go into the queue, the answers to the waiting threads.
 
-    instance thread ── resolve, check ──▶ event loop ── Submission.submit ──▶ lane ──▶ any worker
-          ▲                                   │
-          └──────────── answer ───────────────┴◀── reply:worker-<id>
-
-The worker can call models that it does not host. Its reply stream, opened at the first call, also carries credits.
+The instance's thread resolves and checks; the event loop submits. The worker can call models that it does not host. Its
+reply stream, opened at the first call, also carries credits.
 """
 
 import asyncio
@@ -46,10 +43,8 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 logger = logging.getLogger(__name__)
 
 FRESH_S = 2.0
-"""The greatest age of the view of models."""
 
 RECHECK_S = 0.25
-"""The age of a view of models from which a refusal is checked again."""
 
 _ENDING = "the worker ends"
 _DECOUPLED = (
@@ -237,7 +232,6 @@ class WorkerCaller:
         return served
 
     def _endless(self, request: OutgoingRequest, served: ServedVersion) -> str:
-        """Returns why a request would wait for itself, or ""."""
         spec, version = served.spec, served.version
         if served.wait_s or spec.steps:
             return ""  # no worker has it yet; an ensemble's steps are checked
@@ -342,7 +336,7 @@ class WorkerCaller:
             self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
-        """Refreshes an old view; without the store, the last one stays."""
+        """Without the store, the last view stays."""
         async with self._refreshing:
             if self._now_s() - self._refreshed_at <= older_than_s:
                 return

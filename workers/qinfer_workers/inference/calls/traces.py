@@ -16,10 +16,9 @@ from qinfer.tensors import Tensor
 _FENCE = ErrorLogger(logging.getLogger(__name__), "traces of calls lost, the calls continue")
 
 MOST_TENSOR_BYTES = 16 * 1024
-"""The most bytes of one tensor in a trace."""
 
 MOST_BYTES = 64 * 1024
-"""The most bytes of a call's tensors; further tensors are left out."""
+"""Further tensors are left out."""
 
 
 def traced(

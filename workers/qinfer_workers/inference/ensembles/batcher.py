@@ -1,9 +1,7 @@
 """The requests of an ensemble in a worker, with the interface of a `Batcher`; only the steps' models execute.
 
-    add_items ─▶ Runs ─▶ steps of other models … ─▶ answers of one loop turn ─▶ outlet.publish_responses
-
-Number and bytes of held requests are bounded. Steps of nested ensembles are steps of the outer one, so that no request
-waits for another's place.
+Number and bytes of held requests are bounded. Answers of one loop turn are published together. Steps of nested
+ensembles are steps of the outer one, so that no request waits for another's place.
 """
 
 import asyncio
@@ -20,7 +18,6 @@ from qinfer.queue.entries import Lane
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
 
 MAX_REQUESTS = 256
-"""The most held requests of an ensemble version."""
 
 MAX_BYTES = 256 * 2**20
 """The input bytes of held requests above which no more requests are fetched."""
@@ -134,7 +131,7 @@ class EnsembleBatcher:
         self._update_gates()
 
     def _on_request_end(self, item: WorkItem, response: Response | None) -> None:
-        """Requests that began apart may end with one batch: responses of one loop turn leave together."""
+        """Responses of one loop turn leave together, though their requests began apart."""
         if response is not None:
             if not self._answers:
                 self._call_soon(self._hand_over)

@@ -1,6 +1,4 @@
-"""Steps that are submitted again while Redis is away, so that an outage does not fail the ensemble's request.
-
-    submit_step ─▶ submitted ─▶ (Redis is away) ─▶ a pause ─▶ submitted again … until the deadline
+"""Steps that are submitted again, until the deadline, while Redis is away, so that an outage does not fail the request.
 
 Steps of asynchronous requests are also repeated while a model is overloaded. Answers of earlier submissions are
 dropped; a numbered step of a sequence executes once.
@@ -94,7 +92,6 @@ class _RetriedStep:
             self._submitted.took(nbytes)
 
     def _expires(self, code: str) -> bool:
-        """Returns whether only time was lacking."""
         return self._way.is_stored and code in _OF_STORED
 
     def _waits(self, code: str) -> bool:

@@ -1,10 +1,7 @@
 """The bound on the requests of each step of an ensemble that are in flight in a worker (`max_inflight_requests`).
 
-    submit_step ─▶ submitted                 if fewer than the bound are in flight, of all requests together
-                └▶ parked ─▶ submitted       when one of them has ended, the oldest first
-                          └▶ failed          when its time is over
-
-As in Triton, it holds for the whole process (core #482).
+Steps beyond it are parked. When a step has ended, the oldest parked one is submitted; one fails when its time is over.
+As in Triton, the bound holds for the whole process (core #482).
 """
 
 from collections import Counter, OrderedDict

@@ -1,9 +1,7 @@
 """The short cut of steps: a step whose model is in this worker joins its next batch, without Redis and a copy.
 
-    Submission.submit ─▶ try_admit ─▶ Batcher.add_items … ─▶ publish_responses ─▶ PendingRequests.deliver
-                                      └─ give_back ─▶ Submission.enqueue: into the lane after all
-
 It is taken only if no others wait in the lane and the next batch has room, and never past priorities or queue policies.
+A batcher gives steps back to their lanes.
 """
 
 import asyncio

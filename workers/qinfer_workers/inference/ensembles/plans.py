@@ -44,12 +44,7 @@ class EnsemblePlanner:
         self._limits = limits
 
     async def plan_loaded(self, spec: ModelSpec) -> PlannedEnsemble:
-        """Plans an ensemble, if all its models are loaded.
-
-        Raises:
-            NotYet: A model is still loading; look again when the store wakes.
-            ModelLoadFailed: The models don't fit, or can't be loaded.
-        """
+        """Plans an ensemble, or raises `NotYet` (look again when the store wakes) or `ModelLoadFailed`."""
         workers = await self._store.workers()  # first: not ahead of the configurations
         desired = {name: wish for name, wish in (await self._store.desired()).items() if wish.load}
         stored = await self._stored(spec)

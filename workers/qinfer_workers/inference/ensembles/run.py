@@ -1,12 +1,7 @@
 """One request of an ensemble on its way through the steps, driven by answers, without a task or a thread.
 
-    submit_first_steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
-
-Each response of a decoupled step becomes a branch (`_Branch`) that goes through the steps behind it:
-
-    branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ EnsembleResponses.send, in the step's order
-
-A response is taken when its branch has left, so that the step's window bounds the responses here.
+Each response of a decoupled step becomes a branch (`_Branch`) that goes through the steps behind it; responses are sent
+in the step's order. A response is taken when its branch has left, so that the step's window bounds the responses here.
 Names and shapes of tensors change between the steps; bytes are never copied.
 """
 
@@ -29,7 +24,6 @@ from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor, element_count
 
 MAX_BRANCHES = 16
-"""The default of `max_inflight_requests` for decoupled steps."""
 
 
 class StepHandle(Protocol):
@@ -61,7 +55,7 @@ class EnsembleResponses(Protocol):
     """Takes a decoupled ensemble's responses, except a failure or an empty last response."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response, or returns false if there is no room: call `EnsembleRun.go_on` later."""
+        """Sends a response, or returns false without room: call `EnsembleRun.go_on` later."""
         ...
 
 
@@ -225,7 +219,7 @@ class EnsembleRun:
             self.nested[position].add(timing, now_ns)
 
     def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
-        """Returns whether all responses have left. The first failure ends the run.
+        """Returns whether all responses have left; the first failure ends the run.
 
         As in Triton, a response is final if nothing else is in flight.
         """
@@ -308,7 +302,7 @@ class EnsembleRun:
             branch.source = number, submitted
 
     def _send_outputs(self, branch: _Branch, *, is_last: bool) -> bool:
-        """Sends a branch's outputs, or ends with them; returns whether the run continues."""
+        """Returns whether the run continues."""
         spec, flow = self.plan.spec, branch.flow
         dims = {output.name: output.dims for output in spec.outputs}
         batched, made = spec.max_batch_size > 0, flow.outputs()
@@ -334,7 +328,7 @@ class EnsembleRun:
         return False
 
     def _fail(self, branch: _Branch, step: PlanStep, failure: Failure) -> None:
-        """Fails a branch; the code of the failure stays, as in Triton."""
+        """The code of the failure stays, as in Triton."""
         branch.cancel()
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
         branch.failure = Failure(failure.code, text, failure.retryable), step.within
@@ -346,7 +340,7 @@ class EnsembleRun:
 
 
 def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
-    """Returns the parameters of the response, as in Triton; those of a step may name another sequence."""
+    """Parameters of a step may name another sequence; as in Triton."""
     if not made:
         return {}
     flags = flags or SequenceFlags(0)

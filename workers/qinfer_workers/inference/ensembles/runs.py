@@ -1,9 +1,4 @@
-"""The requests of an ensemble version that are in progress in a worker.
-
-    start_run ─▶ EnsembleRun ─▶ … ─▶ answered, with the response, or without one if a stream has sent the responses
-
-Their owner publishes the responses.
-"""
+"""The requests of an ensemble version that are in progress in a worker; their owner publishes the responses."""
 
 import asyncio
 import time
@@ -78,7 +73,7 @@ class NoInstances:
 
 
 class RunParts(NamedTuple):
-    """Parts of a worker that its ensembles share; `near` submits by the short cut, `far` through lanes."""
+    """Parts that a worker's ensembles share; `near` submits by the short cut, `far` through lanes."""
 
     clock: ServerClock
     near: StepSubmitter
@@ -92,7 +87,7 @@ class RunParts(NamedTuple):
 
 
 class Runs:
-    """Requests in progress; `answered` gets each request that has ended, with the response to publish, if any."""
+    """Requests in progress; `answered` gets each ended one, with the response to publish, if any."""
 
     def __init__(
         self,

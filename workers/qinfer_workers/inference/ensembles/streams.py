@@ -1,8 +1,6 @@
 """The responses of a decoupled ensemble to one request, as a stream of the worker.
 
-    EnsembleRun ─▶ send ─▶ ItemStream ─▶ StreamOutlet … the caller takes ─▶ EnsembleRun.go_on
-
-The loop can't wait for room: the run keeps what does not fit, and is called again.
+The loop can't wait for room: the run keeps what does not fit, and goes on when the caller takes.
 """
 
 import time

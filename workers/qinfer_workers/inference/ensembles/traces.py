@@ -1,12 +1,9 @@
 """The spans of recorded requests of ensembles: one for each ensemble, and one for each step beneath it.
 
-    request (the gateway's) ─┬─ queue      enqueued → its first steps begin
-                             └─ ensemble   first step begins → last one has ended
-                                ├─ step        submitted → answered; its worker's spans are beneath it
-                                ├─ ensemble    a nested one
-                                └─ publish
-
-`tracing` makes those of other requests.
+The request has a `queue` span until its first steps begin, and an `ensemble` span until the last one has ended. Beneath
+it are a `step` span (submitted → answered; its worker's spans are beneath it) for each step, an `ensemble` span for
+each
+nested one, and `publish`. `tracing` makes those of other requests.
 """
 
 import logging

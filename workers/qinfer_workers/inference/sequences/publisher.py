@@ -1,10 +1,9 @@
 """Commits executed steps of sequences, then publishes their responses, then removes their entries.
 
-    SequenceBatcher ─▶ put ─▶ commit (state, response and number together) ─▶ publish ─▶ finish
-
-Commits run one at a time, for one step of each sequence. A step whose sequence another worker owns is not published; a
-refused step breaks its sequence. Sequences with state in memory, which can't be restored, commit only their last step,
-and steps that may be sent again; their other steps are published at once.
+A commit stores state, response and number together. Commits run one at a time, for one step of each sequence. A step
+whose sequence another worker owns is not published; a refused step breaks its sequence. Sequences with state in memory,
+which can't be restored, commit only their last step, and steps that may be sent again; their other steps are published
+at once.
 """
 
 import asyncio

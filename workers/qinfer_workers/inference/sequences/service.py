@@ -1,11 +1,10 @@
 """The sequences of one model version in a worker: owns them, takes their steps, and gives them back.
 
-    sleep ─▶ join ─▶ own ─▶ take_steps ─▶ SequenceBatcher ─▶ StepPublisher
-      ▲               └── wait ◀─┘          a life that ends sends its owner a ticket, which `take_steps` returns
-      └── end_lease ◀───────┘
+    join ─▶ own ─▶ take_steps ─▶ SequenceBatcher ─▶ StepPublisher
 
-The loop owns as many sequences as there are free slots. If its lease ends, it drops all. Idle, it gives up the lease
-until a sequence waits for an owner. `qinfer.queue.sequences.ownership` describes the protocol.
+The loop owns as many sequences as there are free slots. A life that ends sends its owner a ticket, which `take_steps`
+returns. If its lease ends, the loop drops all. Idle, it gives up the lease until a sequence waits for an owner.
+`qinfer.queue.sequences.ownership` describes the protocol.
 """
 
 import asyncio
@@ -104,7 +103,7 @@ class _OwnedLife:
         self._told_id = told_id(owned.sequence, owned.told)
 
     def set_told_id(self, request: InferRequest) -> None:
-        """Gives the model an id that no other tenant's sequence has."""
+        """The id differs from those of other tenants' sequences."""
         if request.sequence is not None:
             request.sequence = request.sequence.told(self._told_id)
 
@@ -188,10 +187,10 @@ class SequenceService:
                 self._end_life(_next_of(held), held.owned.token, error)
 
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
-        """Gives back all sequences; returns false if the version is wanted again.
+        """Gives back all sequences within `limit_s`; returns false if the version is wanted again.
 
-        Waits at most `limit_s`. If other workers have the version (`hands_over`), only sequences with state in memory
-        hold it up, while a submitting program is live.
+        If other workers have the version (`hands_over`), only sequences with state in memory hold it up, while a
+        submitting program is live.
         """
         self._is_draining = True
         self._tickets.ring()  # the loop notices an ended lease
@@ -233,7 +232,6 @@ class SequenceService:
         await self._sequences.hand_over(self._owner, list(moving))
 
     async def _is_deserted(self) -> bool:
-        """Returns whether no submitting program is live."""
         with suppress(BrokerUnavailable):
             return not any([await self._parts.store.live_processes(program) for program in CALLERS])
         return False

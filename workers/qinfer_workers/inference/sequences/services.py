@@ -91,11 +91,11 @@ class SequenceServices:
         await self._drain([one for one in self._all() if isinstance(one.batcher, EnsembleSteps)])
 
     async def drain(self) -> None:
-        """Gives back other sequences; while a gateway lives, state in memory may end in half of the drain's time."""
+        """Gives back other sequences; while a gateway lives, state in memory may end in half the drain's time."""
         await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
 
     async def give_up(self, key: Key, item: object, error: QinferError) -> None:
-        """Gives back unexecuted steps, because an instance of `key` hangs; the step that it executes fails."""
+        """Gives back unexecuted steps, because an instance of `key` hangs; its own step fails."""
         overdue = item if isinstance(item, PendingStep) else None
         hung = self._services.get(key)
         services = [(one, overdue if one is hung else None) for one in self._all()]
