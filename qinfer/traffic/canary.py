@@ -7,7 +7,7 @@
 Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`), from the
 first step to the last. The checks share the plan's rate of false rollbacks evenly. Limits from stable's latencies at
 the start of a step define slow requests, so that load on both targets proves nothing against the canary. Of several
-tenants none decides alone (`qinfer.traffic.tenant_parts`).
+tenants none decides alone.
 
 A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
 a decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
@@ -24,8 +24,19 @@ import numpy as np
 from msgspec.structs import replace
 
 from qinfer.errors import InvalidRequest
-from qinfer.traffic.evidence import Blocks, Evidence, EvidenceBlock, merged
-from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded, heard, told_apart, without
+from qinfer.traffic.evidence import (
+    ALONE_S,
+    LEAST_OF_OTHERS,
+    Blocks,
+    Evidence,
+    EvidenceBlock,
+    Heard,
+    bounded,
+    heard,
+    merged,
+    told_apart,
+    without,
+)
 
 LEAST_LATENCIES = 100
 """The least latencies for a limit."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from enum import StrEnum
 from itertools import accumulate
 
+import msgspec
+
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue
@@ -15,7 +17,6 @@ from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
 from qinfer.traffic.canary import BY_HAND, NO_DATA
 from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.shadows import ShadowCounts
 
 Key = tuple[str, str]
 
@@ -27,6 +28,23 @@ class ShadowOutcome(StrEnum):
     DISAGREED = "disagreed"
     FAILED = "failed"
     DROPPED = "dropped"
+
+
+class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Shadows of a target, in one gateway.
+
+    Attributes:
+        compared: Shadows whose answer was compared with that of the stable target.
+        disagreed: Compared shadows of which an output has a row that disagrees.
+        failed: The shadow target answered with an error, or with outputs that can't be compared.
+        dropped: Not compared: too many shadows are in flight, the stable target has not answered, or the shadow was not
+            executed in time.
+    """
+
+    compared: int = 0
+    disagreed: int = 0
+    failed: int = 0
+    dropped: int = 0
 
 
 class TargetTally:

@@ -25,9 +25,9 @@ from qinfer.models.catalog import ServedVersion
 from qinfer.submission.pending import Inner, PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, submit_shadow, tensor_bytes
 from qinfer.tensors import Tensor
+from qinfer.traffic.differences import Differences, Found
 from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.shadows import Differences, Found
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, key_of, witness_of
 from qinfer_api.access_log import SinkWrapper
 

@@ -17,8 +17,15 @@ from qinfer.traffic.canary import (
     initial_state,
     with_limits,
 )
-from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
-from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, MOST_TENANTS
+from qinfer.traffic.evidence import (
+    ALONE_S,
+    LEAST_OF_OTHERS,
+    MOST_TENANTS,
+    Blocks,
+    Counts,
+    EvidenceBlock,
+    merged,
+)
 
 PLAN = checked(
     CanaryPlan(
