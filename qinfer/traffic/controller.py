@@ -18,12 +18,12 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
+from qinfer.traffic.canary import Trial, TrialChange, advanced, begun, belongs, confirmed
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints, EndpointWatch
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.trial_store import StoredTrial, TrialStore
-from qinfer.traffic.trials import Trial, TrialChange, advanced, begun, belongs, confirmed
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode
-from qinfer.traffic.canary import DEADLINE, CanaryPlan
-from qinfer.traffic.endpoints import Endpoint, Role
+from qinfer.traffic.canary import DEADLINE, Trial, count_names
+from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role
 from qinfer.traffic.trial_store import written_latency
-from qinfer.traffic.trials import Trial, count_names
 
 MOST_LATENCIES = 200
 """The most latencies of a tenant until the next push."""

@@ -16,10 +16,10 @@ from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, ModelNotFound
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.spec import ModelSpec
+from qinfer.traffic.canary import Trial
 from qinfer.traffic.choice import ChoiceInput, Header, TargetSplit, no_header
 from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit, why_no_shadow, wrong_rules
 from qinfer.traffic.store import PIN_TTL_S, DeclaredEndpoints, EndpointStore
-from qinfer.traffic.trials import Trial
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,9 @@ from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS
 from qinfer.queue.router import load_script, ttl_ms
 from qinfer.queue.stored_records import translated
-from qinfer.traffic.canary import Latencies
+from qinfer.traffic.canary import TRIALS, Event, Latencies, Trial, TrialChange
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S
-from qinfer.traffic.trials import TRIALS, Event, Trial, TrialChange
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0

@@ -5,14 +5,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from qinfer.errors import Conflict, InvalidRequest
-from qinfer.traffic.canary import Action
+from qinfer.traffic.canary import Action, CheckNumbers, Event, Trial, by_hand, numbers_of
 from qinfer.traffic.differences import OutputDifference, Sample
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import EndpointWatch
 from qinfer.traffic.store import unknown
 from qinfer.traffic.tally import ShadowCounts, TargetTally
 from qinfer.traffic.trial_store import TrialStore
-from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
 from qinfer_api.endpoints.shadows import OnlineShadows
 
 _TRIES = 5
