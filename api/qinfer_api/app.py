@@ -43,8 +43,7 @@ from qinfer.submission.pending import PendingCall
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.routing import EndpointWatch
-from qinfer.traffic.store import EndpointStore, KeptTargets
-from qinfer.traffic.trial_store import TrialStore
+from qinfer.traffic.store import EndpointStore, KeptTargets, TrialStore
 from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth

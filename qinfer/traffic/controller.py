@@ -22,8 +22,7 @@ from qinfer.traffic.canary import Trial, TrialChange, advanced, begun, belongs, 
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints, EndpointWatch
-from qinfer.traffic.store import EndpointStore
-from qinfer.traffic.trial_store import StoredTrial, TrialStore
+from qinfer.traffic.store import EndpointStore, StoredTrial, TrialStore
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode
 from qinfer.traffic.canary import DEADLINE, Trial, count_names
 from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role
-from qinfer.traffic.trial_store import written_latency
+from qinfer.traffic.store import written_latency
 
 MOST_LATENCIES = 200
 """The most latencies of a tenant until the next push."""

@@ -19,15 +19,12 @@ from qinfer.models.spec import ModelSpec
 from qinfer.traffic.canary import Trial
 from qinfer.traffic.choice import ChoiceInput, Header, TargetSplit, no_header
 from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit, why_no_shadow, wrong_rules
-from qinfer.traffic.store import PIN_TTL_S, DeclaredEndpoints, EndpointStore
+from qinfer.traffic.store import DEAF_AFTER_S, PIN_TTL_S, DeclaredEndpoints, EndpointStore
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 """Seconds between two readings of the store without a wake-up; with little CPU time, some readings are late."""
-
-DEAF_AFTER_S = 2.0
-"""Seconds without a reading of the store, after which only stable targets are used."""
 
 _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text

@@ -9,9 +9,8 @@ from qinfer.traffic.canary import Action, CheckNumbers, Event, Trial, by_hand, n
 from qinfer.traffic.differences import OutputDifference, Sample
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import EndpointWatch
-from qinfer.traffic.store import unknown
+from qinfer.traffic.store import TrialStore, unknown
 from qinfer.traffic.tally import ShadowCounts, TargetTally
-from qinfer.traffic.trial_store import TrialStore
 from qinfer_api.endpoints.shadows import OnlineShadows
 
 _TRIES = 5

@@ -15,8 +15,7 @@ from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
 from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.store import EndpointStore
-from qinfer.traffic.trial_store import StoredTrial, TrialStore, written_latency
+from qinfer.traffic.store import EndpointStore, StoredTrial, TrialStore, written_latency
 from tests.contract.conftest import ControlPair, RedisQueue
 
 NOW_S = 1000.0

@@ -20,9 +20,8 @@ from qinfer.traffic.canary import Action, Event
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target
 from qinfer.traffic.routing import Endpoints, EndpointWatch
-from qinfer.traffic.store import EndpointStore
+from qinfer.traffic.store import EndpointStore, TrialStore
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally
-from qinfer.traffic.trial_store import TrialStore
 from tests.property.test_canary import most
 from tests.support.servers.servers import Database
 from tests.support.stub_catalog import stub_catalog
