@@ -421,6 +421,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Tells whether the trial goes on."""
         return not self.state.ended
 
+    def is_at(self, endpoint: Endpoint) -> bool:
+        """Tells whether the trial goes on, at this revision of the endpoint."""
+        return self.is_on and self.state.revision == endpoint.revision
+
     @property
     def is_rolled_back(self) -> bool:
         """Tells whether the canary was rolled back."""
@@ -518,7 +522,7 @@ def by_hand(
     plan = endpoint.canary
     if plan is None:
         raise Conflict(f"endpoint '{endpoint.name}' has no plan for canaries; declare `canary` with steps")
-    if trial is None or not trial.is_on or trial.state.revision != endpoint.revision:
+    if trial is None or not trial.is_at(endpoint):
         version = candidate(endpoint, ready)
         if action is Action.RESUME and version and trial is not None and trial.is_rolled_back:
             return _begin_trial(endpoint, plan, version, reason, now_s)

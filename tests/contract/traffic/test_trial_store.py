@@ -13,9 +13,9 @@ from qinfer.testing import eventually
 from qinfer.traffic.canary import Action, TrialChange, begun, by_hand
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
-from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import EndpointStore, StoredTrial, TrialStore, written_latency
+from qinfer.traffic.tally import ObservedTrials
 from tests.contract.conftest import ControlPair, RedisQueue
 
 NOW_S = 1000.0
