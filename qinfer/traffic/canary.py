@@ -23,7 +23,7 @@ begins it anew.
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -199,10 +199,10 @@ def initial_state(plan: CanaryPlan, stable: int, canary: int, revision: int, now
 
 
 def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
-    none = Evidence()
+    none = {check.name: Evidence() for check in plan.checks}
     for _ in range(steps):
-        none = none.begun(1.0 / len(plan.steps))
-    return {check.name: none for check in plan.checks}
+        none = _begun(plan, none)
+    return none
 
 
 def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_s: float) -> CanaryState:
@@ -229,12 +229,15 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
     return own[(len(own) - 1) // 2]
 
 
-def decide(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> tuple[CanaryDecision, CanaryState]:
+Decided = tuple[CanaryDecision, CanaryState]
+
+
+def decide(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> Decided:
     """Decides after further requests; a state with another `revision` is a transition."""
     if reason := _why_not_counted(state, seen):
         return _decision(plan, state, Action.HOLD, reason), state
     state = _observed(plan, state, seen)
-    verdicts = verdicts_of(plan, state)
+    verdicts = numbers_of(plan, state)
     names = bounded(state.tenants, state.since_s, seen.now_s, plan.no_data_s)
     if guilty := [str(one) for one in verdicts if one.has_decided and _others_agree(plan, state, one.check, names)]:
         return roll_back(plan, state, "; ".join(guilty))
@@ -299,49 +302,54 @@ def _doubts(
         )
 
 
-def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> Decided:
     """Begins the next step; after the last, the canary is stable."""
     if state.step + 1 >= len(plan.steps):
-        ended = replace(state, revision=state.revision + 1, stable=state.canary, ended=Action.FINISH.value)
-        return _decision(plan, ended, Action.FINISH, reason), ended
-    part = 1.0 / len(plan.steps)
-    after = replace(
+        return _transition(plan, state, Action.FINISH, reason, stable=state.canary, ended=Action.FINISH.value)
+    return _transition(
+        plan,
         state,
-        revision=state.revision + 1,
+        Action.PROMOTE,
+        f"to step {state.step + 2} of {len(plan.steps)}: {reason}",
         step=state.step + 1,
         since_s=now_s,
         requests=0,
-        evidence={name: one.begun(part) for name, one in state.evidence.items()},
+        evidence=_begun(plan, state.evidence),
         limits={},
         paused="",
         tenants=dict.fromkeys(state.tenants, Heard()),
-        without={
-            tenant: {name: one.begun(part) for name, one in others.items()} for tenant, others in state.without.items()
-        },
+        without={tenant: _begun(plan, others) for tenant, others in state.without.items()},
     )
-    return _decision(plan, after, Action.PROMOTE, f"to step {after.step + 1} of {len(plan.steps)}: {reason}"), after
 
 
-def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> Decided:
     """Ends the canary."""
-    ended = replace(state, revision=state.revision + 1, ended=Action.ROLL_BACK.value)
-    return _decision(plan, ended, Action.ROLL_BACK, reason), ended
+    return _transition(plan, state, Action.ROLL_BACK, reason, ended=Action.ROLL_BACK.value)
 
 
-def pause_canary(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def pause_canary(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> Decided:
     """Keeps the canary in its step; checks go on."""
-    paused = replace(state, revision=state.revision + 1, paused=why)
-    return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
+    return _transition(plan, state, Action.PAUSE, f"{why}: {reason}" if reason else why, paused=why)
 
 
-def resume_canary(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def resume_canary(plan: CanaryPlan, state: CanaryState, reason: str) -> Decided:
     """Ends a pause."""
-    resumed = replace(state, revision=state.revision + 1, paused="")
-    return _decision(plan, resumed, Action.RESUME, reason), resumed
+    return _transition(plan, state, Action.RESUME, reason, paused="")
 
 
-def verdicts_of(plan: CanaryPlan, state: CanaryState) -> tuple[CheckNumbers, ...]:
-    """Returns the numbers of all checks."""
+def _transition(plan: CanaryPlan, state: CanaryState, action: Action, reason: str, **changes: Any) -> Decided:
+    after = replace(state, revision=state.revision + 1, **changes)
+    return _decision(plan, after, action, reason), after
+
+
+def _begun(plan: CanaryPlan, evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    return {name: one.begun(1.0 / len(plan.steps)) for name, one in evidence.items()}
+
+
+def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> tuple[CheckNumbers, ...]:
+    """Returns the numbers of all checks, unless the plan's checks have changed."""
+    if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
+        return ()
     return tuple(_numbers(plan, check, state.evidence[check.name]) for check in plan.checks)
 
 
@@ -391,7 +399,7 @@ def _evidence(plan: CanaryPlan, before: Mapping[str, Evidence], seen: Blocks) ->
 
 
 def _decision(plan: CanaryPlan, state: CanaryState, action: Action, reason: str) -> CanaryDecision:
-    return CanaryDecision(action=action, reason=reason, verdicts=verdicts_of(plan, state), stable=state.stable)
+    return CanaryDecision(action=action, reason=reason, verdicts=numbers_of(plan, state), stable=state.stable)
 
 
 BEGIN, CONFIRMED = "begin", "rolled back everywhere"
@@ -542,9 +550,7 @@ def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
     return f"the endpoint was put again during the trial of {version}, which restarts within two seconds"
 
 
-def _decided_by_hand(
-    plan: CanaryPlan, state: CanaryState, action: Action, reason: str, now_s: float
-) -> tuple[CanaryDecision, CanaryState]:
+def _decided_by_hand(plan: CanaryPlan, state: CanaryState, action: Action, reason: str, now_s: float) -> Decided:
     match action:
         case Action.PROMOTE:
             return promote(plan, state, now_s, reason)
@@ -614,13 +620,6 @@ def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s
 
 def _format_target(model: str, version: int) -> str:
     return f"{model}:{version}" if model else f"version {version}"
-
-
-def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> tuple[CheckNumbers, ...]:
-    """Returns the checks' numbers, unless the plan's checks have changed."""
-    if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
-        return ()
-    return verdicts_of(plan, state)
 
 
 def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:

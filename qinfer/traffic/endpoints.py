@@ -225,10 +225,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def at_rest(self) -> "Endpoint":
         """Returns the endpoint without a trial."""
         kept = [target for target in self.targets if not (target.role is Role.SHADOW and target.trial)]
-        if self.canary is None:
-            rested = (replace(target, trial=0) for target in kept)
-        else:
-            rested = (replace(target, trial=0, weight=None) if target.trial else target for target in kept)
+        planned = {} if self.canary is None else {"weight": None}
+        rested = (replace(target, trial=0, **planned) if target.trial else target for target in kept)
         return replace(self, targets=tuple(rested))
 
     def weight_of(self, target: Target) -> float:
@@ -332,9 +330,8 @@ def _problems(endpoint: Endpoint) -> Iterator[str]:
         yield f"one target must have the role stable, not {len(stable)}"
     if len(targets) > MAX_TARGETS:
         yield f"it has {len(targets)} targets; {MAX_TARGETS} are possible"
-    if len({target.label for target in targets if target.role is not Role.SHADOW}) < len(
-        [target for target in targets if target.role is not Role.SHADOW]
-    ):
+    labels = [target.label for target in targets if target.role is not Role.SHADOW]
+    if len(set(labels)) < len(labels):
         yield "a target appears twice; add up the weights"
     for target in targets:
         yield from _problems_of(target)

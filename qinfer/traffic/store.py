@@ -7,7 +7,7 @@ at most one changes anything, and nothing is counted twice.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -153,6 +153,10 @@ class TrialStore:
     def __init__(self, control: ControlStore) -> None:
         self._control = control
 
+    async def _run(self, script: bytes, names: Sequence[str], *words: str | bytes | int) -> Any:
+        with translated():
+            return await self._control.client.eval(script, len(names), *names, *words)
+
     async def read(self) -> dict[str, StoredTrial]:
         """Returns each endpoint's last readable trial."""
         with translated():
@@ -180,8 +184,7 @@ class TrialStore:
         before = b"" if seen is None else seen.raw
         words = (name, endpoint.revision, before, TRIALS.encode(change.trial), document, event)
         limits = (_MOST_EVENTS, ttl_ms(_KEEP_EVENTS_S), told, ttl_ms(_KEEP_WEBHOOKS_S))
-        with translated():
-            written = await self._control.client.eval(_TRANSIT, len(names), *names, *words, *limits)
+        written = await self._run(_TRANSIT, names, *words, *limits)
         if written and change.endpoint is not None:
             await self._control.wake()
         return bool(written)
@@ -197,8 +200,7 @@ class TrialStore:
         names = (keys.trial_counts(name, revision), keys.trial_latencies(name, revision))
         pairs = [word for pair in counts.items() for word in pair]
         words = (ttl_ms(_KEEP_COUNTS_S), _MOST_LATENCIES, len(counts), *pairs, *latencies)
-        with translated():
-            await self._control.client.eval(_COUNT, len(names), *names, *words)
+        await self._run(_COUNT, names, *words)
 
     async def counted(self, name: str, revision: int) -> dict[str, int]:
         """Returns a trial's counts at a revision."""
@@ -217,25 +219,19 @@ class TrialStore:
 
     async def lead(self, owner: str) -> bool:
         """Takes or renews the lease; returns whether `owner` has it."""
-        with translated():
-            return bool(await self._control.client.eval(_LEAD, 1, keys.trial_lease(), owner, ttl_ms(LEASE_S)))
+        return bool(await self._run(_LEAD, [keys.trial_lease()], owner, ttl_ms(LEASE_S)))
 
     async def release_lease(self, owner: str) -> None:
         """Gives the lease back."""
-        with translated():
-            await self._control.client.eval(_LEAVE, 1, keys.trial_lease(), owner)
+        await self._run(_LEAVE, [keys.trial_lease()], owner)
 
     async def confirm(self, gateway: str, revision: int) -> None:
         """Reports the revision that a gateway uses."""
-        with translated():
-            await self._control.client.eval(
-                _EXPIRING, 1, keys.heard_revisions(), gateway, ttl_ms(HEARD_S), str(revision)
-            )
+        await self._run(_EXPIRING, [keys.heard_revisions()], gateway, ttl_ms(HEARD_S), str(revision))
 
     async def heard(self) -> dict[str, int]:
         """Returns the confirmed revision of each live gateway."""
-        with translated():
-            words = iter(await self._control.client.eval(_EXPIRING, 1, keys.heard_revisions()))
+        words = iter(await self._run(_EXPIRING, [keys.heard_revisions()]))
         return {gateway.decode(): int(revision) for gateway, revision in zip(words, words, strict=True)}
 
 
@@ -271,7 +267,8 @@ class KeptTargets:
     ) -> Kept:
         """Keeps a target unless one other than `gone` is kept; returns the kept one."""
         wanted = [keys.kept_target(endpoint, tenant, name).encode() for name in names]
-        return _decode_target(await _store_target(self._call_of_slot(wanted[0]), wanted, target, ttl_s, gone))
+        words = _written(target), ttl_ms(ttl_s), b"" if gone is None else _written(gone)
+        return _decode_target(bytes(await run_script(self._call_of_slot(wanted[0]), _KEEP, wanted, *words)))
 
     async def find(self, endpoint: str, tenant: str, names: Sequence[str]) -> Kept | None:
         """Returns the first kept target."""
@@ -290,11 +287,6 @@ class KeptTargets:
 def names_of(request_id: str, key_hash: str = "") -> list[str]:
     """Returns the idempotency key, then the caller's id."""
     return [f"key:{key_hash}"] * bool(key_hash) + [f"id:{request_id}"] * bool(request_id)
-
-
-async def _store_target(call: Call, names: Sequence[bytes], target: Kept, ttl_s: float, gone: Kept | None) -> bytes:
-    words = _written(target), ttl_ms(ttl_s), b"" if gone is None else _written(gone)
-    return bytes(await run_script(call, _KEEP, names, *words))
 
 
 def _written(target: Kept) -> bytes:

@@ -94,14 +94,9 @@ class OnlineShadows:
 
     def submit(self, shadow: "Shadow", request: OutgoingRequest) -> PendingCall:
         """Submits a shadow of a submitted request."""
+        model = shadow.served.spec.name
         copy = msgspec.structs.replace(
-            request,
-            model=shadow.served.spec.name,
-            trace="",
-            priority=0,
-            payload=False,
-            inputs_digest=b"",
-            endpoint="",
+            request, model=model, trace="", priority=0, payload=False, inputs_digest=b"", endpoint=""
         )
         pending = submit_shadow(self._submission, shadow.served, copy, shadow, time.monotonic)
         self.waiting += 1
@@ -111,15 +106,6 @@ class OnlineShadows:
         """Counts a shadow's bytes, if they fit."""
         self._bytes += size
         return self._bytes <= self._settings.max_shadow_bytes
-
-    def end_wait(self) -> None:
-        """Counts an answered shadow."""
-        self.waiting -= 1
-
-    def cancel(self, pending: PendingCall) -> None:
-        """Cancels a shadow."""
-        self.waiting -= 1
-        self._submission.pending.cancel(pending)
 
     def compare(self, shadow: "Shadow", stable: Sequence[Tensor], other: Sequence[Tensor]) -> None:
         """Compares both answers, then calls `Shadow.compared`."""
@@ -147,8 +133,13 @@ class OnlineShadows:
             del self._differences[next(iter(self._differences))]
         return known
 
-    def release_shadow(self, shadow: "Shadow", outcome: "ShadowOutcome", size: int) -> None:
-        """Counts an ended shadow, and releases its memory."""
+    def release_shadow(
+        self, shadow: "Shadow", outcome: ShadowOutcome, size: int, pending: PendingCall | None = None
+    ) -> None:
+        """Counts an ended shadow, releases its memory, and cancels its call."""
+        if pending is not None:
+            self.waiting -= 1
+            self._submission.pending.cancel(pending)
         self._in_flight -= 1
         self._bytes -= size
         self._tally.shadow(shadow.key, outcome, shadow.witness)
@@ -323,7 +314,7 @@ class Shadow(Inner):
     def _take_pending(self) -> None:
         if self._pending is not None:
             self._pending = None
-            self._shadows.end_wait()
+            self._shadows.waiting -= 1
 
     def _end_shadow(self, outcome: ShadowOutcome) -> None:
         if self._has_ended:
@@ -331,6 +322,4 @@ class Shadow(Inner):
         self._has_ended = True
         self._stable = self._other = None
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._shadows.cancel(pending)
-        self._shadows.release_shadow(self, outcome, self._size)
+        self._shadows.release_shadow(self, outcome, self._size, pending)
