@@ -48,11 +48,10 @@ from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.endpoints.ends import StoredEnds
 from qinfer_api.endpoints.files import EndpointFiles, declared_here
 from qinfer_api.endpoints.routes import endpoint_routes
 from qinfer_api.endpoints.service import EndpointService
-from qinfer_api.endpoints.shadows import OnlineShadows
+from qinfer_api.endpoints.shadows import OnlineShadows, StoredEnds
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, live_only, netloc, patiently, read_certificate
