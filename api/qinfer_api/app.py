@@ -43,17 +43,15 @@ from qinfer.submission.pending import PendingCall
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.routing import EndpointWatch
-from qinfer.traffic.store import EndpointStore, KeptTargets
-from qinfer.traffic.trial_store import TrialStore
+from qinfer.traffic.store import EndpointStore, KeptTargets, TrialStore
 from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.endpoints.ends import StoredEnds
 from qinfer_api.endpoints.files import EndpointFiles, declared_here
 from qinfer_api.endpoints.routes import endpoint_routes
 from qinfer_api.endpoints.service import EndpointService
-from qinfer_api.endpoints.shadows import OnlineShadows
+from qinfer_api.endpoints.shadows import OnlineShadows, StoredEnds
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, live_only, netloc, patiently, read_certificate

@@ -7,25 +7,45 @@
 Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`), from the
 first step to the last. The checks share the plan's rate of false rollbacks evenly. Limits from stable's latencies at
 the start of a step define slow requests, so that load on both targets is no evidence against the canary. With several
-tenants, no tenant's requests decide alone (`qinfer.traffic.tenant_parts`).
+tenants, no tenant's requests decide alone (`qinfer.traffic.evidence`).
 
 A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
 a decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
 since (`revision`, `step`): a controller that has lost its lease changes nothing.
+
+The *trial* is the record of it beside the endpoint. A trial begins when the canary target has a READY version other
+than the stable one: its number, or for `latest` the newest. The endpoint has the present step as weights and targets,
+so that gateways know nothing of steps. A decision becomes a `TrialChange`, stored as a whole or not at all. A version
+that was rolled back stays out, even if the endpoint is declared again, until `resume`. A new declaration during a trial
+begins it anew.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Literal
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from qinfer.errors import InvalidRequest
-from qinfer.traffic.evidence import Blocks, Evidence, EvidenceBlock, merged
-from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded, heard, told_apart, without
+from qinfer.errors import Conflict
+from qinfer.traffic.endpoints import LATEST, CanaryPlan, Check, Endpoint, Role, Step, Target
+from qinfer.traffic.evidence import (
+    ALONE_S,
+    LEAST_OF_OTHERS,
+    Blocks,
+    Counts,
+    Evidence,
+    EvidenceBlock,
+    Heard,
+    bounded,
+    heard,
+    merged,
+    told_apart,
+    without,
+)
+from qinfer.wire.versions import Record
 
 LEAST_LATENCIES = 100
 """The least latencies for a limit."""
@@ -44,77 +64,6 @@ Latencies = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
 BY_HAND, NO_DATA = "by hand", "no data"
 """Reasons of pauses; one without data ends by itself."""
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A step of a canary.
-
-    Attributes:
-        weight: The share of requests that the canary answers, from 0 to less than 1.
-        shadow: The share of requests that the canary executes beside stable, which answers them.
-        least_s: The least time of the step, in seconds.
-        least_requests: The least number of the canary's requests.
-    """
-
-    weight: float = 0.0
-    shadow: float = 0.0
-    least_s: float = 60.0
-    least_requests: int = 100
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A comparison of the canary's share of bad requests.
-
-    Attributes:
-        of: The bad requests: those with `errors`; those with an `execution` time, or a `latency` for the caller, above
-            stable's quantile; those with `disagreements`.
-        quantile: The quantile of `execution` and `latency`, such as 0.5 or 0.99.
-        tolerated: The odds ratio up to which the canary may be worse than stable; 1 = not worse.
-        allowed: A share to compare with instead of the share of stable; `disagreements` need one.
-    """
-
-    of: Literal["errors", "execution", "latency", "disagreements"]
-    quantile: float = 0.0
-    tolerated: float = 1.0
-    allowed: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The check's name, such as `errors` or `execution p99`."""
-        return f"{self.of} p{self.quantile * 100:g}" if self.quantile else self.of
-
-
-CHECKS = (
-    Check(of="errors"),
-    Check(of="execution", quantile=0.5),
-    Check(of="execution", quantile=0.99),
-    Check(of="latency", quantile=0.99),
-    Check(of="disagreements", allowed=0.01),
-)
-
-
-class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The declared steps and checks of an endpoint's canaries.
-
-    Attributes:
-        steps: The steps in order; promotion follows the last.
-        checks: The checks.
-        false_rollbacks: The highest rate of rollbacks among canaries as good as stable.
-        no_data_s: Seconds without requests of a target after which the canary is paused.
-        most_errors: The highest share of failed requests with which the canary leaves a step by itself, however many of
-            stable's fail; 1 = all may fail.
-    """
-
-    steps: tuple[Step, ...]
-    checks: tuple[Check, ...] = CHECKS
-    false_rollbacks: float = 0.01
-    no_data_s: float = 600.0
-    most_errors: float = 0.1
-
-    @property
-    def decides(self) -> float:
-        """The evidence that decides a check."""
-        return len(self.checks) / self.false_rollbacks
 
 
 class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -174,14 +123,35 @@ class Action(StrEnum):
     ROLL_BACK = "roll back"
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a check; an `allowed` of `None` = stable's share."""
+class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a check.
+
+    Attributes:
+        check: The check's name.
+        canary_requests: The canary's requests.
+        canary_bad: The bad requests among them.
+        stable_requests: Stable's requests.
+        stable_bad: The bad requests among them.
+        evidence: The evidence that the canary is worse: 1 at the beginning.
+        decides: The evidence that rolls back.
+        allowed: The share that the canary's share is compared with; `null` = the share of stable.
+    """
 
     check: str
-    seen: EvidenceBlock
+    canary_requests: int
+    canary_bad: int
+    stable_requests: int
+    stable_bad: int
     evidence: float
     decides: float
     allowed: float | None = None
+
+    @property
+    def seen(self) -> EvidenceBlock:
+        """The requests of both targets."""
+        return EvidenceBlock(
+            Counts(self.stable_requests, self.stable_bad), Counts(self.canary_requests, self.canary_bad)
+        )
 
     @property
     def has_decided(self) -> bool:
@@ -211,58 +181,8 @@ class CanaryDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     action: Action
     reason: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[CheckNumbers, ...]
     stable: int
-
-
-def checked(plan: CanaryPlan) -> CanaryPlan:
-    """Returns a plan, or raises `InvalidRequest`."""
-    if not plan.steps:
-        raise InvalidRequest("a canary has no steps; give it at least one, such as weight 0.05")
-    for number, step in enumerate(plan.steps, 1):
-        if not (0 <= step.weight < 1 and 0 <= step.shadow <= 1 and step.weight + step.shadow > 0):
-            raise InvalidRequest(
-                f"step {number} has weight {step.weight:g} and shadow {step.shadow:g}; make weight a share from 0 to "
-                "less than 1, shadow one from 0 to 1, and one of them more than 0"
-            )
-        if not (0 <= step.least_s < math.inf and step.least_requests >= 1):
-            raise InvalidRequest(
-                f"step {number} lasts {step.least_s:g} s and {step.least_requests} requests at least; make the time 0 "
-                "or more, and the requests 1 or more"
-            )
-    for check in plan.checks:
-        _check_numbers(check)
-    names = [check.name for check in plan.checks]
-    if "errors" not in names or len(set(names)) < len(names):
-        raise InvalidRequest(f"the checks are {', '.join(names) or 'none'}; name each once, and errors among them")
-    if not 0 < plan.most_errors <= 1:
-        raise InvalidRequest(f"most_errors is {plan.most_errors:g}; make it a share above 0, up to 1 for any")
-    if not (0 < plan.false_rollbacks < 1 and plan.no_data_s > 0):
-        raise InvalidRequest(
-            f"false_rollbacks is {plan.false_rollbacks:g} and no_data_s {plan.no_data_s:g}; make the first a share "
-            "between 0 and 1, and the second more than 0"
-        )
-    return plan
-
-
-def _check_numbers(check: Check) -> None:
-    is_latency = check.of in ("execution", "latency")
-    if is_latency != (0 < check.quantile < 1):
-        raise InvalidRequest(
-            f"the check of {check.of} has the quantile {check.quantile:g}; "
-            + ("make it one between 0 and 1, such as 0.99" if is_latency else "leave it out")
-        )
-    if not 1 <= check.tolerated <= 100:
-        raise InvalidRequest(
-            f"the check '{check.name}' tolerates {check.tolerated:g}; make it an odds ratio from 1 to 100"
-        )
-    if check.of == "disagreements" and check.allowed is None:
-        raise InvalidRequest("the check of disagreements allows no share; say how many are allowed, such as 0.01")
-    if check.allowed is not None and (is_latency or not 0 <= check.allowed < 1):
-        raise InvalidRequest(
-            f"the check '{check.name}' allows {check.allowed:g}; "
-            + ("leave it out, the quantile says it" if is_latency else "make it a share from 0 to less than 1")
-        )
 
 
 def initial_state(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
@@ -279,10 +199,10 @@ def initial_state(plan: CanaryPlan, stable: int, canary: int, revision: int, now
 
 
 def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
-    none = Evidence()
+    none = {check.name: Evidence() for check in plan.checks}
     for _ in range(steps):
-        none = none.begun(1.0 / len(plan.steps))
-    return {check.name: none for check in plan.checks}
+        none = _begun(plan, none)
+    return none
 
 
 def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_s: float) -> CanaryState:
@@ -309,12 +229,15 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
     return own[(len(own) - 1) // 2]
 
 
-def decide(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> tuple[CanaryDecision, CanaryState]:
+Decided = tuple[CanaryDecision, CanaryState]
+
+
+def decide(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> Decided:
     """Decides after further requests; a state with another `revision` is a transition."""
     if reason := _why_not_counted(state, seen):
         return _decision(plan, state, Action.HOLD, reason), state
     state = _observed(plan, state, seen)
-    verdicts = verdicts_of(plan, state)
+    verdicts = numbers_of(plan, state)
     names = bounded(state.tenants, state.since_s, seen.now_s, plan.no_data_s)
     if guilty := [str(one) for one in verdicts if one.has_decided and _others_agree(plan, state, one.check, names)]:
         return roll_back(plan, state, "; ".join(guilty))
@@ -361,7 +284,9 @@ def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Coll
     return ""
 
 
-def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], names: Collection[str]) -> Iterator[str]:
+def _doubts(
+    plan: CanaryPlan, state: CanaryState, verdicts: Sequence[CheckNumbers], names: Collection[str]
+) -> Iterator[str]:
     for verdict in verdicts:
         if verdict.has_decided:
             yield f"one tenant alone is no reason to roll back; decide by hand: {verdict}"
@@ -377,58 +302,68 @@ def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], n
         )
 
 
-def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> Decided:
     """Begins the next step; after the last, the canary is stable."""
     if state.step + 1 >= len(plan.steps):
-        ended = replace(state, revision=state.revision + 1, stable=state.canary, ended=Action.FINISH.value)
-        return _decision(plan, ended, Action.FINISH, reason), ended
-    part = 1.0 / len(plan.steps)
-    after = replace(
+        return _transition(plan, state, Action.FINISH, reason, stable=state.canary, ended=Action.FINISH.value)
+    return _transition(
+        plan,
         state,
-        revision=state.revision + 1,
+        Action.PROMOTE,
+        f"to step {state.step + 2} of {len(plan.steps)}: {reason}",
         step=state.step + 1,
         since_s=now_s,
         requests=0,
-        evidence={name: one.begun(part) for name, one in state.evidence.items()},
+        evidence=_begun(plan, state.evidence),
         limits={},
         paused="",
         tenants=dict.fromkeys(state.tenants, Heard()),
-        without={
-            tenant: {name: one.begun(part) for name, one in others.items()} for tenant, others in state.without.items()
-        },
+        without={tenant: _begun(plan, others) for tenant, others in state.without.items()},
     )
-    return _decision(plan, after, Action.PROMOTE, f"to step {after.step + 1} of {len(plan.steps)}: {reason}"), after
 
 
-def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> Decided:
     """Ends the canary."""
-    ended = replace(state, revision=state.revision + 1, ended=Action.ROLL_BACK.value)
-    return _decision(plan, ended, Action.ROLL_BACK, reason), ended
+    return _transition(plan, state, Action.ROLL_BACK, reason, ended=Action.ROLL_BACK.value)
 
 
-def pause_canary(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def pause_canary(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> Decided:
     """Keeps the canary in its step; checks go on."""
-    paused = replace(state, revision=state.revision + 1, paused=why)
-    return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
+    return _transition(plan, state, Action.PAUSE, f"{why}: {reason}" if reason else why, paused=why)
 
 
-def resume_canary(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def resume_canary(plan: CanaryPlan, state: CanaryState, reason: str) -> Decided:
     """Ends a pause."""
-    resumed = replace(state, revision=state.revision + 1, paused="")
-    return _decision(plan, resumed, Action.RESUME, reason), resumed
+    return _transition(plan, state, Action.RESUME, reason, paused="")
 
 
-def verdicts_of(plan: CanaryPlan, state: CanaryState) -> tuple[Verdict, ...]:
-    """Returns the numbers of all checks."""
-    return tuple(
-        Verdict(
-            check=check.name,
-            seen=state.evidence[check.name].seen,
-            evidence=state.evidence[check.name].value,
-            decides=plan.decides,
-            allowed=check.allowed,
-        )
-        for check in plan.checks
+def _transition(plan: CanaryPlan, state: CanaryState, action: Action, reason: str, **changes: Any) -> Decided:
+    after = replace(state, revision=state.revision + 1, **changes)
+    return _decision(plan, after, action, reason), after
+
+
+def _begun(plan: CanaryPlan, evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    return {name: one.begun(1.0 / len(plan.steps)) for name, one in evidence.items()}
+
+
+def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> tuple[CheckNumbers, ...]:
+    """Returns the numbers of all checks, unless the plan's checks have changed."""
+    if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
+        return ()
+    return tuple(_numbers(plan, check, state.evidence[check.name]) for check in plan.checks)
+
+
+def _numbers(plan: CanaryPlan, check: Check, known: Evidence) -> CheckNumbers:
+    stable, tried = known.seen.stable, known.seen.canary
+    return CheckNumbers(
+        check=check.name,
+        canary_requests=tried.requests,
+        canary_bad=tried.bad,
+        stable_requests=stable.requests,
+        stable_bad=stable.bad,
+        evidence=known.value,
+        decides=plan.decides,
+        allowed=check.allowed,
     )
 
 
@@ -464,4 +399,257 @@ def _evidence(plan: CanaryPlan, before: Mapping[str, Evidence], seen: Blocks) ->
 
 
 def _decision(plan: CanaryPlan, state: CanaryState, action: Action, reason: str) -> CanaryDecision:
-    return CanaryDecision(action=action, reason=reason, verdicts=verdicts_of(plan, state), stable=state.stable)
+    return CanaryDecision(action=action, reason=reason, verdicts=numbers_of(plan, state), stable=state.stable)
+
+
+BEGIN, CONFIRMED = "begin", "rolled back everywhere"
+"""Events beside those of `Action`."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The stored trial of a canary.
+
+    Attributes:
+        counted: Name → count of this revision so far.
+        reason: Why the last transition was made, or not made.
+        at_s: The time of the last transition.
+        done_s: When all gateways had confirmed the rollback.
+        model: The canary's model; empty = the stable target's.
+    """
+
+    state: CanaryState
+    counted: dict[str, int] = {}
+    reason: str = ""
+    at_s: float = 0.0
+    done_s: float = 0.0
+    model: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        """Tells whether the trial goes on."""
+        return not self.state.ended
+
+    def is_at(self, endpoint: Endpoint) -> bool:
+        """Tells whether the trial goes on, at this revision of the endpoint."""
+        return self.is_on and self.state.revision == endpoint.revision
+
+    @property
+    def is_rolled_back(self) -> bool:
+        """Tells whether the canary was rolled back."""
+        return self.state.ended == Action.ROLL_BACK.value
+
+
+TRIALS = Record(Trial, "the trial of a canary")
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a canary.
+
+    Attributes:
+        at_s: The time, in seconds since the epoch.
+        event: begin | promote | finish | pause | resume | roll back | rolled back everywhere
+        version: The canary's version.
+        step: The number of the step, from 1, after it.
+        reason: The reason.
+        checks: The numbers of all checks then.
+        model: The canary's model, if it is not the model of the stable target; else empty.
+    """
+
+    at_s: float
+    event: str
+    version: int
+    step: int
+    reason: str
+    checks: tuple[CheckNumbers, ...] = ()
+    model: str = ""
+
+
+class TrialChange(NamedTuple):
+    """A trial to store, with the endpoint and event of a transition."""
+
+    trial: Trial
+    endpoint: Endpoint | None = None
+    event: Event | None = None
+
+
+def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
+    """Returns the version to try, or 0."""
+    target, stable = endpoint.tried, endpoint.stable
+    if target is None:
+        return 0
+    version = max(ready, default=0) if target.version == LATEST else target.number
+    is_new = version > stable.number or target.version != LATEST
+    return version if version in ready and is_new and (target.model, version) != stable.place else 0
+
+
+def _other_model(endpoint: Endpoint) -> str:
+    tried = endpoint.tried
+    return "" if tried is None or tried.model == endpoint.stable.model else tried.model
+
+
+def belongs(trial: Trial, endpoint: Endpoint) -> bool:
+    """Tells whether to restore a lost trial: the endpoint fits it."""
+    return trial.is_rolled_back or any(target.trial == trial.state.canary for target in endpoint.targets)
+
+
+def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> TrialChange | None:
+    """Returns the start of a due trial, if any."""
+    version = candidate(endpoint, ready)
+    if endpoint.canary is None or not version:
+        return None
+    model = _other_model(endpoint)
+    if trial is not None and (model, version) == (trial.model, trial.state.canary) and trial.is_rolled_back:
+        return None
+    return _begin_trial(endpoint, endpoint.canary, version, f"{_format_target(model, version)} is ready", now_s)
+
+
+def _begin_trial(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_s: float) -> TrialChange:
+    state = initial_state(plan, endpoint.stable.number, version, endpoint.revision, now_s)
+    return _change(endpoint, plan, state, BEGIN, reason, now_s)
+
+
+def advanced(
+    endpoint: Endpoint, trial: Trial, counted: Mapping[str, int], latencies: Latencies, now_s: float
+) -> TrialChange:
+    """Returns a trial's next state, given all counts of this revision."""
+    assert endpoint.canary is not None
+    plan, state = endpoint.canary, with_limits(endpoint.canary, trial.state, latencies, now_s)
+    parts = parts_of(_since(counted, trial.counted))
+    blocks = merged(parts.values())
+    seen = CanaryCounts(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks, parts=parts)
+    decision, after = decide(plan, state, seen)
+    if decision.action is Action.HOLD:
+        return TrialChange(replace(trial, state=after, counted=dict(counted), reason=decision.reason))
+    return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
+
+
+def by_hand(
+    endpoint: Endpoint, trial: Trial | None, action: Action, reason: str, ready: Collection[int], now_s: float
+) -> TrialChange:
+    """Returns a person's change, or raises `Conflict`; `RESUME` also tries a bad version again."""
+    plan = endpoint.canary
+    if plan is None:
+        raise Conflict(f"endpoint '{endpoint.name}' has no plan for canaries; declare `canary` with steps")
+    if trial is None or not trial.is_at(endpoint):
+        version = candidate(endpoint, ready)
+        if action is Action.RESUME and version and trial is not None and trial.is_rolled_back:
+            return _begin_trial(endpoint, plan, version, reason, now_s)
+        raise Conflict(f"endpoint '{endpoint.name}' has no canary on trial: {_why_none(endpoint, trial)}")
+    decision, after = _decided_by_hand(plan, trial.state, action, reason, now_s)
+    return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
+
+
+def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
+    if trial is None:
+        return "the first trial begins when a version of the canary target is ready"
+    version = _format_target(trial.model, trial.state.canary)
+    if trial.is_rolled_back:
+        return f"{version} was rolled back; resume tries it again while it is ready"
+    if trial.state.ended:
+        return f"{version} was promoted; the next trial begins with another version, or when the endpoint is put again"
+    return f"the endpoint was put again during the trial of {version}, which restarts within two seconds"
+
+
+def _decided_by_hand(plan: CanaryPlan, state: CanaryState, action: Action, reason: str, now_s: float) -> Decided:
+    match action:
+        case Action.PROMOTE:
+            return promote(plan, state, now_s, reason)
+        case Action.ROLL_BACK:
+            return roll_back(plan, state, reason)
+        case Action.PAUSE if not state.paused:
+            return pause_canary(plan, state, BY_HAND, reason)
+        case Action.RESUME if state.paused:
+            return resume_canary(plan, state, reason)
+    raise Conflict(f"the canary is {'paused' if state.paused else 'not paused'} already")
+
+
+def confirmed(
+    endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0
+) -> TrialChange | None:
+    """Returns a rollback's end, once each live gateway knows it."""
+    if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
+        return None
+    done = replace(trial, done_s=now_s)
+    reason = f"every gateway confirmed it {now_s - trial.at_s:.1f} s after the rollback"
+    if moved:
+        reason += f"; {moved} requests that waited for it were moved to version {trial.state.stable}"
+    return TrialChange(done, None, _event(endpoint.canary, done, CONFIRMED, reason, now_s))
+
+
+def _change(
+    endpoint: Endpoint, plan: CanaryPlan, state: CanaryState, event: str, reason: str, now_s: float
+) -> TrialChange:
+    trial = Trial(state=state, reason=reason, at_s=now_s, model=_other_model(endpoint))
+    return TrialChange(trial, shaped(endpoint, plan, state), _event(plan, trial, event, reason, now_s))
+
+
+def shaped(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState) -> Endpoint:
+    """Returns the endpoint in a state of its canary."""
+    rest = endpoint.at_rest()
+    match state.ended:
+        case Action.FINISH.value:
+            targets: Iterable[Target] = _finished(rest, state.canary)
+        case "":
+            targets = _at_step(rest, plan.steps[state.step], state.canary)
+        case _:
+            return rest
+    return replace(rest, targets=tuple(targets))
+
+
+def _finished(rest: Endpoint, version: int) -> Iterator[Target]:
+    for target in rest.targets:
+        if target.role is Role.STABLE:
+            yield replace(target, model=_other_model(rest) or target.model, version=version)
+        elif target.role is not Role.CANARY or target.version == LATEST:
+            yield target  # a canary with a number has become the stable target
+
+
+def _at_step(rest: Endpoint, step: Step, version: int) -> Iterator[Target]:
+    for target in rest.targets:
+        yield replace(target, weight=step.weight, trial=version) if target.role is Role.CANARY else target
+    if step.shadow:
+        model = _other_model(rest) or rest.stable.model
+        yield Target(model=model, version=version, role=Role.SHADOW, weight=step.shadow, trial=version)
+
+
+def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s: float) -> Event:
+    state, model = trial.state, trial.model
+    numbers, step = numbers_of(plan, state), state.step + 1
+    return Event(at_s=now_s, event=event, version=state.canary, step=step, reason=reason, checks=numbers, model=model)
+
+
+def _format_target(model: str, version: int) -> str:
+    return f"{model}:{version}" if model else f"version {version}"
+
+
+def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
+    """Returns the names of two counts: a tenant's requests, and the bad requests among them."""
+    of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
+    return f"{of}|requests{whose}", f"{of}|bad{whose}"
+
+
+def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
+    """Returns tenant → check → stratum → requests, for a decision."""
+    found: dict[str, dict[str, dict[str, EvidenceBlock]]] = {}
+    for tenant, check, stratum in {_place_of(name) for name in counts}:
+        of = check, stratum, tenant
+        block = EvidenceBlock(_counts(counts, Role.STABLE, *of), _counts(counts, Role.CANARY, *of))
+        found.setdefault(tenant, {}).setdefault(check, {})[stratum] = block
+    return {**found}
+
+
+def _place_of(count: str) -> tuple[str, str, str]:
+    _, check, stratum, _, *tenant = count.split("|", 4)
+    return "".join(tenant), check, stratum
+
+
+def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str, tenant: str) -> Counts:
+    requests, bad = (counts.get(name, 0) for name in count_names(role, check, stratum, tenant))
+    return Counts(requests, min(bad, requests))
+
+
+def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Returns the increases of the counts; lost counts begin anew."""
+    if any(now.get(name, 0) < count for name, count in before.items()):
+        before = {}
+    return {name: count - before.get(name, 0) for name, count in now.items()}

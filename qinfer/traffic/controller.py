@@ -18,12 +18,11 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
+from qinfer.traffic.canary import Trial, TrialChange, advanced, begun, belongs, confirmed
 from qinfer.traffic.endpoints import Endpoint
-from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints, EndpointWatch
-from qinfer.traffic.store import EndpointStore
-from qinfer.traffic.trial_store import StoredTrial, TrialStore
-from qinfer.traffic.trials import Trial, TrialChange, advanced, begun, belongs, confirmed
+from qinfer.traffic.store import EndpointStore, StoredTrial, TrialStore
+from qinfer.traffic.tally import ObservedTrials
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class CanaryController:
         trial, name, revision = None if stored is None else stored.trial, endpoint.name, endpoint.revision
         if endpoint.canary is None:
             return None
-        if trial is not None and trial.is_on and trial.state.revision == revision:
+        if trial is not None and trial.is_at(endpoint):
             counted = await self._trials.counted(name, revision)
             latencies = await self._trials.latencies(name, revision)
             return advanced(endpoint, trial, counted, latencies, self._now_s())

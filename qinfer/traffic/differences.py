@@ -1,6 +1,7 @@
 """The differences between the outputs of two targets, row by row: pure, on whole batches with numpy.
 
     values of both ──▶ compared ──▶ RowComparison: agreement and distance of each row ──▶ Summary, Samples
+    answers of shadow and stable target ──▶ Differences: summary of each output, samples (one thread a gateway)
 
 Rows agree by one of three rules: `equal` (all elements are the same), `argmax` (the greatest element of each vector is
 the same one), or `within` (no element exceeds the tolerance). A row's distance is the largest one of its elements;
@@ -8,7 +9,7 @@ the same one), or `within` (no element exceeds the tolerance). A row's distance 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.errors import InvalidRequest
+from qinfer.tensors import Tensor, to_numpy
 
 Array = npt.NDArray[Any]
 Values = Array | Sequence[Array]
@@ -249,3 +251,74 @@ def shown(value: Any) -> str:
 
 def _rank(sample: Sample) -> tuple[bool, float]:
     return sample.agrees, -(math.inf if sample.distance is None else sample.distance)
+
+
+class OutputDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference between an output of a shadow and the same output of the stable target.
+
+    Attributes:
+        output: The output.
+        rows: The rows that were compared.
+        agreement: The share of rows that agree.
+        mean_distance: The mean over rows with a distance.
+        largest_distance: The largest distance.
+        unmeasured: Rows without a distance: one target has a NaN or another shape.
+    """
+
+    output: str
+    rows: int
+    agreement: float
+    mean_distance: float
+    largest_distance: float
+    unmeasured: int
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """The differences at one moment."""
+
+    outputs: list[OutputDifference] = []
+    samples: list[Sample] = []
+
+
+class Differences:
+    """Compares a shadow with the stable target; `redact` keeps values out of the samples."""
+
+    def __init__(self, rules: Mapping[str, Rule], sample_bytes: int, *, redact: bool) -> None:
+        self.rules = rules
+        self._summaries: dict[str, Summary] = {}
+        self._samples = Samples(most_bytes=sample_bytes, redact=redact)
+
+    def add(self, name: str, stable: Sequence[Tensor], shadow: Sequence[Tensor], *, is_batched: bool) -> bool:
+        """Compares two answers; returns whether all agree, or raises `InvalidRequest`."""
+        ours, theirs = _arrays(stable, is_batched=is_batched), _arrays(shadow, is_batched=is_batched)
+        if ours.keys() != theirs.keys():
+            raise InvalidRequest(f"the outputs differ: {', '.join(sorted(ours.keys() ^ theirs.keys()))}")
+        agrees = True
+        for output, values in ours.items():
+            rows = compared(self.rules.get(output, Rule()), values, theirs[output])
+            agrees = agrees and bool(rows.agrees.all())
+            self._summaries[output] = self._summaries.get(output, Summary()).with_rows(rows)
+            names = [name] if len(values) == 1 else [f"{name}[{row}]" for row in range(len(values))]
+            if not rows.agrees.all():
+                self._samples.add_rows(output, names, values, theirs[output], rows)
+        return agrees
+
+    def found(self) -> Found:
+        """Returns the differences so far."""
+        outputs = [
+            OutputDifference(
+                output=output,
+                rows=summary.rows,
+                agreement=summary.agreement,
+                mean_distance=summary.mean,
+                largest_distance=summary.largest,
+                unmeasured=summary.unmeasured,
+            )
+            for output, summary in self._summaries.items()
+        ]
+        return Found(outputs=outputs, samples=[sample for sample in self._samples.all() if not sample.agrees])
+
+
+def _arrays(tensors: Sequence[Tensor], *, is_batched: bool) -> dict[str, Array]:
+    arrays = {tensor.name: to_numpy(tensor) for tensor in tensors}
+    return arrays if is_batched else {name: array[np.newaxis] for name, array in arrays.items()}

@@ -9,6 +9,7 @@
 The stable target answers the requests that no other target gets: here those of nine in ten users, except testers.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
@@ -21,7 +22,6 @@ from qinfer.core.messages import Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.models.repository.reader import is_model_name
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.traffic.canary import CanaryPlan, Check, Step, checked
 from qinfer.traffic.differences import Rule
 
 LATEST = "latest"
@@ -100,6 +100,77 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.version if isinstance(self.version, int) else self.trial
 
 
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A step of a canary.
+
+    Attributes:
+        weight: The share of requests that the canary answers, from 0 to less than 1.
+        shadow: The share of requests that the canary executes beside stable, which answers them.
+        least_s: The least time of the step, in seconds.
+        least_requests: The least number of the canary's requests.
+    """
+
+    weight: float = 0.0
+    shadow: float = 0.0
+    least_s: float = 60.0
+    least_requests: int = 100
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A comparison of the canary's share of bad requests.
+
+    Attributes:
+        of: The bad requests: those with `errors`; those with an `execution` time, or a `latency` for the caller, above
+            stable's quantile; those with `disagreements`.
+        quantile: The quantile of `execution` and `latency`, such as 0.5 or 0.99.
+        tolerated: The odds ratio up to which the canary may be worse than stable; 1 = not worse.
+        allowed: A share to compare with instead of the share of stable; `disagreements` need one.
+    """
+
+    of: Literal["errors", "execution", "latency", "disagreements"]
+    quantile: float = 0.0
+    tolerated: float = 1.0
+    allowed: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The check's name, such as `errors` or `execution p99`."""
+        return f"{self.of} p{self.quantile * 100:g}" if self.quantile else self.of
+
+
+CHECKS = (
+    Check(of="errors"),
+    Check(of="execution", quantile=0.5),
+    Check(of="execution", quantile=0.99),
+    Check(of="latency", quantile=0.99),
+    Check(of="disagreements", allowed=0.01),
+)
+
+
+class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The declared steps and checks of an endpoint's canaries.
+
+    Attributes:
+        steps: The steps in order; promotion follows the last.
+        checks: The checks.
+        false_rollbacks: The highest rate of rollbacks among canaries as good as stable.
+        no_data_s: Seconds without requests of a target after which the canary is paused.
+        most_errors: The highest share of failed requests with which the canary leaves a step by itself, however many of
+            stable's fail; 1 = all may fail.
+    """
+
+    steps: tuple[Step, ...]
+    checks: tuple[Check, ...] = CHECKS
+    false_rollbacks: float = 0.01
+    no_data_s: float = 600.0
+    most_errors: float = 0.1
+
+    @property
+    def decides(self) -> float:
+        """The evidence that decides a check."""
+        return len(self.checks) / self.false_rollbacks
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A name for several targets.
 
@@ -154,10 +225,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def at_rest(self) -> "Endpoint":
         """Returns the endpoint without a trial."""
         kept = [target for target in self.targets if not (target.role is Role.SHADOW and target.trial)]
-        if self.canary is None:
-            rested = (replace(target, trial=0) for target in kept)
-        else:
-            rested = (replace(target, trial=0, weight=None) if target.trial else target for target in kept)
+        planned = {} if self.canary is None else {"weight": None}
+        rested = (replace(target, trial=0, **planned) if target.trial else target for target in kept)
         return replace(self, targets=tuple(rested))
 
     def weight_of(self, target: Target) -> float:
@@ -261,9 +330,8 @@ def _problems(endpoint: Endpoint) -> Iterator[str]:
         yield f"one target must have the role stable, not {len(stable)}"
     if len(targets) > MAX_TARGETS:
         yield f"it has {len(targets)} targets; {MAX_TARGETS} are possible"
-    if len({target.label for target in targets if target.role is not Role.SHADOW}) < len(
-        [target for target in targets if target.role is not Role.SHADOW]
-    ):
+    labels = [target.label for target in targets if target.role is not Role.SHADOW]
+    if len(set(labels)) < len(labels):
         yield "a target appears twice; add up the weights"
     for target in targets:
         yield from _problems_of(target)
@@ -292,6 +360,56 @@ def _problems_of_plan(endpoint: Endpoint, plan: CanaryPlan) -> Iterator[str]:
         checked(plan)
     except InvalidRequest as error:
         yield error.message
+
+
+def checked(plan: CanaryPlan) -> CanaryPlan:
+    """Returns a plan, or raises `InvalidRequest`."""
+    if not plan.steps:
+        raise InvalidRequest("a canary has no steps; give it at least one, such as weight 0.05")
+    for number, step in enumerate(plan.steps, 1):
+        if not (0 <= step.weight < 1 and 0 <= step.shadow <= 1 and step.weight + step.shadow > 0):
+            raise InvalidRequest(
+                f"step {number} has weight {step.weight:g} and shadow {step.shadow:g}; make weight a share from 0 to "
+                "less than 1, shadow one from 0 to 1, and one of them more than 0"
+            )
+        if not (0 <= step.least_s < math.inf and step.least_requests >= 1):
+            raise InvalidRequest(
+                f"step {number} lasts {step.least_s:g} s and {step.least_requests} requests at least; make the time 0 "
+                "or more, and the requests 1 or more"
+            )
+    for check in plan.checks:
+        _check_numbers(check)
+    names = [check.name for check in plan.checks]
+    if "errors" not in names or len(set(names)) < len(names):
+        raise InvalidRequest(f"the checks are {', '.join(names) or 'none'}; name each once, and errors among them")
+    if not 0 < plan.most_errors <= 1:
+        raise InvalidRequest(f"most_errors is {plan.most_errors:g}; make it a share above 0, up to 1 for any")
+    if not (0 < plan.false_rollbacks < 1 and plan.no_data_s > 0):
+        raise InvalidRequest(
+            f"false_rollbacks is {plan.false_rollbacks:g} and no_data_s {plan.no_data_s:g}; make the first a share "
+            "between 0 and 1, and the second more than 0"
+        )
+    return plan
+
+
+def _check_numbers(check: Check) -> None:
+    is_latency = check.of in ("execution", "latency")
+    if is_latency != (0 < check.quantile < 1):
+        raise InvalidRequest(
+            f"the check of {check.of} has the quantile {check.quantile:g}; "
+            + ("make it one between 0 and 1, such as 0.99" if is_latency else "leave it out")
+        )
+    if not 1 <= check.tolerated <= 100:
+        raise InvalidRequest(
+            f"the check '{check.name}' tolerates {check.tolerated:g}; make it an odds ratio from 1 to 100"
+        )
+    if check.of == "disagreements" and check.allowed is None:
+        raise InvalidRequest("the check of disagreements allows no share; say how many are allowed, such as 0.01")
+    if check.allowed is not None and (is_latency or not 0 <= check.allowed < 1):
+        raise InvalidRequest(
+            f"the check '{check.name}' allows {check.allowed:g}; "
+            + ("leave it out, the quantile says it" if is_latency else "make it a share from 0 to less than 1")
+        )
 
 
 def _problems_of(target: Target) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""One test for every check of a canary: whether its share of bad requests is greater than stable's. Pure.
+"""The statistics of canaries: whether the share of bad requests is greater than stable's, and by whose requests. Pure.
 
 The test is an *e-process*: evidence that is multiplied by a factor for each block of requests. For a harmless canary it
 exceeds n with a probability of at most 1 / n, at any number of looks (Ville, 1939), so it is looked at after each
@@ -18,10 +18,15 @@ Since the odds ratio is unknown, the evidence is spread over several (method of 
 streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential k-sample tests that allow for
 optional stopping" (2024), here given the sum of both. Each step begins with its own part of the evidence, as a canary
 may turn bad only in a late step.
+
+Of several tenants, none decides alone: a canary is rolled back only if the evidence *without* each tenant is three
+quarters of the way (of its logarithm), too. So a tenant can add a quarter at most, and no rollbacks are added. A tenant
+is one of several if the others have sent the canary `LEAST_OF_OTHERS` requests in its step, or the step is younger than
+`ALONE_S`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -38,6 +43,15 @@ Stored evidence has a part for each: another grid needs another wire version of 
 """
 _LOG_ODDS = np.log(ODDS_RATIOS)
 _LARGEST_LOG = 700.0
+
+MOST_TENANTS = 8
+"""The most tenants with a part of their own; further tenants share one part."""
+
+LEAST_OF_OTHERS = 5
+
+ALONE_S = 60.0
+
+_FURTHER = "*"  # never a tenant's name
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
@@ -162,3 +176,43 @@ def _log_factors(block: EvidenceBlock, tolerated: float) -> Array:
     expected = both.bad * share_of_canary
     factors: Array = canary.bad * _LOG_ODDS + expected * math.log(tolerated) - np.minimum(as_requests, as_bad_ones)
     return factors
+
+
+class Heard(msgspec.Struct, frozen=True, array_like=True):
+    """A tenant's requests of a canary in its step."""
+
+    requests: int = 0
+    bad: int = 0
+    at_s: float = 0.0
+
+
+def told_apart(parts: Mapping[str, Blocks], known: Collection[str]) -> Mapping[str, Blocks]:
+    """Returns requests by tenant, those beyond `MOST_TENANTS` as one."""
+    names = [*known, *sorted(parts.keys() - known)][:MOST_TENANTS]
+    further = [part for name, part in parts.items() if name not in names]
+    if not further:
+        return parts
+    return {name: parts[name] for name in names if name in parts} | {_FURTHER: merged(further)}
+
+
+def heard(before: Mapping[str, Heard], parts: Mapping[str, Blocks], now_s: float) -> dict[str, Heard]:
+    """Adds requests to those of each tenant."""
+    after = dict(before)
+    for name, part in parts.items():
+        new, known = sum(part.get("errors", {}).values(), EvidenceBlock()).canary, after.get(name, Heard())
+        at_s = now_s if new.requests else known.at_s
+        after[name] = Heard(known.requests + new.requests, known.bad + new.bad, at_s)
+    return after
+
+
+def bounded(tenants: Mapping[str, Heard], since_s: float, now_s: float, silent_s: float) -> list[str]:
+    """Returns the tenants that may not decide alone, given others within `silent_s`."""
+    there = {name: one.requests for name, one in tenants.items() if now_s - one.at_s < silent_s}
+    all_, is_young = sum(there.values()), now_s - since_s < ALONE_S
+    return [name for name in tenants if len(tenants) > 1 and (is_young or all_ - there.get(name, 0) >= LEAST_OF_OTHERS)]
+
+
+def without(tenants: Mapping[str, Heard], name: str) -> Heard:
+    """Returns the requests of all but one tenant; empty = of all."""
+    others = [one for other, one in tenants.items() if not name or other != name]
+    return Heard(sum(one.requests for one in others), sum(one.bad for one in others))

@@ -16,18 +16,15 @@ from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, ModelNotFound
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.spec import ModelSpec
+from qinfer.traffic.canary import Trial
 from qinfer.traffic.choice import ChoiceInput, Header, TargetSplit, no_header
 from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit, why_no_shadow, wrong_rules
-from qinfer.traffic.store import PIN_TTL_S, DeclaredEndpoints, EndpointStore
-from qinfer.traffic.trials import Trial
+from qinfer.traffic.store import DEAF_AFTER_S, PIN_TTL_S, DeclaredEndpoints, EndpointStore
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 """Seconds between two readings of the store without a wake-up; with little CPU time, some readings are late."""
-
-DEAF_AFTER_S = 2.0
-"""Seconds without a reading of the store, after which only stable targets are used."""
 
 _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text
@@ -144,7 +141,7 @@ class Endpoints:
         for target in endpoint.targets:
             spec = self._spec(target)
             if not self._is_model(target.model):
-                yield f"target '{target.label}': {self._what(target.model)}"
+                yield f"target '{target.label}': {self._why_no_model(target.model)}"
             elif target.number and target.number not in self.catalog.versions(target.model):
                 there = ", ".join(map(str, self.catalog.versions(target.model))) or "none"
                 yield f"target '{target.label}': the model has no such version; its versions are {there}"
@@ -170,10 +167,9 @@ class Endpoints:
                     "" if target.role is Role.STABLE else ": its requests go to the stable target"
                 )
 
-    def _what(self, name: str) -> str:
-        return "it is an endpoint, and targets are models" if name in self.by_name else self._no_model()
-
-    def _no_model(self) -> str:
+    def _why_no_model(self, name: str) -> str:
+        if name in self.by_name:
+            return "it is an endpoint, and targets are models"
         known = sorted(self.catalog.known())
         more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
         return f"there is no such model; there are {', '.join(known[:_MOST_NAMED]) or 'none'}{more}"
@@ -219,10 +215,9 @@ class Endpoints:
 
 
 def _routed(endpoint: Endpoint) -> RoutedEndpoint:
-    shadows = [target for target in endpoint.targets if target.role is Role.SHADOW]
-    weights = tuple((target, endpoint.weight_of(target)) for target in shadows)
+    shadows = ((target, target.weight or 0.0) for target in endpoint.targets if target.role is Role.SHADOW)
     return RoutedEndpoint(
-        endpoint, endpoint.stable, TargetSplit(endpoint), tuple(each for each in weights if each[1] > 0)
+        endpoint, endpoint.stable, TargetSplit(endpoint), tuple(each for each in shadows if each[1] > 0)
     )
 
 

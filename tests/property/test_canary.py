@@ -11,20 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.traffic.canary import (
+    TRIALS,
     Action,
     CanaryCounts,
     CanaryDecision,
-    CanaryPlan,
     CanaryState,
-    Check,
-    Step,
-    checked,
+    Trial,
     decide,
     initial_state,
     with_limits,
 )
+from qinfer.traffic.endpoints import CanaryPlan, Check, Step, checked
 from qinfer.traffic.evidence import Counts, EvidenceBlock
-from qinfer.traffic.trials import TRIALS, Trial
 
 CANARIES = 200
 FALSE_ROLLBACKS = 0.05

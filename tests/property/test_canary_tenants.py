@@ -4,18 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from qinfer.traffic.canary import (
-    Action,
-    CanaryCounts,
-    CanaryDecision,
-    CanaryPlan,
-    CanaryState,
-    Check,
-    Step,
-    checked,
-    decide,
-    initial_state,
-)
+from qinfer.traffic.canary import Action, CanaryCounts, CanaryDecision, CanaryState, decide, initial_state
+from qinfer.traffic.endpoints import CanaryPlan, Check, Step, checked
 from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
 from tests.property.test_canary import most
 

@@ -1,19 +1,16 @@
 """Declarations of endpoints, and decisions about canaries, written by compare-and-set."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from qinfer.errors import Conflict, InvalidRequest
-from qinfer.traffic.canary import Action
-from qinfer.traffic.differences import Sample
+from qinfer.traffic.canary import Action, CheckNumbers, Event, Trial, by_hand, numbers_of
+from qinfer.traffic.differences import Found, OutputDifference, Sample
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import EndpointWatch
-from qinfer.traffic.shadows import OutputDifference, ShadowCounts
-from qinfer.traffic.store import unknown
-from qinfer.traffic.tally import TargetTally
-from qinfer.traffic.trial_store import TrialStore
-from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
+from qinfer.traffic.store import TrialStore, unknown
+from qinfer.traffic.tally import ShadowCounts, TargetTally
 from qinfer_api.endpoints.shadows import OnlineShadows
 
 _TRIES = 5
@@ -130,7 +127,7 @@ class EndpointService:
         tally: TargetTally,
         now_s: Callable[[], float],
         check_url: Callable[[str], Awaitable[object]],
-        shadows: OnlineShadows | None = None,
+        shadows: OnlineShadows,
     ) -> None:
         self._watch = watch
         self._trials = trials
@@ -149,14 +146,14 @@ class EndpointService:
     async def find(self, name: str) -> EndpointState:
         """Returns an endpoint."""
         stored = await self._trials.find(name)
-        endpoint = _of((await self._store.read()).endpoints, name)
+        endpoint = await self._declared(name)
         return self._state(endpoint, None if stored is None else stored.trial, await self._trials.events(name))
 
     async def decide(self, name: str, action: Action, reason: str) -> EndpointState:
         """Decides about the canary on trial."""
         for _ in range(_TRIES):
             stored = await self._trials.find(name)
-            endpoint = _of((await self._store.read()).endpoints, name)
+            endpoint = await self._declared(name)
             trial = None if stored is None else stored.trial
             ready = self._view.ready_to_try(endpoint)
             change = by_hand(endpoint, trial, action, reason, ready, self._now_s())
@@ -167,18 +164,12 @@ class EndpointService:
 
     async def differences(self, name: str) -> EndpointDifferences:
         """Returns how shadows differ from the stable target."""
-        endpoint = _of((await self._store.read()).endpoints, name)
-        found = {} if self._shadows is None else await self._shadows.found(name)
+        endpoint, found = await self._declared(name), await self._shadows.found(name)
         declared = [self._label(target) for target in endpoint.targets if target.role is Role.SHADOW]
-        targets = [
-            ShadowDifferences(
-                target=target,
-                shadows=self._tally.shadows(name, target),
-                outputs=found[target].outputs if target in found else [],
-                samples=found[target].samples if target in found else [],
-            )
-            for target in dict.fromkeys((*declared, *found))
-        ]
+        targets = []
+        for target in dict.fromkeys((*declared, *found)):
+            one, counts = found.get(target, Found()), self._tally.shadows(name, target)
+            targets.append(ShadowDifferences(target=target, shadows=counts, outputs=one.outputs, samples=one.samples))
         return EndpointDifferences(endpoint=name, gateway=self._tally.process, targets=targets)
 
     def _label(self, target: Target) -> str:
@@ -186,7 +177,8 @@ class EndpointService:
 
     async def put(self, endpoint: Endpoint) -> EndpointState:
         """Writes a valid declaration over the revision that it names, or over the present revision."""
-        self._check_endpoint(endpoint)
+        if reasons := [*self._view.refusals(endpoint)]:
+            raise InvalidRequest(f"endpoint '{endpoint.name}': {'; '.join(reasons)}")
         if endpoint.webhook:
             await self._check_url(endpoint.webhook)
         before = (await self._store.read()).endpoints.get(endpoint.name)
@@ -200,9 +192,11 @@ class EndpointService:
         await self._store.delete(name, seen)
         await self._watch.refresh_endpoints()
 
-    def _check_endpoint(self, endpoint: Endpoint) -> None:
-        if reasons := [*self._view.refusals(endpoint)]:
-            raise InvalidRequest(f"endpoint '{endpoint.name}': {'; '.join(reasons)}")
+    async def _declared(self, name: str) -> Endpoint:
+        found = (await self._store.read()).endpoints.get(name)
+        if found is None:
+            raise unknown(name)
+        return found
 
     def _requests(self, endpoint: Endpoint, target: Target) -> int:
         version = self._view.resolved(target)
@@ -258,10 +252,3 @@ def _word(endpoint: Endpoint, trial: Trial) -> str:
     if trial.state.revision != endpoint.revision:
         return "replaced"
     return "paused" if trial.state.paused else "running"
-
-
-def _of(endpoints: Mapping[str, Endpoint], name: str) -> Endpoint:
-    found = endpoints.get(name)
-    if found is None:
-        raise unknown(name)
-    return found

@@ -1,4 +1,4 @@
-"""Online requests to endpoints: their counts by target, and their shadows.
+"""Requests to endpoints: their counts by target, their evidence, and their shadows.
 
 A shadow is a copy of a request, executed by another target and compared in a thread:
 
@@ -6,12 +6,17 @@ A shadow is a copy of a request, executed by another target and compared in a th
        └─────▶ shadow's lane ─▶ ………………………………………………………………………─┴─▶ thread: compared ─▶ counts, samples
 
 Replies do not wait for shadows, which are lost with their gateway, and dropped if too many are in flight.
+
+The ends of stored requests are watched, as evidence for canaries on trial and for shadows. Failures and execution times
+count; the time in the queue does not, because it says nothing about the version. Whether a request is watched is
+decided when it is accepted, before its end is known, so that the evidence has no bias.
 """
 
 import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -22,19 +27,28 @@ from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_sections import EndpointSettings
 from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, Overloaded, QinferError
 from qinfer.models.catalog import ServedVersion
+from qinfer.queue.entries import RequestState
 from qinfer.submission.pending import Inner, PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, submit_shadow, tensor_bytes
 from qinfer.tensors import Tensor
+from qinfer.traffic.differences import Differences, Found
 from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.shadows import Differences, Found
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, key_of, witness_of
 from qinfer_api.access_log import SinkWrapper
+from qinfer_api.dispatcher import Ending
+from qinfer_api.shared_limit import SharedLimit
 
 logger = logging.getLogger(__name__)
 
 MOST_TARGETS = 64
 """The most targets whose differences are kept: those compared last."""
+
+MOST = 128
+"""The most watched requests of a target: each costs a read a second, and a slow target must not starve others."""
+
+SHADOW_WAIT_S = 60.0
+"""A shadow's longest wait for the request's own answer."""
 
 _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLED.value})
 
@@ -94,14 +108,9 @@ class OnlineShadows:
 
     def submit(self, shadow: "Shadow", request: OutgoingRequest) -> PendingCall:
         """Submits a shadow of a submitted request."""
+        model = shadow.served.spec.name
         copy = msgspec.structs.replace(
-            request,
-            model=shadow.served.spec.name,
-            trace="",
-            priority=0,
-            payload=False,
-            inputs_digest=b"",
-            endpoint="",
+            request, model=model, trace="", priority=0, payload=False, inputs_digest=b"", endpoint=""
         )
         pending = submit_shadow(self._submission, shadow.served, copy, shadow, time.monotonic)
         self.waiting += 1
@@ -111,15 +120,6 @@ class OnlineShadows:
         """Counts a shadow's bytes, if they fit."""
         self._bytes += size
         return self._bytes <= self._settings.max_shadow_bytes
-
-    def end_wait(self) -> None:
-        """Counts an answered shadow."""
-        self.waiting -= 1
-
-    def cancel(self, pending: PendingCall) -> None:
-        """Cancels a shadow."""
-        self.waiting -= 1
-        self._submission.pending.cancel(pending)
 
     def compare(self, shadow: "Shadow", stable: Sequence[Tensor], other: Sequence[Tensor]) -> None:
         """Compares both answers, then calls `Shadow.compared`."""
@@ -147,8 +147,13 @@ class OnlineShadows:
             del self._differences[next(iter(self._differences))]
         return known
 
-    def release_shadow(self, shadow: "Shadow", outcome: "ShadowOutcome", size: int) -> None:
-        """Counts an ended shadow, and releases its memory."""
+    def release_shadow(
+        self, shadow: "Shadow", outcome: ShadowOutcome, size: int, pending: PendingCall | None = None
+    ) -> None:
+        """Counts an ended shadow, releases its memory, and cancels its call."""
+        if pending is not None:
+            self.waiting -= 1
+            self._submission.pending.cancel(pending)
         self._in_flight -= 1
         self._bytes -= size
         self._tally.shadow(shadow.key, outcome, shadow.witness)
@@ -323,7 +328,7 @@ class Shadow(Inner):
     def _take_pending(self) -> None:
         if self._pending is not None:
             self._pending = None
-            self._shadows.end_wait()
+            self._shadows.waiting -= 1
 
     def _end_shadow(self, outcome: ShadowOutcome) -> None:
         if self._has_ended:
@@ -331,6 +336,64 @@ class Shadow(Inner):
         self._has_ended = True
         self._stable = self._other = None
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._shadows.cancel(pending)
-        self._shadows.release_shadow(self, outcome, self._size)
+        self._shadows.release_shadow(self, outcome, self._size, pending)
+
+
+class StoredEnds:
+    """Watches the ends of stored requests; each gateway has one."""
+
+    def __init__(self, targets: TargetTally, shadows: OnlineShadows) -> None:
+        self._targets = targets
+        self._shadows = shadows
+        self._waiting: dict[Key, SharedLimit] = defaultdict(SharedLimit)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(self, request: OutgoingRequest, ending: Ending, tenant: str, given_s: float) -> None:
+        """Watches a stored request; `given_s` is the caller's timeout, infinite if the model's configuration set it."""
+        key, witness = key_of(request), witness_of(request)
+        if not self._waiting[key].has_room(MOST, tenant):
+            return
+        drawn = self._shadows.drawn(request)
+        is_evidence = witness is not None and key in self._targets.observed.by_target
+        if not drawn and not is_evidence:
+            return
+        loop = asyncio.get_running_loop()
+        for shadow in drawn:
+            shadow.start(request)
+            loop.call_later(SHADOW_WAIT_S, shadow.left)
+        self._waiting[key].take_place(tenant)
+        task = loop.create_task(self._follow(key, drawn, ending, witness, given_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._waiting[key].free_place(tenant))
+
+    async def close(self) -> None:
+        """Stops watching."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _follow(
+        self, key: Key, shadows: Sequence[Shadow], ending: Ending, witness: str | None, given_s: float
+    ) -> None:
+        try:
+            async with ending() as (record, last):
+                response = last if record is not None and record.state is RequestState.SUCCEEDED else None
+                waiting, shadows = shadows, ()
+                for shadow in waiting:
+                    shadow.left() if response is None else shadow.stable_answered(response)
+                on_trial = self._targets.observed.by_target.get(key)
+                if witness is None or on_trial is None or record is None or not record.state.is_terminal:
+                    return
+                if response is not None:
+                    on_trial.executed(response, witness)
+                elif record.state is not RequestState.SUCCEEDED:
+                    on_trial.failed(record.code, witness, given_s)
+        except QinferError as error:
+            logger.debug("the outcome of a stored request can't be counted", extra={"reason": error.message})
+        except Exception:  # a failing watcher must not disturb other work of the gateway
+            logger.exception("the outcome of a stored request can't be counted")
+        finally:
+            for shadow in shadows:
+                shadow.left()

@@ -29,7 +29,7 @@ from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, DeliveryKind
 from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.lanes import Queue
-from qinfer.traffic.trial_store import WebhookNotice
+from qinfer.traffic.store import WebhookNotice
 from qinfer_api.requests.records import instant, path_of, shown_record
 from qinfer_api.requests.targets import Targets, WebhookTarget
 

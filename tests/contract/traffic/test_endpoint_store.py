@@ -13,8 +13,8 @@ from qinfer.models.catalog import Catalog
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer.traffic.endpoints import Endpoint, Role, Target, read_endpoint
-from qinfer.traffic.routing import DEAF_AFTER_S, Endpoints, EndpointWatch
-from qinfer.traffic.store import DeclaredEndpoints, EndpointStore, Kept, KeptTargets, names_of
+from qinfer.traffic.routing import Endpoints, EndpointWatch
+from qinfer.traffic.store import DEAF_AFTER_S, DeclaredEndpoints, EndpointStore, Kept, KeptTargets, names_of
 from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import Database
 

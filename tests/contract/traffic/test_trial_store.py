@@ -10,14 +10,12 @@ from qinfer.core.settings import LimitSettings
 from qinfer.models.catalog import Catalog
 from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
-from qinfer.traffic.canary import Action
+from qinfer.traffic.canary import Action, TrialChange, begun, by_hand
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
-from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.store import EndpointStore
-from qinfer.traffic.trial_store import StoredTrial, TrialStore, written_latency
-from qinfer.traffic.trials import TrialChange, begun, by_hand
+from qinfer.traffic.store import EndpointStore, StoredTrial, TrialStore, written_latency
+from qinfer.traffic.tally import ObservedTrials
 from tests.contract.conftest import ControlPair, RedisQueue
 
 NOW_S = 1000.0

@@ -16,14 +16,12 @@ from qinfer.errors import ErrorCode
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.lanes import Queue
-from qinfer.traffic.canary import Action, CanaryPlan, Step
+from qinfer.traffic.canary import Action, Event
 from qinfer.traffic.controller import CanaryController
-from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target
 from qinfer.traffic.routing import Endpoints, EndpointWatch
-from qinfer.traffic.store import EndpointStore
+from qinfer.traffic.store import EndpointStore, TrialStore
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally
-from qinfer.traffic.trial_store import TrialStore
-from qinfer.traffic.trials import Event
 from tests.property.test_canary import most
 from tests.support.servers.servers import Database
 from tests.support.stub_catalog import stub_catalog

@@ -14,7 +14,7 @@ from qinfer.queue.values import LARGE_BYTES
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_responses
-from qinfer_api.endpoints import ends
+from qinfer_api.endpoints import shadows as ends
 from qinfer_api.requests.records import address_of
 from tests.support.endpoints import BODY, declare, gateways, shadow, split
 from tests.support.ensembles import scale

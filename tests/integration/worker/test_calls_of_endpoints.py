@@ -6,8 +6,7 @@ from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.testing import eventually
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.store import EndpointStore
-from qinfer.traffic.trial_store import TrialStore
+from qinfer.traffic.store import EndpointStore, TrialStore
 from tests.support.inline_workers import InlineWorkers, value
 
 FRONT, BACK, ENDPOINT = "front", "back", "reader"

@@ -21,12 +21,11 @@ from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTal
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
-from qinfer.traffic.canary import CanaryPlan, Step, initial_state
-from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.canary import Trial, initial_state
+from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import DeclaredEndpoints
 from qinfer.traffic.tally import ShadowOutcome, TargetTally
-from qinfer.traffic.trials import Trial
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

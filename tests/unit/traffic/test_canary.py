@@ -12,10 +12,6 @@ from qinfer.traffic.canary import (
     Action,
     CanaryCounts,
     CanaryDecision,
-    CanaryPlan,
-    Check,
-    Step,
-    checked,
     decide,
     initial_state,
     pause_canary,
@@ -24,6 +20,7 @@ from qinfer.traffic.canary import (
     roll_back,
     with_limits,
 )
+from qinfer.traffic.endpoints import CanaryPlan, Check, Step, checked
 from qinfer.traffic.evidence import Counts, EvidenceBlock
 
 STABLE, CANARY, REVISION = 3, 4, 7

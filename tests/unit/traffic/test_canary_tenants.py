@@ -5,20 +5,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from qinfer.traffic.canary import (
-    Action,
-    CanaryCounts,
-    CanaryDecision,
-    CanaryPlan,
-    Check,
-    Step,
-    checked,
-    decide,
-    initial_state,
-    with_limits,
+from qinfer.traffic.canary import Action, CanaryCounts, CanaryDecision, decide, initial_state, with_limits
+from qinfer.traffic.endpoints import CanaryPlan, Check, Step, checked
+from qinfer.traffic.evidence import (
+    ALONE_S,
+    LEAST_OF_OTHERS,
+    MOST_TENANTS,
+    Blocks,
+    Counts,
+    EvidenceBlock,
+    merged,
 )
-from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
-from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, MOST_TENANTS
 
 PLAN = checked(
     CanaryPlan(

@@ -11,8 +11,8 @@ from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import BrokerUnavailable, InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.traffic.endpoints import Endpoint, Role, misfit, read_endpoint, read_sticky
-from qinfer.traffic.routing import DEAF_AFTER_S, Endpoints
-from qinfer.traffic.store import DeclaredEndpoints
+from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.store import DEAF_AFTER_S, DeclaredEndpoints
 from qinfer.wire.versions import decode_document, encode_document
 
 STABLE = {"model": "m", "version": 3, "role": "stable"}

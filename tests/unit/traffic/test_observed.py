@@ -7,10 +7,9 @@ from msgspec.structs import replace
 
 from qinfer.core.messages import Response, Timing
 from qinfer.errors import ErrorCode
-from qinfer.traffic.canary import CanaryPlan, Check, Step, initial_state
-from qinfer.traffic.endpoints import Endpoint, Role, Target
-from qinfer.traffic.observed import MOST_LATENCIES, ObservedTrials, TargetCounts
-from qinfer.traffic.trials import Trial
+from qinfer.traffic.canary import Trial, initial_state
+from qinfer.traffic.endpoints import CanaryPlan, Check, Endpoint, Role, Step, Target
+from qinfer.traffic.tally import MOST_LATENCIES, ObservedTrials, TargetCounts
 
 P50, P99 = Check(of="execution", quantile=0.5), Check(of="execution", quantile=0.99)
 PLAN = CanaryPlan(steps=(Step(weight=0.5),), checks=(Check(of="errors"), P50, P99, Check(of="latency", quantile=0.9)))

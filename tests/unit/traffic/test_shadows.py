@@ -7,9 +7,8 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Tensor, from_numpy
-from qinfer.traffic.differences import Rule
-from qinfer.traffic.shadows import Differences, ShadowCounts
-from qinfer.traffic.tally import ShadowOutcome, TargetTally
+from qinfer.traffic.differences import Differences, Rule
+from qinfer.traffic.tally import ShadowCounts, ShadowOutcome, TargetTally
 
 
 def outputs(*rows: list[float], name: str = "y") -> list[Tensor]:

@@ -6,12 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from qinfer.observe import catalogue
-from qinfer.traffic.canary import BY_HAND, NO_DATA, CanaryPlan, Step, initial_state
-from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.canary import BY_HAND, NO_DATA, Trial, initial_state
+from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import DeclaredEndpoints
 from qinfer.traffic.tally import TargetTally
-from qinfer.traffic.trials import Trial
 
 PLAN = CanaryPlan(steps=(Step(shadow=1.0), Step(weight=0.1)))
 STATE = initial_state(PLAN, 1, 2, 7, 0.0)

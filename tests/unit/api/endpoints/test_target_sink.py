@@ -7,9 +7,8 @@ import pytest
 
 from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import ErrorCode
-from qinfer.traffic.observed import TargetCounts
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.tally import TargetTally
+from qinfer.traffic.tally import TargetCounts, TargetTally
 from qinfer_api.endpoints.shadows import TargetSink
 from tests.unit.traffic.test_observed import counts_of
 
