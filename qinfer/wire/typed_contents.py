@@ -13,7 +13,7 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes
 from qinfer.wire.message_fields import FIXED_BYTES, LENGTH, MAX_FIELDS, VARINT, malformed, varint
 
-WINDOW_BYTES = 256 * 1024
+WINDOW_BYTES = 64 * 1024
 """Processed at once; other threads run in between."""
 
 TYPED = {  # field → datatypes, its own first
