@@ -28,7 +28,8 @@ from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepar
 
 _BOUNDS = JsonBounds()
 _NULL = b"n"
-_PIECE_ELEMENTS = 8192  # of an output, objects at once
+_PIECE_ELEMENTS = 8192  # outputs with more elements are written in pieces
+_ELEMENTS_AT_ONCE = 2048  # of a piece: other threads run after each
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
@@ -321,8 +322,8 @@ def _add_elements(text: bytearray, tensor: Tensor, *, strict: bool) -> None:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
     values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below
     text += b"["
-    for at in range(0, len(values), _PIECE_ELEMENTS):
-        piece = values[at : at + _PIECE_ELEMENTS].tolist()
+    for at in range(0, len(values), _ELEMENTS_AT_ONCE):
+        piece = values[at : at + _ELEMENTS_AT_ONCE].tolist()
         encoded = _encoder.encode(piece)
         text += memoryview(encoded if strict or encoded.find(_NULL) < 0 else _with_words(piece))[1:-1]
         text += b","

@@ -12,14 +12,16 @@ from qinfer.submission.pending import Memory, PendingCall
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.head import MAX_FAST_BYTES, RequestHead
+from qinfer_api.http.head import RequestHead
 from qinfer_api.http.infer import (
     DECOUPLED,
+    ENCODERS,
     HttpReply,
     InferCodec,
     error_reply,
     failure_reply,
     hold,
+    is_slow,
     strictly,
     with_headers,
 )
@@ -87,10 +89,10 @@ class FastCall:
             if self.reply is None:
                 self.set_reply(error_reply(501, DECOUPLED))
             return
-        if response.nbytes <= MAX_FAST_BYTES:
+        if not is_slow(response.nbytes, self._plan):
             self.set_reply(self._encoded(response))
         else:
-            thread = asyncio.get_running_loop().run_in_executor(None, self._encoded, response)
+            thread = asyncio.get_running_loop().run_in_executor(ENCODERS, self._encoded, response)
             thread.add_done_callback(self._encoded_in_thread)
 
     def _encoded(self, response: Response) -> HttpReply:

@@ -120,8 +120,15 @@ class Cycle:
         self._news.set()
 
     def disconnect(self) -> None:
-        """Notifies the application that its client has left."""
+        """Notifies the application in its turn that the client has left: hundreds may leave at once."""
         self._is_gone = True
+        self._notify_in_turn()
+
+    def _notify_in_turn(self) -> None:
+        turns = self._connection.port.turns
+        if not turns.may_start():
+            turns.wait(self._notify_in_turn, is_fresh=True)
+            return
         self._news.set()
         on_leave = self.scope["state"].get(ON_LEAVE)
         if on_leave is not None:

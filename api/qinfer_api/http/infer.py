@@ -14,6 +14,7 @@ import struct
 import zlib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from http import HTTPStatus
 from math import prod
@@ -173,6 +174,12 @@ TARGET_HEADER = b"qinfer-target"
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 LARGE_BYTES = 256 * 1024
+
+JSON_BYTES = 32 * 1024
+"""Larger outputs are written as JSON in a thread: they take more than a millisecond."""
+
+ENCODERS = ThreadPoolExecutor(2, thread_name_prefix="qinfer-encoder")
+"""Writes large answers: more threads would only make the event loop wait longer for the GIL."""
 """Larger bodies are written apart from the head."""
 
 _CLOSE = b"connection: close\r\n\r\n"
@@ -359,6 +366,12 @@ class InferCodec:
     def reads_memory(self, body: Bytes) -> bool:
         """Returns whether decoding may read shared memory."""
         return self.shares_memory and _IN_SHARED_MEMORY in body
+
+
+def is_slow(nbytes: int, plan: OutputPlan) -> bool:
+    """Returns whether a response with outputs of `nbytes` is to be written in a thread of `ENCODERS`."""
+    is_binary = all(plan.overrides.values()) if plan.overrides else plan.binary
+    return nbytes > (LARGE_BYTES if is_binary else JSON_BYTES)
 
 
 def strictly(plan: OutputPlan) -> OutputPlan:

@@ -43,6 +43,7 @@ from qinfer_api.rest.services import (
     authorize,
     context_of,
     decoded_infer,
+    encoded,
     event_stream,
     idempotency_key,
     is_strict,
@@ -355,7 +356,7 @@ async def _responses(
 
 async def _encoded(services: Services, response: Response, client_id: str, plan: OutputPlan) -> bytes:
     size = sum(output.nbytes for output in response.outputs)
-    return (await off_loop(size, encode_event, services.codec, response, client_id, plan)).body
+    return (await encoded(size, plan, encode_event, services.codec, response, client_id, plan)).body
 
 
 def _state(services: Services, record: RequestRecord) -> bytes:

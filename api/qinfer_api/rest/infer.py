@@ -68,9 +68,9 @@ from qinfer_api.rest.services import (
     context_of,
     decoded_infer,
     decoded_tensors,
+    encoded,
     forward_headers,
     is_strict,
-    off_loop,
     read_preferences,
     received,
     recheck,
@@ -364,7 +364,7 @@ async def _generated(asked: "_FreeRequest", response: Response) -> HttpReply:
 
 async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> HttpReply:
     if response.failure is None:
-        reply = await off_loop(response.nbytes, encode_event, services.codec, response, client_id, plan)
+        reply = await encoded(response.nbytes, plan, encode_event, services.codec, response, client_id, plan)
     else:
         reply = coded_refusal(response.failure)
     name = b"response" if reply.status == 200 else b"error"
@@ -407,7 +407,8 @@ async def _encoded(response: Response, asked: "_FreeRequest") -> HttpReply:
         return refusal(response.failure, target)
     named = msgspec.structs.replace(response, model=decoded.endpoint) if decoded.endpoint else response
     try:
-        body = await off_loop(named.nbytes, partial(encode_generate, strict=asked.strict), named, decoded.client_id)
+        encode = partial(encode_generate, strict=asked.strict)
+        body = await encoded(named.nbytes, OutputPlan(), encode, named, decoded.client_id)
         return HttpReply(200, body, cache=response.cache, target=target)
     except QinferError as error:
         return failure_reply(error)

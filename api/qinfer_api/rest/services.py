@@ -36,6 +36,7 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.cycle import BORROWER, CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
+    ENCODERS,
     JSON_LENGTH_HEADER,
     TIMEOUT_HEADER,
     HttpReply,
@@ -47,6 +48,7 @@ from qinfer_api.http.infer import (
     event_text,
     failure_reply,
     forwarded,
+    is_slow,
     parse_json_length,
     parse_version,
     read_seconds,
@@ -433,16 +435,23 @@ async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> 
     return await asyncio.to_thread(work, *arguments) if nbytes > MAX_FAST_BYTES else work(*arguments)
 
 
+async def encoded(nbytes: int, plan: OutputPlan, encode: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """Encodes outputs of `nbytes`, in a thread if slow."""
+    if not is_slow(nbytes, plan):
+        return encode(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(ENCODERS, encode, *arguments)
+
+
 async def send_outputs(
     services: Services, request: Request, response: Response | Sequence[Response], client_id: str, plan: OutputPlan
 ) -> HttpResponse:
     """Encodes responses as requested; several become one list."""
     plan = as_accepted(request, plan)
     if isinstance(response, Response):
-        reply = await off_loop(response.nbytes, services.codec.encode, response, client_id, plan)
+        reply = await encoded(response.nbytes, plan, services.codec.encode, response, client_id, plan)
     else:
         nbytes = sum([one.nbytes for one in response])
-        reply = await off_loop(nbytes, encode_list, services.codec, response, client_id, plan)
+        reply = await encoded(nbytes, plan, encode_list, services.codec, response, client_id, plan)
     encoding = response_encoding(request.headers.get("accept-encoding"))
     if encoding is not None and reply.status == 200:
         reply = await off_loop(len(reply.body), reply.compressed, encoding)
