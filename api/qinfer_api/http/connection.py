@@ -38,10 +38,13 @@ logger = logging.getLogger(__name__)
 
 MAX_PIPELINED = 64
 
-READ_BYTES = 32 * 1024
-"""A connection holds at most this much unparsed."""
+READ_BYTES = 256 * 1024
+"""Bytes read at once."""
 
-BODY_READ_BYTES = 256 * 1024
+MOST_HELD_BYTES = 32 * 1024 * 1024
+"""The unparsed bytes of a port's connections from which each reads less at once, but for bodies."""
+
+LESS_READ_BYTES = 8 * 1024
 
 SLICE_BYTES = 1024
 """The bytes that are parsed at once, unless they are of one body: about `MAX_PIPELINED` of the shortest requests."""
@@ -129,7 +132,9 @@ class HttpPort:
         self.common: Headers = ()
         self.keep_alive_s, self.read_timeout_s = http.keep_alive_s, http.request_read_timeout_s
         self.turns = Turns()
-        self.buffer, self._body_buffer = memoryview(bytearray(READ_BYTES)), memoryview(bytearray(BODY_READ_BYTES))
+        self.buffer = memoryview(bytearray(READ_BYTES))
+        self.less_buffer = self.buffer[:LESS_READ_BYTES]
+        self.held_bytes = 0  # unparsed, of all connections
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.is_idle = asyncio.Event()
@@ -138,10 +143,6 @@ class HttpPort:
     def connect(self) -> "HttpConnection":
         """Creates the protocol of a connection."""
         return HttpConnection(self)
-
-    def body_buffer(self, left: int) -> memoryview:
-        """Returns the buffer for a body that lacks `left` bytes."""
-        return self._body_buffer[:left]
 
     def tick(self, now_s: float) -> None:
         """Renews the `date` header and checks timeouts."""
@@ -164,7 +165,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.writable.set()
         self._queue: deque[Exchange] = deque()
         self._reading: Exchange | None = None  # receives a body; `None`: it is ignored
-        self._buffer = self._unparsed = _NOTHING
+        self._unparsed = _NOTHING
+        self._held_bytes = 0  # counted at the port
         self._parser = self._new_parser()
         self._is_parsing = self._is_paused = self._awaits_turn = False
         self._closing = False
@@ -189,13 +191,13 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections: `buffer_updated` copies what was read."""
-        left, port = self._body_left, self.port
-        self._buffer = port.buffer if left <= READ_BYTES else port.body_buffer(left)
-        return self._buffer
+        port = self.port
+        is_less = port.held_bytes >= MOST_HELD_BYTES and self._body_left <= LESS_READ_BYTES
+        return port.less_buffer if is_less else port.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Takes the bytes that were read."""
-        self.data_received(bytes(self._buffer[:nbytes]))
+        self.data_received(self.port.buffer[:nbytes].tobytes())
 
     def data_received(self, data: bytes) -> None:
         """Parses data until a request stalls."""
@@ -220,6 +222,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._unparsed = self._unparsed[taken:] or _NOTHING
         finally:
             self._is_parsing = False
+        if self._unparsed or self._held_bytes:
+            self._count_held()
         stalls = self._stalls()
         if stalls != self._is_paused and not self.transport.is_closing():
             self._is_paused = stalls
@@ -227,6 +231,11 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self.transport.pause_reading()
             else:
                 self.transport.resume_reading()
+
+    def _count_held(self) -> None:
+        held_bytes = len(self._unparsed)
+        self.port.held_bytes += held_bytes - self._held_bytes
+        self._held_bytes = held_bytes
 
     def _take_turn(self) -> None:
         self._awaits_turn = False
@@ -514,6 +523,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._queue.clear()
         self._reading = None
         self._refused, self._unparsed = True, _NOTHING
+        self._count_held()
         self.writable.set()
         del self._parser
 
