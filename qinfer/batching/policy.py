@@ -266,7 +266,6 @@ class BatchDecision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the policy.
 
     Attributes:
-        run: The next batch; empty = none yet.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
     """
 
@@ -409,8 +408,6 @@ class FetchGate(msgspec.Struct, frozen=True):
 
     Attributes:
         open_at_s: When it may begin; `NEVER_S` = not before an event.
-        wait_s: How long it may wait for requests.
-        again_at_s: When to decide again without an event.
         gives_back: Idle workers may have the waiting requests: give these back, then decide again.
         recalls: They may have the batches that have not begun, too.
     """

@@ -87,10 +87,8 @@ class LimitedInstance:
     """A model instance; priority 2 executes half as often as priority 1.
 
     Attributes:
-        turn: Called when it may begin.
         order: Its place in the line; 0 = it does not wait.
         callers: Tokens of the executions that wait for it and hold resources.
-        token: Its execution's.
     """
 
     model: str

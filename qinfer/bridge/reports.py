@@ -41,15 +41,8 @@ class RouteTally:
     """The counts of one route in one bridge.
 
     Attributes:
-        accepted: Messages that became requests.
-        repeated: Messages that were accepted before.
-        unidentified: Messages without an id.
-        refused: Dead-lettered messages, by error code.
-        replied: Requests with confirmed replies, by final state.
         unroutable: Messages that no queue took: `reply`, `sink`, `dead_letter`.
         paused_s: The lane was full or the queue unavailable.
-        unacknowledged: Messages that the source waits for.
-        unconfirmed: Ended requests without confirmed replies.
     """
 
     route: str

@@ -133,15 +133,12 @@ class InferRequest(msgspec.Struct, kw_only=True):
 
     Attributes:
         version: The model's version; the dispatcher replaces 0 by the highest ready version.
-        id: The id that qinfer gives the request.
         client_id: The `id` from the client, echoed in the reply; may be empty, need not be unique.
         outputs: The names wanted; empty = all.
         priority: 0 = the model's default.
         timeout_s: Seconds from the enqueueing to the deadline.
         reply_to: `reply:<owner>` of the process that waits; empty for asynchronous requests.
         trace: W3C `traceparent`; empty = not traced.
-        generation: The model generation that it was checked against.
-        attempt: Executions so far.
         queue_timeout_s: The longest wait by its model's queue policy; 0 = `timeout_s`.
         payload: The tensors' bytes are stored beside the stream (claim check).
         spares_outputs: Named outputs may be missing, as for an ensemble's step.

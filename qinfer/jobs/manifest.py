@@ -18,13 +18,7 @@ SUCCESS_NAME = "_SUCCESS"
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of an output.
-
-    Attributes:
-        ok: Rows with outputs.
-        errors: Rows with an `error_code`.
-        failed: The path of its file of failed rows.
-    """
+    """A part of an output."""
 
     name: str
     rows: int
@@ -39,10 +33,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `_manifest.json`.
 
     Attributes:
-        format: The version of this layout.
-        ok: Rows with outputs.
-        errors: Rows with an `error_code`.
-        schema: The parts' columns, one `name: type` a line.
         parts: The parts, in the order of the inputs' rows.
         skipped: Unreadable input files; their rows are in no part.
         created_at: The time at which the manifest was made, in seconds since 1970.

@@ -71,7 +71,6 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         bound: The hashes of plan and shard, and of the model.
         attempt: Incremented, so that no two states of a shard are equal.
         size: The rows of the next range; 0 = all.
-        until: Ranges grow again after this row.
         alone: The workers that died while the first row that is not kept was alone.
         idle: Deaths outside of ranges, since a range last ended.
     """

@@ -22,8 +22,6 @@ class Task(NamedTuple):
     Attributes:
         number: The place of the task among all tasks, from 1.
         key: The value of the task's key column, or else the number.
-        data: The fields of the task, as JSON.
-        prediction: The model's prediction.
     """
 
     number: int
@@ -36,10 +34,8 @@ class Format(NamedTuple):
     """A format of pre-annotations.
 
     Attributes:
-        name: The name of the format.
         items: Makes a task's items: JSON values, or for the layout `labels` pairs of key and value.
         problems: Yields why a mapping's results do not fit it.
-        layout: How items become a file.
     """
 
     name: str

@@ -302,8 +302,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         result: Items in Label Studio's format; empty = the model found nothing.
         score: The confidence, 0 … 1; 0 = unknown.
-        model_version: `<model>:<version>`.
-        findings: The same results, for other formats.
     """
 
     result: list[dict[str, Any]]

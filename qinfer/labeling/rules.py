@@ -56,7 +56,6 @@ class _LabelRule(_Rule):
     """The fields of rules that give labels.
 
     Attributes:
-        labels: The model's classes in its order.
         label: An output with the class: text, or numbers that count `labels` from 0.
         rename: Label of the model → label of the label config.
     """

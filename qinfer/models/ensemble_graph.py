@@ -45,11 +45,8 @@ class PlanStep:
     """A step that executes a model.
 
     Attributes:
-        inputs: (input of the model, tensor of the plan).
         outputs: Output of the model → tensor of the plan.
         within: Positions in `EnsemblePlan.nested` of the ensembles around it, outermost first.
-        stage: The number of decoupled steps before it.
-        wanted: Outputs that the plan uses; empty = all.
     """
 
     model: ModelSpec
@@ -96,7 +93,6 @@ class EnsemblePlan:
         spec: Decoupled or with sequences if one of the steps is.
         inputs: Input of the ensemble → tensor of the plan.
         absent: Tensors that never exist: unused optional inputs of nested ensembles.
-        last_stage: The number of decoupled steps in a row.
     """
 
     def __init__(self, spec: ModelSpec, planner: "_Planner", views: Mapping[str, "_TensorView"]) -> None:

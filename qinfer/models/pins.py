@@ -19,7 +19,6 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         content_hash: The hash when the version was pinned (`is_executed`); empty = any content.
-        reason: The kind of the holder, such as `job`.
         expires_at: Seconds on Redis' clock.
     """
 

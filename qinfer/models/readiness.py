@@ -116,7 +116,6 @@ class Capacity(NamedTuple):
     """The speed of live workers.
 
     Attributes:
-        rps: Requests a second, in sum; 0 = unknown.
         start_s: The load time, if no worker has it loaded; 0 = unknown.
     """
 

@@ -45,8 +45,6 @@ class StateSpec:
     Attributes:
         initial_dims: The dimensions in the first step: those of `initial_state`, else `dims` with 1 for each -1.
         file: The file with the bytes of one row, in the model's directory `initial_state`; empty = zeros.
-        same_buffer: `use_same_buffer_for_input_output`.
-        growable: `use_growable_memory`.
     """
 
     input: str
@@ -102,7 +100,6 @@ class SequenceSpec:
     """The `sequence_batching` part of a configuration (reference §3.4).
 
     Attributes:
-        slots: Sequences of one instance.
         max_rows: The most rows of a batch; 1 without a batch dimension.
         iterative: Each request is a sequence, which executes until the model says that it is done.
         of_steps: The sequences of an ensemble's steps keep the state.

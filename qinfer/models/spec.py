@@ -224,23 +224,17 @@ class ModelSpec:
     """A model's normalised configuration.
 
     Attributes:
-        name: The model's name.
-        backend: The backend's name, such as `onnxruntime`.
         platform: Triton's platform, such as `onnxruntime_onnx`; may be empty.
         max_batch_size: 0 = no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
         inputs: The inputs, without those that the server fills (`sequences`).
-        outputs: The outputs.
         batching: The rules by which requests are merged; `None` = they are never merged.
         sequences: The rules by which requests of sequences are batched; `None` = the model has no sequences.
         instances: The devices of its instances, each of which runs one execution at a time.
-        filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
-        warmup: Samples to run before the model is READY.
         default_timeout_s: The timeout of a request without one.
         max_timeout_s: The longest timeout that a request may ask for.
         graph_level: `optimization.graph.level`; `None` leaves it to the backend.
         gpu_accelerators: `optimization.execution_accelerators` for instances on GPUs, in order.
-        cpu_accelerators: The same for instances on the CPU.
         cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
         lane_capacity: The most waiting requests of one lane.
         min_workers: 0 = READY without a live worker: requests wait.
@@ -248,7 +242,6 @@ class ModelSpec:
         preserves_order: A gateway answers in arrival order (`preserve_ordering`); never if decoupled.
         stream_resume: A stream whose worker dies is executed again, without the responses already sent: the model is
             deterministic.
-        is_cached: Whether responses may be cached (`response_cache`).
         cached_for_all: Whether a cached response serves other tenants, too.
         config_json: The configuration in the dialect of `GET …/config`, for backend `python`.
         steps: The steps of an ensemble, which has no backend.
@@ -261,8 +254,6 @@ class ModelSpec:
         metric_tags: More labels among Triton's metrics, without the leading underscore.
         strict_outputs: Refuse outputs whose datatype or shape is not as declared.
         execute_timeout_s: The longest execution; 0 = no limit, here and below.
-        load_timeout_s: The longest load of an instance.
-        warmup_timeout_s: The longest warm-up of an instance.
         max_strings: The most elements of one request's BYTES inputs together.
     """
 

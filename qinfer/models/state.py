@@ -45,11 +45,8 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     Attributes:
         config: In the JSON dialect of `GET …/config`; empty after an error, unchecked while `pending`.
-        versions: Selected by its version policy, ascending.
         content_hash: The hash of the configuration's text, and path, size and modification time of all files.
-        error: Why the model can't be loaded, for clients.
         error_kind: An `ErrorKind`, if the server treats the error in its own way.
-        labels: Output → the names of its classes.
         location: Where the overlay has the model; empty = it is in the repositories.
         pending: The backend that must complete the configuration first, in a worker.
         override: JSON that replaces the configuration, also in later loads.
@@ -104,7 +101,6 @@ class VersionState(msgspec.Struct, frozen=True):
         executed_hash: The hash of a READY version's files, the files beside the versions, and the configuration's
             inputs, outputs, parameters, backend and optimisation. Empty = unknown: files changed during the load, or an
             earlier qinfer loaded them.
-        pinned: Only pins keep it loaded.
         steps: The versions of an ensemble's steps, with the steps of nested ensembles.
         unready: Why the model's own `is_ready` refuses, for readiness checks only.
     """
@@ -136,8 +132,6 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         since: On Redis' clock, without calls of other models; restarts with each response of a stream.
-        seconds: The duration up to the heartbeat.
-        limit_s: 0 = no limit.
     """
 
     model: str
@@ -164,19 +158,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's heartbeat; its mappings (model → version → …) leave out versions without a value.
 
     Attributes:
-        id: Unique for each start of a worker.
         started_at: Seconds since the epoch, on Redis' clock.
-        executing: Requests in its batches.
         clock_offset_s: Redis' clock minus the worker's wall clock.
-        speeds: Requests a second that it can execute.
-        best_speeds: The highest speed that its measurements allow.
-        places: Globs of the models that it loads.
-        busy: Requests that its instances execute.
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
         cpu_s: CPU time with child processes; 0 = unknown.
-        memory_bytes: Resident memory with child processes.
-        long: Executions of more than a second.
     """
 
     id: str
@@ -239,10 +225,8 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The last observation and decision of an autoscaler.
 
     Attributes:
-        places: Globs of the models that its workers load.
         target: Its share of the workers that these models should have.
         reason: The reason for the target, in words for people.
-        live: Its workers that serve.
         work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.
     """
@@ -269,9 +253,7 @@ class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
     """The remaining rows of an open job.
 
     Attributes:
-        partition: The queue partition of its lanes.
         rows: 1 before the job is planned, 0 while it is cancelled or finalised.
-        rows_per_s: Settled rows a second of all workers.
     """
 
     model: str

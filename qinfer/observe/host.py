@@ -65,7 +65,6 @@ class ProcessUse(NamedTuple):
     """CPU and memory use of processes.
 
     Attributes:
-        cpu_s: User and system time since they started.
         memory_bytes: Resident memory; shared memory counts in each process.
         open_fds: The open descriptors of this process; 0 for another process, as is `max_fds`.
     """
@@ -77,13 +76,7 @@ class ProcessUse(NamedTuple):
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that a loaded model holds (reference §1.13).
-
-    Attributes:
-        kind: `CPU` or `GPU`.
-        number: The GPU's number; 0 for the CPU.
-        nbytes: The size in bytes.
-    """
+    """Memory that a loaded model holds (reference §1.13)."""
 
     kind: str
     number: int

@@ -90,9 +90,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds of lines that are logged, as in the protocol's logging extension (reference §1.17).
 
     Attributes:
-        error: Lines of level ERROR and above.
         verbose_level: Above 0, lines of level DEBUG.
-        iso8601: Text lines begin with the date, too.
     """
 
     info: bool = True

@@ -62,22 +62,13 @@ class MetricsSnapshot:
 
     Attributes:
         store_up: Whether the store could be read; otherwise the other data is from earlier scrapes.
-        stats: The fields of `observe.stats`.
         depth: (model, version, lane) → entries of an online lane, waiting and in flight.
         shards: (model, version, lane) → entries of a bulk lane.
         ages_s: (model, version, lane) → the time that its oldest entry has been in the queue.
-        rows: Rows to be executed.
         work_s: Seconds that one worker would need for these rows.
-        executing_s: Seconds of the longest execution under way.
-        late: Executions under way that are late.
         direct: Requests in batchers that are in no lane, and steps of sequences that wait.
         load_s: Seconds of the last load, in the slowest worker.
-        letters: Dead letters; version 0 = unknown yet.
-        sequences: Model → its sequences by state.
-        jobs: State → bulk jobs.
-        scaled: Direction → decisions of all autoscalers.
         features: The metrics of features with their own counts, such as bridges.
-        labeling: Model → unfinished labeling tasks.
     """
 
     store_up: bool = True

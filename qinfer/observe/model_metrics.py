@@ -20,10 +20,6 @@ class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
     """One series.
 
     Attributes:
-        kind: `COUNTER`, `GAUGE` or `HISTOGRAM`.
-        text: The metric's help.
-        labels: Names and values, by name.
-        bounds: Finite upper bounds of a histogram's buckets.
         values: A counter's value; a gauge's, and its time (seconds since the epoch, 0 = never set); a histogram's
             counts, and their sum.
     """

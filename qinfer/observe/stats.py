@@ -305,12 +305,7 @@ class Exemplar(NamedTuple):
 
 
 class Durations:
-    """One series of the duration histogram.
-
-    Attributes:
-        within_s: The objective's latency, exceeded by `late` requests.
-        exemplars: Bucket → its last traced request.
-    """
+    """One series of the duration histogram."""
 
     __slots__ = ("counts", "exemplars", "late", "total_s", "within_s")
 
@@ -327,7 +322,6 @@ class GatewayTally:
 
     Attributes:
         in_flight: Returns the number of unanswered requests; the gateway sets it.
-        failures: (model, version, reason) → failed requests.
     """
 
     def __init__(self, process: str = "") -> None:

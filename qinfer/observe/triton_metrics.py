@@ -64,8 +64,6 @@ class MetricsChoice:
 
     Attributes:
         recent: Model version → the recent growth of the summaries' counts.
-        cached: Models whose responses are cached.
-        tags: Model → its `metric_tags`.
     """
 
     counters: bool = True

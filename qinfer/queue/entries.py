@@ -203,15 +203,10 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be accepted.
 
     Attributes:
-        frame: The encoded request, without a `reply_to`.
         tombstone_ttl_s: How long its id is known after the result.
         client_id: The `id` of the body, echoed in the result.
-        idempotency_key: The hash of the caller's key.
         outbox: It gets the end, instead of a webhook, and is trimmed by age: keep its requests equally long.
-        notes: Opaque bytes for the outbox's reader.
-        watcher: A reply address, notified of the end.
         reports_start: Without workers' reports of starts, the entries that they hold count as waiting.
-        endpoint: Set if `Moves` may move the request.
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """
 

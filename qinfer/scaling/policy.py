@@ -46,8 +46,6 @@ class ScalingPolicy:
 
     Attributes:
         target_s: Waiting work per worker.
-        up_after_s: Sustained demand before a step up.
-        down_after_s: Lower demand before a step down.
         idle_s: Before a step down to `min_workers`.
         cooldown_s: Between steps up and down.
     """
@@ -77,7 +75,6 @@ class QueueObservation:
     Attributes:
         work_s: Seconds that one worker would need for all work.
         entries: Waiting or executing requests and rows of bulk jobs.
-        executed: Something was executed since the last observation.
         used: Workers that the recent throughput keeps busy.
         load_s: The time from a worker's start until it serves; 0 = unknown.
         floor: Live workers that the most demanding model needs to be READY.
@@ -110,9 +107,6 @@ class ScalingState:
     """The memory of a policy.
 
     Attributes:
-        since_s: The start of gapless observation.
-        shrunk_at_s: The last step down that left a worker.
-        short_since_s: The time since which more workers are wanted.
         needs: (time, workers) within the last `down_after_s`, each lower than the one before.
         patience: Multiple of `down_after_s` that lower demand must last.
     """

@@ -26,9 +26,6 @@ class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         open: Sequences that have begun and not ended, including waiting sequences.
         waiting: Sequences that wait for a worker with a free slot.
-        handed_over: Sequences that continued on another worker.
-        lost: Sequences that ended because their state was lost.
-        slots: The slots of one worker.
     """
 
     model: str

@@ -46,7 +46,6 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
         rows: Estimated for the online lanes' `requests`, plus `bulk_rows`; plus one while a worker has to complete the
             configuration.
         rows_per_s: The speed of one worker; 0 = unknown.
-        oldest_age_s: The greatest of the online lanes.
     """
 
     model: str
@@ -66,7 +65,6 @@ class WorkInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         counts: Requests and rows executed, nanoseconds of execution.
-        is_pending: A worker must complete the model's configuration.
     """
 
     lanes: tuple[tuple[Lane, LaneSize], ...] = ()

@@ -50,10 +50,7 @@ class LaneLoad(msgspec.Struct, eq=False):
 
     Attributes:
         left: Own requests that ended since the last look.
-        executed: The answered ones among these.
         most: Below this many entries no default timeout needs a judgement.
-        beside: Entries in the lane's other shares.
-        part: Its weight's part among busy shares.
     """
 
     lane: Lane

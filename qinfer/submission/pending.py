@@ -139,7 +139,6 @@ class PendingCall(msgspec.Struct, eq=False):
         attempt: The followed execution; 0 before the first response.
         deadline_s: The last deadline, if a first one precedes it: a queue timeout, or the wait for a worker.
         untaken: Called at the first deadline, for the error; `None` from it = the request waits on.
-        late: The error at the first deadline.
         shared: The execution for which the request waits instead of an entry.
         holder: The object that returns `memory` once the answer is sent, instead of when the answer is taken.
         turn: Set when the answer of this request is the next to be sent.

@@ -38,17 +38,8 @@ class StreamReader(msgspec.Struct, eq=False):
     responses that it has delivered.
 
     Attributes:
-        pause_s: The longest wait for a response.
-        ends_s: The deadline, on the monotonic clock.
         owes: Called when its worker is to get credit.
-        heard_s: When a response last came or was taken.
-        attempt: The followed execution; 0 before the first response.
-        seen: The responses of the followed execution so far.
-        delivered: Responses of all executions.
-        credit_to: A worker that counts the window.
-        arrived_bytes: Outputs of the followed execution.
         held_bytes: Delivered and not taken yet.
-        told_bytes: Outputs with credit.
     """
 
     request_id: str

@@ -70,10 +70,8 @@ class _ArrayPiece(NamedTuple):
     """A piece of an array as JSON of its own.
 
     Attributes:
-        shift: Distance from its place in the text.
         is_first: Whether it is the first piece; the other pieces begin with a neutral element.
         is_last: Whether it is the last piece; the other pieces end with a neutral element.
-        giants: Placeholder → giant string.
     """
 
     text: bytes
@@ -194,8 +192,6 @@ class Document:
     """A JSON text, parsed except for its long arrays.
 
     Attributes:
-        value: The JSON, with `LongArray`s.
-        rest: The parsed text, with placeholders.
         giants: The sizes of giant strings outside of `data`.
     """
 

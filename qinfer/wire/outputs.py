@@ -161,7 +161,6 @@ class OutputPlan(msgspec.Struct, frozen=True):
     """The form of a response's outputs.
 
     Attributes:
-        overrides: Output name → its own `binary_data`.
         special: Output name → ranking or shared memory; mostly `None`.
         held: The request's shared memory, kept as long as the plan.
         strict: JSON has null for NaN and infinities, not Triton's words.

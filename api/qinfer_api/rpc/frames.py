@@ -46,12 +46,10 @@ class ConnectionLimits(NamedTuple):
         window_bytes: One request may send as much before it is admitted.
         connection_window_bytes: All requests together may send as much.
         idle_frames: Frames that advance no request, in one burst.
-        preface_s: The time until the first SETTINGS frame.
         body_s: The time without a byte of an unfinished message.
         idle_s: The time without a request; 0 = unlimited.
         age_s: The time until the connection takes no more requests; 0 = unlimited.
         ping_s: Silence before a PING.
-        pong_s: The time until its answer.
     """
 
     streams: int = 1000

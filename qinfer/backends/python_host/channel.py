@@ -58,8 +58,6 @@ class _Head(msgspec.Struct, array_like=True):
     Attributes:
         segment: The segment with the buffers; 0 = the socket.
         capacity: Bytes of a new segment, whose descriptor comes along.
-        freed: The receiver's reusable segments.
-        dropped: The sender's abandoned segments.
     """
 
     body: Message

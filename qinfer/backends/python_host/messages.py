@@ -63,8 +63,6 @@ class HostRequest(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         outputs: The names of the wanted outputs; empty = all outputs.
-        timeout_us: The answer's time limit, in microseconds.
-        trace: W3C `traceparent`.
         correlation_id: The correlation ID of the request's sequence; 0 = no sequence.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
         goes_on: Batch and item of the first execution, whose stream continues; `None` = a new stream.
@@ -98,12 +96,7 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
 
 
 class HostAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """The response to one request, whose tensors are the next buffers.
-
-    Attributes:
-        code: Triton's number of the kind of error.
-        rescheduled: The request runs again.
-    """
+    """The response to one request, whose tensors are the next buffers."""
 
     outputs: list[TensorMeta]
     parameters: Mapping[str, Scalar]

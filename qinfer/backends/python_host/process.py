@@ -79,8 +79,6 @@ class HostProcess:
         ended: Called when the process is gone, from a thread of its own.
 
     Attributes:
-        asks: The socket for questions about readiness.
-        metrics: The memory of the model's own metrics.
         held: Returns the ids of the requests in the process, for the log line about its death.
     """
 

@@ -119,9 +119,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
     """A batch of steps that runs or has run.
 
     Attributes:
-        positions: Row → position among `items`; -1 for padding.
         states: The states after each item; empty = unchanged.
-        again: The positions of items to execute again.
     """
 
     steps: StepBatch[Any]

@@ -53,7 +53,6 @@ class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
 
     Attributes:
         batches: The batches to execute, at most one for each idle instance.
-        ended: Sequences that ended without END.
         idle: Sequences past their idle time, reported again after as long.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
         left: Surplus instances whose last sequence has ended.
@@ -72,9 +71,6 @@ class _Queue(Generic[T]):
 
     Attributes:
         slot: The slot and the instance of the sequence; `None` = the sequence is in the backlog.
-        begun: A START begins the next sequence.
-        accepts: A step without START may follow.
-        steps: The last admitted step.
     """
 
     def __init__(self, key: Hashable, sequence: SequenceId) -> None:

@@ -46,7 +46,6 @@ class ReadingOptions(NamedTuple):
     """Options of reading models.
 
     Attributes:
-        config_name: Use a model's `configs/<name>.pbtxt` if it exists.
         gpus: The number of GPUs for instance groups that name none of them.
     """
 
