@@ -62,8 +62,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a request besides its body.
 
     `timeout_s` `None` is the default. `request_id` is the client's id; empty = the server makes one. A part of the
-    server
-    that submits the request gets its end by `outbox`, which excludes a webhook.
+    server that submits the request gets its end by `outbox`, which excludes a webhook.
     """
 
     body_hash: str
@@ -187,10 +186,10 @@ class AsyncRequests:
             self.kept.keep, request.endpoint, context.tenant, names, chosen, record_s + _KEPT_LONGER_S
         )
         kept = await keep()
-        # A removed target takes no new requests.
-        is_gone = kept != chosen and not self.dispatcher.endpoints.has(request.endpoint, *kept)
-        if is_gone and await self.repeated(context, request.endpoint, options) is None:
-            kept = await keep(kept)
+        if kept != chosen and not self.dispatcher.endpoints.has(request.endpoint, *kept):
+            # A removed target takes no new requests. Another gateway may accept this one elsewhere meanwhile.
+            found = await self.repeated(context, request.endpoint, options)
+            kept = await (keep() if found else keep(kept))
         if kept == chosen:
             return plan
         request.model, request.version, request.generation = kept.model, kept.version, 0

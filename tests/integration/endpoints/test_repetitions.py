@@ -9,6 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from qinfer.traffic.store import Kept, KeptTargets
 from tests.support.endpoints import BODY, canary, declare, gateways, split
 from tests.support.gateway import Running
 
@@ -39,6 +40,12 @@ async def executed(both: list[Running], client: httpx.AsyncClient, reply: httpx.
     result = await client.get(reply.json()["links"]["result"] + "?wait=20")
     assert result.status_code == 200, result.text
     return [f"{one.model}:{one.version}" for one in both[0].requests if one.client_id == name]
+
+
+async def fill(client: httpx.AsyncClient, url: str) -> None:
+    """Fills the lane of an endpoint's target, in which three requests may wait, and which nobody serves."""
+    replies = [await client.post(url, json=BODY, headers={"request-id": f"fills-{number}"}) for number in range(4)]
+    assert replies[-1].status_code == 429
 
 
 @pytest.mark.parametrize(
@@ -87,9 +94,7 @@ async def test_what_was_not_accepted_does_not_go_to_a_target_that_was_removed(
     """Its target was kept, but the lane was full, or the gateway died: a rollback has moved it."""
     url, headers = "/v1/models/rolled-back/requests", {"request-id": "refused"}
     await declare(both, "rolled-back", split(canary(1, "bounded:1")))
-    for number in range(3):
-        full = await clients[0].post(url, json=BODY, headers={"request-id": f"fills-{number}"})
-        assert full.status_code == 202
+    await fill(clients[0], url)
     assert (await clients[0].post(url, json=body("refused"), headers=headers)).status_code == 429
     await declare(both, "rolled-back", split())
 
@@ -97,6 +102,32 @@ async def test_what_was_not_accepted_does_not_go_to_a_target_that_was_removed(
 
     assert [reply.status_code for reply in replies] == [202, 202]
     assert await executed(both, clients[0], replies[0], "refused") == ["echo:1"]
+
+
+async def test_a_repetition_follows_one_that_another_gateway_accepts_meanwhile(
+    both: list[Running], clients: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One gateway has read that a removed target is kept, when the other accepts the request for a new target."""
+    url, headers = "/v1/models/overtaken/requests", {"request-id": "overtaken"}
+    await declare(both, "overtaken", split(canary(1, "bounded:1")))
+    await fill(clients[0], url)
+    assert (await clients[0].post(url, json=body("overtaken"), headers=headers)).status_code == 429
+    await declare(both, "overtaken", split())
+    keep, overtaking = KeptTargets.keep, list[httpx.Response]()
+
+    async def keep_late(kept: KeptTargets, *given: Any) -> Kept:
+        found = await keep(kept, *given)
+        if not overtaking:
+            monkeypatch.undo()
+            overtaking.append(await clients[0].post(url, json=body("overtaken"), headers=headers))
+        return found
+
+    monkeypatch.setattr(KeptTargets, "keep", keep_late)
+    overtaken = await clients[1].post(url, json=body("overtaken"), headers=headers)
+
+    assert [overtaken.status_code, overtaking[0].status_code] == [202, 202], overtaken.text
+    assert overtaken.json()["id"] == overtaking[0].json()["id"]
+    assert await executed(both, clients[1], overtaken, "overtaken") == ["echo:1"]
 
 
 async def test_of_repetitions_at_once_one_is_executed(both: list[Running], clients: list[httpx.AsyncClient]) -> None:
