@@ -42,9 +42,10 @@ READ_BYTES = 256 * 1024
 """Bytes read at once."""
 
 MOST_HELD_BYTES = 32 * 1024 * 1024
-"""The unparsed bytes of a port's connections from which each reads less at once, but for bodies."""
+"""The bytes of unparsed reads of a port's connections from which each reads less at once, but for bodies."""
 
-LESS_READ_BYTES = 8 * 1024
+LESS_READ_BYTES = 2 * SMALL_BYTES
+"""More than `SMALL_BYTES`, so that small reads of a flood wait for turns as well."""
 
 SLICE_BYTES = 1024
 """The bytes that are parsed at once, unless they are of one body: about `MAX_PIPELINED` of the shortest requests."""
@@ -134,7 +135,7 @@ class HttpPort:
         self.turns = Turns()
         self.buffer = memoryview(bytearray(READ_BYTES))
         self.less_buffer = self.buffer[:LESS_READ_BYTES]
-        self.held_bytes = 0  # unparsed, of all connections
+        self.held_bytes = 0  # of unparsed reads, of all connections
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.is_idle = asyncio.Event()
@@ -233,7 +234,11 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self.transport.resume_reading()
 
     def _count_held(self) -> None:
-        held_bytes = len(self._unparsed)
+        """Counts the whole read, which an unparsed rest keeps in memory; a small rest is copied."""
+        held_bytes = memoryview(self._unparsed.obj).nbytes
+        if len(self._unparsed) <= SMALL_BYTES < held_bytes:
+            self._unparsed = memoryview(bytes(self._unparsed))
+            held_bytes = len(self._unparsed)
         self.port.held_bytes += held_bytes - self._held_bytes
         self._held_bytes = held_bytes
 

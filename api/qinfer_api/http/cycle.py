@@ -120,9 +120,10 @@ class Cycle:
         self._news.set()
 
     def disconnect(self) -> None:
-        """Notifies the application in its turn that the client has left: hundreds may leave at once."""
+        """Notifies a started application in its turn that the client has left: hundreds may leave at once."""
         self._is_gone = True
-        self._notify_in_turn()
+        if self._is_started:
+            self._notify_in_turn()
 
     def _notify_in_turn(self) -> None:
         turns = self._connection.port.turns

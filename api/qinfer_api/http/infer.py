@@ -174,13 +174,13 @@ TARGET_HEADER = b"qinfer-target"
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 LARGE_BYTES = 256 * 1024
+"""Larger bodies are written apart from the head."""
 
 JSON_BYTES = 32 * 1024
 """Larger outputs are written as JSON in a thread: they take more than a millisecond."""
 
 ENCODERS = ThreadPoolExecutor(2, thread_name_prefix="qinfer-encoder")
 """Writes large answers: more threads would only make the event loop wait longer for the GIL."""
-"""Larger bodies are written apart from the head."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "

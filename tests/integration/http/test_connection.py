@@ -7,7 +7,8 @@ import json
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
@@ -15,8 +16,16 @@ import pytest
 
 from qinfer.core.settings import HttpSettings
 from qinfer_api.app import bind
-from qinfer_api.http.connection import LESS_READ_BYTES, MAX_CHUNKS, MAX_FRAMING_BYTES, MAX_HEAD_BYTES, MOST_HELD_BYTES
+from qinfer_api.http.connection import (
+    LESS_READ_BYTES,
+    MAX_CHUNKS,
+    MAX_FRAMING_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    MOST_HELD_BYTES,
+)
 from qinfer_api.http.fast import QinferHttpProtocol
+from qinfer_api.turns import SMALL_BYTES
 from tests.support.gateway import Running, running_gateway, settings_of
 
 URL = "/v2/models/echo/infer"
@@ -166,17 +175,71 @@ async def test_connections_read_less_while_much_is_unparsed() -> None:
             cast(asyncio.Transport, client.writer.transport).pause_reading()
             client.send(flood)
             connection = await the_one_connection(running)
-            async with asyncio.timeout(TIMEOUT_S):
-                while not connection._is_paused:  # noqa: ASYNC110 - a flag has no event
-                    await asyncio.sleep(0)
+            await until_paused(connection)
 
             assert 0 < len(connection._unparsed) <= LESS_READ_BYTES < len(flood)
-            assert port.held_bytes == MOST_HELD_BYTES + len(connection._unparsed)
+            assert port.held_bytes == MOST_HELD_BYTES + memoryview(connection._unparsed.obj).nbytes
             client.writer.transport.abort()
         async with asyncio.timeout(TIMEOUT_S):
             await port.is_idle.wait()
 
         assert port.held_bytes == MOST_HELD_BYTES
+
+
+async def until_paused(connection: QinferHttpProtocol) -> None:
+    """Waits until a connection reads no more."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not connection._is_paused:  # noqa: ASYNC110 - a flag has no event
+            await asyncio.sleep(0)
+
+
+async def test_small_reads_of_a_flood_wait_for_turns() -> None:
+    """A connection that reads less at once parses no more beside others than one that reads much."""
+    async with running_gateway() as running:
+        port = running.gateway._server.port
+        port.held_bytes = MOST_HELD_BYTES  # as by others
+        port.turns.may_read = lambda: False  # type: ignore[method-assign]
+        async with connected(running) as client:
+            client.send(get("/v2/health/live") * 2000)
+            connection = await the_one_connection(running)
+            await until_paused(connection)
+
+            assert (len(connection._unparsed), connection._queue) == (LESS_READ_BYTES, deque())
+            client.writer.transport.abort()
+
+
+async def test_a_small_rest_keeps_no_whole_read() -> None:
+    """What waits behind the most requests that a connection may have is copied, and counted as it is."""
+    sent = infer("a", url="/v2/models/stuck/infer") * (MAX_PIPELINED + 10)
+    async with running_gateway() as running, connected(running) as client:
+        client.send(sent)
+        connection = await the_one_connection(running)
+        await until_paused(connection)
+
+        kept = memoryview(connection._unparsed.obj).nbytes
+        assert 0 < len(connection._unparsed) == kept < SMALL_BYTES < len(sent)
+        assert running.gateway._server.port.held_bytes == kept
+        connection.transport.abort()  # paused, it would see its client leave only after the replies
+
+
+async def test_a_lost_connection_takes_turns_for_started_applications_only() -> None:
+    """Floods that end before their requests start cost others nothing."""
+    waiting = list[Callable[[], None]]()
+    async with running_gateway() as running:
+        port = running.gateway._server.port
+        port.turns.may_start = lambda: False  # type: ignore[method-assign]
+        port.turns.wait = lambda go_on, *, is_fresh: waiting.append(go_on)  # type: ignore[method-assign]
+        async with connected(running) as client:
+            client.send(get("/v2/health/live"))
+            connection = await the_one_connection(running)
+            await until_paused(connection)
+            connection.transport.abort()
+        async with asyncio.timeout(TIMEOUT_S):
+            await port.is_idle.wait()
+
+        assert len(waiting) == 1
+        waiting.pop()()
+        assert (waiting, port.tasks) == ([], set())
 
 
 async def test_a_flood_ends_with_its_client_while_others_are_served() -> None:
