@@ -1,8 +1,7 @@
 """Fairness between connections: large reads are parsed in slices, and applications start, in turns of the event loop.
 
-Hostile frames can take seconds: one read has up to 256 KB, one poll of a socket up to 32 reads. A hundred clients may
-begin requests at once. Connections that have just sent go first, so that cheap bytes, such as uploads, do not wait
-behind floods.
+One read may hold seconds of work, and a hundred clients may begin requests at once. Connections that have just sent go
+first, so that uploads do not wait behind floods.
 """
 
 import asyncio

@@ -20,9 +20,8 @@ optional stopping" (2024), here given the sum of both. Each step begins with its
 may turn bad only in a late step.
 
 Of several tenants, none decides alone: a canary is rolled back only if the evidence *without* each tenant is three
-quarters of the way (of its logarithm), too. So a tenant can add a quarter at most, and no rollbacks are added. A tenant
-is one of several if the others have sent the canary `LEAST_OF_OTHERS` requests in its step, or the step is younger than
-`ALONE_S`.
+quarters of the way (of its logarithm), too. A tenant is one of several if the others have sent the canary
+`LEAST_OF_OTHERS` requests in its step, or the step is younger than `ALONE_S`.
 """
 
 import math

@@ -20,9 +20,6 @@ idle time, or by an error; a START while it runs begins the next life behind it.
    one wait for its first, and refuses a gap.
 7. Where Redis may lose confirmed writes, a sequence does not survive its restart or failover.
 8. A sequence without an owner ends at its steps' deadline, or after a minute without waiting steps.
-
-`tests/property/test_sequence_protocol.py` covers every interleaving, `tests/contract/queue/test_sequences_stateful.py`
-drives the scripts.
 """
 
 import asyncio
