@@ -40,11 +40,18 @@ class Turns:
         return now_s < self._ends_s
 
     def may_start(self) -> bool:
-        """Returns whether an application may start; the turn pays for it."""
+        """Returns whether an application may start; its cost is taken from the turn."""
         if not self.may_read():
             return False
         self._ends_s -= START_S
         return True
+
+    async def start(self) -> None:
+        """Waits until a task may go on, as an application may start."""
+        while not self.may_start():
+            turn = asyncio.Event()
+            self.wait(turn.set, is_fresh=False)
+            await turn.wait()
 
     def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
         """Calls `go_on` in a later turn; `is_fresh` = nothing is parsed."""

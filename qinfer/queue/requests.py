@@ -224,7 +224,7 @@ class Requests:
         self._values.delete_objects(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: EntryAddress, reply_to: str) -> RequestRecord | None:
-        """Returns the record; `reply_to` gets a hint at the end, which may be lost."""
+        """Returns the record; `reply_to`, unless empty, gets a hint at the end, which may be lost."""
         return await self._record(address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[EntryAddress]:

@@ -59,7 +59,7 @@ async def test_events_follow_a_request_to_its_end(client: httpx.AsyncClient, run
                 await client.delete(record["links"]["self"])
 
     assert seen == ["queued", "cancelled"]
-    assert running.gateway.requests.waits._events == {}
+    assert running.gateway.requests.waits._watched == {}
 
 
 async def test_a_stream_ends_when_the_queue_is_away(
@@ -75,7 +75,7 @@ async def test_a_stream_ends_when_the_queue_is_away(
     async with client.stream("GET", record["links"]["events"]) as reply:
         lines = reply.aiter_lines()
         first = await anext(lines)
-        monkeypatch.setattr(running.gateway.requests.waits._requests, "record", away)
+        monkeypatch.setattr(running.gateway.requests.waits._requests, "watch", away)
         rest = [line async for line in lines]
     monkeypatch.undo()
     await client.delete(record["links"]["self"])
@@ -129,8 +129,8 @@ async def test_a_shutdown_ends_waits_and_streams() -> None:
         async with client.stream("GET", record["links"]["events"]) as reply:
             lines = reply.aiter_lines()
             assert await anext(lines) == "event: state"
-            waiting = running.gateway.requests.waits._events[record["id"]]
-            await eventually(lambda: len(waiting) == 2)
+            (watched,) = running.gateway.requests.waits._watched[record["id"]].values()
+            await eventually(lambda: len(watched.events) == 2)
             running.gateway.stop()
             rest = [line async for line in lines]
 

@@ -152,12 +152,12 @@ async def test_a_waiting_reader_is_told_of_the_end(client: httpx.AsyncClient, ru
     record = await submitted(client, STUCK)
     waits = running.gateway.requests.waits
     waiting = asyncio.ensure_future(ended(client, record))
-    await eventually(lambda: record["id"] in waits._events)
+    await eventually(lambda: record["id"] in waits._watched)
 
     await client.delete(record["links"]["self"])
 
     assert (await waiting).status_code == 400
-    assert waits._events == {}
+    assert waits._watched == {}
 
 
 async def test_a_reader_that_leaves_is_forgotten(running: Running, client: httpx.AsyncClient) -> None:
@@ -168,7 +168,7 @@ async def test_a_reader_that_leaves_is_forgotten(running: Running, client: httpx
     with pytest.raises(httpx.ReadTimeout):
         await client.get(record["links"]["result"] + "?wait=30", timeout=0.2)
 
-    await eventually(lambda: not waits._events)
+    await eventually(lambda: not waits._watched)
 
 
 async def test_cancel(client: httpx.AsyncClient, running: Running) -> None:
