@@ -16,7 +16,7 @@ SLICE_BYTES = 2048
 TURN_S = 0.002
 """The time that all large reads and starts of a port may take together before the event loop serves others."""
 
-START_S = 0.0004
+START_S = 0.001
 """The part of a turn that the start of an application costs, or its end without an answer."""
 
 LEAST_S = 0.0002
