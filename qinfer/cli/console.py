@@ -8,7 +8,7 @@ work later.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -29,6 +29,8 @@ from qinfer.errors import (
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,6 +75,11 @@ RedisOption = Annotated[
 DataDirOption = Annotated[
     Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`, here or above.")
 ]
+
+_COLOURS = {
+    "green": ("READY", "ready", "completed"),
+    "red": ("UNAVAILABLE", "trouble", "failed", "expired"),
+}
 
 _KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
 _TRY_AGAIN, _REDIS_REMEDY = "; try again", "; `qinfer doctor` finds problems of Redis"
@@ -240,3 +247,43 @@ def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: 
         from rich.console import Console
 
         Console().print(view())
+
+
+def table(title: str, columns: str, rows: "Iterable[Sequence[object]]") -> "Table":
+    """Returns a table; of the `columns`, `name>` is right-justified, and `name!` is whole on any terminal."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    found = Table(
+        title=Text(title, "bold") if title else None, title_justify="left", box=SIMPLE, pad_edge=False, padding=0
+    )
+    cells = [
+        [one if isinstance(one, Text) else Text(f"{one:,}" if isinstance(one, int) else str(one)) for one in row]
+        for row in rows
+    ]
+    for number, name in enumerate(columns.split(", ")):
+        found.add_column(
+            Text(name.rstrip(">!")),
+            justify="right" if name.endswith(">") else "left",
+            overflow="fold",
+            no_wrap=name.endswith((">", "!")),
+            min_width=max((row[number].cell_len for row in cells), default=0) if name.endswith("!") else None,
+        )
+    for row in cells:
+        found.add_row(*row)
+    return found
+
+
+def facts(title: str, values: "Mapping[str, object]") -> "Table":
+    """Returns names and values as a table without a header."""
+    found = table(title, "name, value", values.items())
+    found.show_header = False
+    return found
+
+
+def state(name: str) -> "Text":
+    """Returns the state of a model, worker or job in its colour."""
+    from rich.text import Text
+
+    return Text(name, next((colour for colour, names in _COLOURS.items() if name in names), "yellow"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, UrlOption, show
+from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, UrlOption, show, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -151,43 +151,34 @@ def _decide(name: str, decision: str, url: str, *, as_json: bool) -> None:
 
 
 def _table(states: "list[dict[str, Any]]") -> "RenderableType":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("endpoint", "revision", "targets", "problems", title="Endpoints", title_justify="left")
+    rows = []
     for state in states:
         targets = ", ".join(f"{one['target']} {one['role']} {_percent(one['weight'])}" for one in state["targets"])
-        endpoint, problems = state["endpoint"], "; ".join(state["problems"]) or "-"
-        table.add_row(Text(endpoint["name"]), str(endpoint["revision"]), Text(targets), Text(problems))
-    return table
+        endpoint = state["endpoint"]
+        rows.append((endpoint["name"], str(endpoint["revision"]), targets, "; ".join(state["problems"]) or "-"))
+    return table("Endpoints", "endpoint, revision>, targets, problems", rows)
 
 
 def _differences(found: "Mapping[str, Any]") -> "RenderableType":
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     parts: list[RenderableType] = []
     for one in found["targets"]:
-        parts.append(Text(f"{one['target']}: {_shadows(one['shadows'])}"))
-        if one["outputs"]:
-            outputs = Table("output", "rows", "agree", "mean distance", "largest", "not measured")
-            for each in one["outputs"]:
-                distances = f"{each['mean_distance']:.4g}", f"{each['largest_distance']:.4g}"
-                row = (
-                    each["output"],
-                    str(each["rows"]),
-                    _percent(each["agreement"]),
-                    *distances,
-                    str(each["unmeasured"]),
-                )
-                outputs.add_row(*map(Text, row))
-            parts.append(outputs)
-        if one["samples"]:
-            samples = Table("row", "output", "stable", "shadow", title="The most different rows", title_justify="left")
-            for each in one["samples"]:
-                samples.add_row(*map(Text, (each["row"], each["output"], each["stable"] or "-", each["canary"] or "-")))
-            parts.append(samples)
+        outputs = [
+            (
+                *(each["output"], each["rows"], _percent(each["agreement"]), f"{each['mean_distance']:.4g}"),
+                *(f"{each['largest_distance']:.4g}", each["unmeasured"]),
+            )
+            for each in one["outputs"]
+        ]
+        samples = [
+            (each["row"], each["output"], each["stable"] or "-", each["canary"] or "-") for each in one["samples"]
+        ]
+        title = f"{one['target']}: {_shadows(one['shadows'])}"
+        parts.append(table(title, "output, rows>, agree>, mean distance>, largest>, not measured>", outputs))
+        if samples:
+            parts.append(table("The most different rows", "row, output, stable, shadow", samples))
     return Group(*parts) if parts else Text(f"{found['endpoint']} has no shadow")
 
 
@@ -197,22 +188,21 @@ def _shadows(counts: "Mapping[str, int]") -> str:
 
 def _details(state: "Mapping[str, Any]") -> "RenderableType":
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     endpoint, targets = state["endpoint"], state["targets"]
-    title = f"{endpoint['name']}, revision {endpoint['revision']}"
-    if sticky := endpoint.get("sticky"):
-        title += f", sticky by {sticky}"
-    table = Table("target", "role", "version", "ready", "share", "requests", "has got", title=title)
-    table.title_justify = "left"
+    sticky = f", sticky by {endpoint['sticky']}" if endpoint.get("sticky") else ""
     total = sum(one["requests"] for one in targets)
-    for one in targets:
-        got = _percent(one["requests"] / total) if total else "-"
-        version, ready = str(one["version"] or "-"), "yes" if one["ready"] else "no"
-        row = (one["target"], one["role"], version, ready, _percent(one["weight"]), str(one["requests"]), got)
-        table.add_row(*map(Text, row))
-    parts: list[RenderableType] = [table, *(Text(f"Problem: {one}", style="red") for one in state["problems"])]
+    rows = [
+        (
+            *(one["target"], one["role"], str(one["version"] or "-"), "yes" if one["ready"] else "no"),
+            *(_percent(one["weight"]), one["requests"], _percent(one["requests"] / total) if total else "-"),
+        )
+        for one in targets
+    ]
+    columns = "target, role, version>, ready, share>, requests>, has got>"
+    parts: list[RenderableType] = [table(f"{endpoint['name']}, revision {endpoint['revision']}{sticky}", columns, rows)]
+    parts += [Text(f"Problem: {one}", style="red") for one in state["problems"]]
     parts += [Text(f"{one['target']}: {_shadows(one['shadows'])}") for one in targets if one.get("shadows")]
     if canary := state.get("canary"):
         parts += _canary(canary)
@@ -221,20 +211,18 @@ def _details(state: "Mapping[str, Any]") -> "RenderableType":
 
 
 def _canary(canary: "Mapping[str, Any]") -> "Iterator[RenderableType]":
-    from rich.table import Table
     from rich.text import Text
 
     step = f"step {canary['step']} of {canary['steps']}, {canary['requests']} requests in it"
-    title = f"Canary: {_tried(canary)}, {canary['state']}, {step}"
-    table = Table("check", "canary", "stable", "evidence", "decides", title=title)
-    table.title_justify = "left"
+    rows = []
     for one in canary["checks"]:
         tried = _share(one["canary_bad"], one["canary_requests"])
         stable = _share(one["stable_bad"], one["stable_requests"])
         if one.get("allowed") is not None:
             stable = f"{_percent(one['allowed'])} allowed"
-        table.add_row(*map(Text, (one["check"], tried, stable, f"{one['evidence']:.3g}", f"{one['decides']:.4g}")))
-    yield table
+        rows.append((one["check"], tried, stable, f"{one['evidence']:.3g}", f"{one['decides']:.4g}"))
+    title = f"Canary: {_tried(canary)}, {canary['state']}, {step}"
+    yield table(title, "check, canary>, stable>, evidence>, decides>", rows)
     yield Text(f"Why: {canary['reason']}")
     if canary["done_s"]:
         yield Text(f"Done: every gateway had confirmed the rollback at {_instant(canary['done_s'])}")

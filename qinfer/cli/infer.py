@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
+from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, facts, show, table
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
@@ -77,27 +77,26 @@ def infer(
 
 
 def _print(answer: "InferResult", *, as_json: bool) -> None:
-    from qinfer.cli.client import as_json_object
-
-    if as_json:
-        print_json(as_json_object(answer))
-    else:
-        _print_result(answer)
-
-
-def _print_result(answer: "InferResult") -> None:
     import numpy as np
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
+    from qinfer.cli.client import as_json_object
     from qinfer.tensors import to_numpy
 
-    table = Table("output", "datatype", "shape", "value", title=f"{answer.model} version {answer.version}")
-    for tensor in answer.tensors:
-        text = np.array2string(to_numpy(tensor), threshold=64, precision=6, suppress_small=True)
-        table.add_row(Text(tensor.name), tensor.datatype, str(list(tensor.shape)), Text(text))
-    Console().print(table)
+    rows = [
+        (
+            one.name,
+            one.datatype,
+            str(list(one.shape)),
+            np.array2string(to_numpy(one), threshold=64, precision=6, suppress_small=True),
+        )
+        for one in answer.tensors
+    ]
+    title = f"{answer.model} version {answer.version}"
+    show(
+        as_json_object(answer) if as_json else None,
+        lambda: table(title, "output, datatype, shape, value", rows),
+        as_json=as_json,
+    )
 
 
 BENCH_EXAMPLE = "Example: qinfer bench digits --concurrency 64 --duration 10"
@@ -148,10 +147,8 @@ def bench(
         before = batch_counts(client.metrics(), model)
         report = run_load(encode({}), sequences or concurrency, duration, make)
         report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
-    if as_json:
-        print_json(report.as_json())
-    else:
-        _print_report(report, model)
+    title = f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s"
+    show(report.as_json(), lambda: facts(title, _report_facts(report)), as_json=as_json)
     if report.errors or not report.latencies_s:
         raise typer.Exit(1)
 
@@ -194,31 +191,20 @@ def _connections(
     return partial(StreamConnection if streaming else LoadConnection, encode({}).request)
 
 
-def _print_report(report: "LoadReport", model: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _report_facts(report: "LoadReport") -> "dict[str, object]":
     from qinfer.cli.load import percentile
 
-    table = Table("figure", "value", title=f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s")
-    table.columns[1].justify = "right"
     unit = "requests" if report.sequences_ended is None else "steps"
-    table.add_row(unit, f"{len(report.latencies_s):,}")
-    table.add_row("errors", f"{report.errors:,}", style="red" if report.errors else "")
-    table.add_row(f"{unit} per second", f"{report.requests_per_s:,.0f}")
-    for percent in (50, 95, 99):
-        table.add_row(f"p{percent}", f"{report.percentile_s(percent) * 1000:.2f} ms")
-    table.add_row("longest", f"{report.percentile_s(100) * 1000:.2f} ms")
+    found: dict[str, object] = {unit: len(report.latencies_s), "errors": report.errors}
+    found[f"{unit} per second"] = f"{report.requests_per_s:,.0f}"
+    found |= {f"p{percent}": f"{report.percentile_s(percent) * 1000:.2f} ms" for percent in (50, 95, 99)}
+    found["longest"] = f"{report.percentile_s(100) * 1000:.2f} ms"
     if report.first_s is not None:
-        table.add_row("responses per second", f"{report.responses_per_s:,.0f}")
+        found["responses per second"] = f"{report.responses_per_s:,.0f}"
         for name, times_s in (("first response", report.first_s), ("between responses", report.between_s)):
             for percent in (50, 99):
-                table.add_row(f"{name}, p{percent}", f"{percentile(times_s, percent) * 1000:.2f} ms")
+                found[f"{name}, p{percent}"] = f"{percentile(times_s, percent) * 1000:.2f} ms"
     if report.sequences_ended is not None:
-        table.add_row("sequences ended", f"{report.sequences_ended:,}")
-        table.add_row("sequences lost", f"{report.sequences_lost:,}", style="red" if report.sequences_lost else "")
-    table.add_row("mean batch", "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}")
-    console = Console()
-    console.print(table)
-    if report.first_error:
-        console.print(f"first error: {report.first_error}", markup=False)
+        found |= {"sequences ended": report.sequences_ended, "sequences lost": report.sequences_lost}
+    found["mean batch"] = "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}"
+    return found | ({"first error": report.first_error} if report.first_error else {})

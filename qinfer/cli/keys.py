@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import Commands, JsonOption, print_json, show
+from qinfer.cli.console import Commands, JsonOption, print_json, show, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -129,14 +129,10 @@ def _row(key: "ApiKey") -> dict[str, str]:
 
 
 def _table(rows: "list[dict[str, str]]") -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(*rows[0] if rows else (), title="API keys (times in UTC)", title_justify="left")
-    for row in rows:
-        # Two complete instants do not fit into 80 columns.
-        times = {name: row[name][:16].replace("T", " ") for name in ("created", "expires")}
-        table.add_row(*(value or "-" for value in (row | times).values()))
-    return table
+    # Two complete instants do not fit into 80 columns.
+    short = [row | {name: row[name][:16].replace("T", " ") for name in ("created", "expires")} for row in rows]
+    cells = [[value or "-" for value in row.values()] for row in short]
+    return table("API keys (times in UTC)", "id!, tenant, scopes, created, expires, state", cells)
 
 
 def _show_once(entry: "ApiKey", key: str, note: str, *, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """`qinfer models`: the model repository and the desired state."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,8 @@ from qinfer.cli.console import (
     UrlOption,
     print_error,
     show,
+    state,
+    table,
 )
 from qinfer.errors import ControlDisabled
 from qinfer.wire.bodies import index_body
@@ -69,7 +71,6 @@ def sync_models(
     with --wait: a model is not ready in time.
     """
     from qinfer.cli.overview import redis_settings, run_sync
-    from qinfer.cli.tables import synced_table
     from qinfer.core.settings import load_settings
 
     repository = load_settings().repository
@@ -77,13 +78,18 @@ def sync_models(
         repository = repository.model_copy(update={"path": ",".join(model_repository)})
     settings = redis_settings(redis, data_dir)
     synced = run_sync(settings, repository, may_empty=may_empty)
-    show(synced, lambda: synced_table(synced), as_json=as_json)
+    rows = [(m.model, ", ".join(map(str, m.versions)) or "-", str(m.generation), m.error or _result(m)) for m in synced]
+    show(synced, lambda: table("Synced", "model, versions, generation>, result", rows), as_json=as_json)
     failed = {model.model: f"can't be read: {model.error}" for model in synced if model.error}
     late = _wait(settings, synced, timeout, failed) if wait else {}
     for name, reason in (failed | late).items():
         print_error(f"model '{name}' {reason}")
     if failed or late:
         raise typer.Exit(FAILED if failed else UNREACHABLE)
+
+
+def _result(model: "SyncedModel") -> str:
+    return "removed" if model.removed else "written" if model.changed else "unchanged"
 
 
 def _wait(
@@ -128,12 +134,16 @@ def show_index(
 ) -> None:
     """Show every model of the repositories and the state of its versions, as reported by a gateway."""
     from qinfer.cli.client import GatewayClient
-    from qinfer.cli.tables import index_table
 
     with GatewayClient(url) as client:
         found = client.index(ready=ready)
     entries = index_body(found)
-    show(entries, lambda: index_table(entries), as_json=as_json)
+    show(entries, lambda: table("Index", "model, version>, state, reason", map(_index_row, entries)), as_json=as_json)
+
+
+def _index_row(entry: Mapping[str, str]) -> "tuple[object, ...]":
+    reason = entry.get("reason", "") if entry.get("state") else "never loaded"
+    return entry["name"], entry.get("version") or "-", state(entry.get("state") or "-"), reason
 
 
 @app.command("load", epilog=LOAD_EXAMPLE, short_help="Load a model, or its changes.")

@@ -31,7 +31,8 @@ def status(
     continue.
     """
     from qinfer.cli.overview import Overview, redis_settings, run_overview
-    from qinfer.cli.tables import OverviewWatch, overview_tables
+    from qinfer.cli.tables import overview_tables
+    from qinfer.cli.tables import watch as watch_overview
 
     def read() -> Overview:
         return run_overview(redis_settings(redis, data_dir))
@@ -39,7 +40,7 @@ def status(
     if watch:
         # Wrong options end the command at once.
         redis_settings(redis, data_dir)
-        OverviewWatch(read, interval).run(as_json=as_json)
+        watch_overview(read, interval, as_json=as_json)
         return
     overview = read()
     show(overview, lambda: overview_tables(overview), as_json=as_json)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show
+from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show, table
 from qinfer.cli.jobs.jobs import (
     ColumnNamesOption,
     ColumnOption,
@@ -254,30 +254,22 @@ def _scored(
 
 
 def _view(found: "Comparison") -> "RenderableType":
-    from rich.box import SIMPLE
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    def table(title: str, *columns: str) -> Table:
-        return Table(*columns, title=title, title_justify="left", box=SIMPLE, pad_edge=False, padding=0)
-
-    outputs = table(
-        f"{found.canary} compared with {found.stable}", "output", "by", "agreement", "differ", "mean", "max"
-    )
-    for one in found.outputs:
-        distances = [_number(one.mean), _number(one.largest) + (f", {one.unmeasured:,} none" if one.unmeasured else "")]
-        differ = f"{one.rows - one.agreeing:,} of {one.rows:,}"
-        outputs.add_row(Text(one.output), one.by or "-", f"{one.agreement:.2%}", differ, *distances)
-    parts: list[RenderableType] = [outputs]
-    if found.samples:
-        rows = table(
-            "The rows in which each output differs most", "output", "row", found.stable, found.canary, "distance"
+    outputs = [
+        (
+            *(one.output, one.by or "-", f"{one.agreement:.2%}", f"{one.rows - one.agreeing:,} of {one.rows:,}"),
+            *(_number(one.mean), _number(one.largest) + (f", {one.unmeasured:,} none" if one.unmeasured else "")),
         )
-        for sample in found.samples:
-            texts = [Text(text) for text in (sample.output, sample.row, sample.stable, sample.canary)]
-            rows.add_row(*texts, _number(sample.distance))
-        parts.append(rows)
+        for one in found.outputs
+    ]
+    title = f"{found.canary} compared with {found.stable}"
+    parts: list[RenderableType] = [table(title, "output, by, agreement>, differ>, mean>, max>", outputs)]
+    if found.samples:
+        samples = [(one.output, one.row, one.stable, one.canary, _number(one.distance)) for one in found.samples]
+        columns = f"output, row, {found.stable}, {found.canary}, distance>"
+        parts.append(table("The rows in which each output differs most", columns, samples))
     if found.others:
         parts.append(Text(f"not compared, because only one target has it: {', '.join(found.others)}", style="yellow"))
     if any(found.failed.values()):

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, ModelArgument, UrlOption, print_json, show
+from qinfer.cli.console import (
+    DEFAULT_URL,
+    Commands,
+    JsonOption,
+    ModelArgument,
+    UrlOption,
+    facts,
+    print_json,
+    show,
+    state,
+    table,
+)
 from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, StopSignals, WaitInterrupted, finish, print_status
 from qinfer.errors import InvalidRequest
 
@@ -26,11 +37,8 @@ _MOST_PRUNED = 10_000
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _WIDE = 110
 """Width from which speeds and URLs are shown."""
-_MODEL_WIDTH = 16
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
-_COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow", "cancelling": "yellow"}
-
 
 InputsArgument = Annotated[
     list[str],
@@ -455,10 +463,7 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
     """Delete the record of an ended job; its output is kept."""
     with _client(url) as client:
         client.job(job_id).delete()
-    if as_json:
-        print_json({"deleted": job_id})
-    else:
-        print(f"job {job_id} deleted; its output is kept")
+    show({"deleted": job_id}, f"job {job_id} deleted; its output is kept", as_json=as_json)
 
 
 @app.command("prune", epilog="Example: qinfer jobs prune --older-than 30d --model digits")
@@ -520,11 +525,8 @@ def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
     """Show the log of a job, oldest first."""
     with _client(url) as client:
         lines = client.job(job_id).log()
-    if as_json:
-        print_json([{"at": line.at, "text": line.text} for line in lines])
-    else:
-        for line in lines:
-            print(f"{line.at}  {line.text}")
+    text = "\n".join(f"{line.at}  {line.text}" for line in lines)
+    show([{"at": line.at, "text": line.text} for line in lines], text, as_json=as_json)
 
 
 def _client(url: str) -> "GatewayClient":
@@ -534,48 +536,33 @@ def _client(url: str) -> "GatewayClient":
 
 
 def _show(status: "JobStatus", *, as_json: bool) -> None:
-    if as_json:
-        print_json(dict(status.fields))
-        return
     import json
-
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from qinfer.client.job_progress import duration, rate
 
     fields = status.fields
-    about = Table("field", "value", show_header=False, title=f"Job {status.id}", title_justify="left")
-    about.add_row("state", Text(status.state, style=_COLOURS.get(status.state, "")))
-    if status.error:
-        about.add_row("error", Text(status.error, style="red"))
-    if why := fields.get("waiting"):
-        about.add_row("waits", Text(why, style="yellow"))
-    about.add_row("model", Text(f"{status.model} version {status.version}"))
-    about.add_row("rows", _counts(status.rows, status.rows_done, status.rows_failed))
-    if status.rows_scored:
-        about.add_row("scored", f"{status.rows_scored:,} rows of shards that are not written yet")
-    about.add_row("shards", _counts(status.shards, status.shards_done, status.shards_failed))
-    if status.skipped_files:
-        about.add_row("skipped files", Text(_skipped(status)))
-    if status.rows_per_s:
-        about.add_row("speed", f"{rate(status.rows_per_s)} rows/s")
-    if status.eta_s is not None and not status.has_ended:
-        about.add_row("time left", duration(status.eta_s))
-    for name in ("created_at", "started_at", "ended_at", "deadline_at"):
-        if fields.get(name):
-            about.add_row(name.replace("_", " "), str(fields[name]))
-    about.add_row("output", Text(status.output_url))
-    about.add_row("specification", Text(json.dumps(fields.get("spec", {}), ensure_ascii=False)))
-    Console().print(about)
+    scored = f"{status.rows_scored:,} rows of shards that are not written yet"
+    about = {
+        "state": state(status.state),
+        "error": status.error,
+        "waits": fields.get("waiting"),
+        "model": f"{status.model} version {status.version}",
+        "rows": _counts(status.rows, status.rows_done, status.rows_failed),
+        "scored": scored if status.rows_scored else "",
+        "shards": _counts(status.shards, status.shards_done, status.shards_failed),
+        "skipped files": _skipped(status) if status.skipped_files else "",
+        "speed": f"{rate(status.rows_per_s)} rows/s" if status.rows_per_s else "",
+        "time left": duration(status.eta_s) if status.eta_s is not None and not status.has_ended else "",
+        **{f"{what} at": fields.get(f"{what}_at") for what in ("created", "started", "ended", "deadline")},
+        "output": status.output_url,
+        "specification": json.dumps(fields.get("spec", {}), ensure_ascii=False),
+    }
+    given = {name: value for name, value in about.items() if value}
+    show(dict(fields), lambda: facts(f"Job {status.id}", given), as_json=as_json)
 
 
 def _print_list(found: "list[JobStatus]") -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
 
     from qinfer.client.job_progress import rate
 
@@ -584,34 +571,16 @@ def _print_list(found: "list[JobStatus]") -> None:
         return
     console = Console()
     is_wide = console.width >= _WIDE
-    numbers = ("rows", "done", "failed", *(("rows/s", "duration") if is_wide else ()))
-    table = Table(
-        Column("id", no_wrap=True),
-        Column("state", no_wrap=True),
-        Column("model", overflow="fold", min_width=_MODEL_WIDTH),
-        *(Column(name, justify="right", no_wrap=True) for name in numbers),
-        *([Column("created", no_wrap=True), Column("output", overflow="fold")] if is_wide else []),
-        box=SIMPLE,
-        pad_edge=False,
-        padding=0,
-    )
+    rows: list[tuple[object, ...]] = []
     for status in found:
         speed = rate(status.rows_per_s) if status.rows_per_s else "-"
-        table.add_row(
-            Text(status.id),
-            Text(status.state, style=_COLOURS.get(status.state, "")),
-            Text(f"{status.model} {status.version}"),
-            f"{status.rows:,}" if status.shards else "-",
-            f"{100 * status.progress:.0f}%",
-            f"{status.rows_failed:,}",
-            *((speed, _took(status), _created(status), Text(status.output_url)) if is_wide else ()),
-        )
-    console.print(table)
-
-
-def _created(status: "JobStatus") -> str:
-    created = _instant(status, "created_at")
-    return f"{created:%Y-%m-%d %H:%M}" if created else "-"
+        created = _instant(status, "created_at")
+        more = (speed, _took(status), f"{created:%Y-%m-%d %H:%M}" if created else "-", status.output_url)
+        counts = (status.rows if status.shards else "-", f"{100 * status.progress:.0f}%", status.rows_failed)
+        begin = (status.id, state(status.state), f"{status.model} {status.version}")
+        rows.append((*begin, *counts, *(more if is_wide else ())))
+    columns = "id!, state!, model, rows>, done>, failed>"
+    console.print(table("", f"{columns}, rows/s>, duration>, created!, output" if is_wide else columns, rows))
 
 
 def _skipped(status: "JobStatus") -> str:
