@@ -1,7 +1,7 @@
 """`qinfer dlq`: dead letters, the requests that failed for good."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,13 +11,15 @@ from qinfer.cli.console import (
     JsonOption,
     ModelArgument,
     RedisOption,
+    facts,
     model_names,
-    print_json,
     show,
+    table,
 )
+from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from qinfer.cli.dead_letters import DeadLetterDetails, DeadLetterRow
+    from rich.console import RenderableType
 
 app = Commands(help="Dead letters, requests that failed for good: list, show, replay, remove.", no_args_is_help=True)
 
@@ -52,13 +54,11 @@ def list_dead_letters(
     if after and not model:
         raise typer.BadParameter("it needs a MODEL, because each model has its own ids", param_hint="--after")
     settings = redis_settings(redis, data_dir)
-    rows = dead_letters.run_list(settings, model, after, count) if model else dead_letters.run_list_all(settings, count)
-    if as_json:
-        print_json(rows)
-    else:
-        _print_rows(model, rows)
-        if model and len(rows) == count:
-            print(f"There may be more: qinfer dlq list {model} --after {rows[-1].id}")
+    rows = dead_letters.run_list(settings, model, after, count)
+    none = f"model '{model}' has no dead letters" if model else "there are no dead letters"
+    show(rows, (lambda: _listed(model, rows)) if rows else none, as_json=as_json)
+    if model and len(rows) == count and not as_json:
+        print(f"There may be more: qinfer dlq list {model} --after {rows[-1]['id']}")
 
 
 @app.command("show", epilog=SHOW_EXAMPLE)
@@ -79,10 +79,7 @@ def show_dead_letter(
     from qinfer.cli.overview import redis_settings
 
     letter = dead_letters.run_show(redis_settings(redis, data_dir), model, letter_id, output)
-    if as_json:
-        print_json(letter)
-    else:
-        _print_details(letter)
+    show(letter, lambda: _details(letter), as_json=as_json)
 
 
 @app.command("replay", epilog=REPLAY_EXAMPLE)
@@ -124,66 +121,40 @@ def purge_dead_letters(
     from qinfer.cli.overview import redis_settings
 
     chosen = dead_letters.choose(ids, everything=everything)
-    dead_letters.require_yes(yes=yes)
+    if not yes:
+        raise InvalidRequest("purge removes dead letters for good; add --yes to confirm")
     count = dead_letters.run_purge(redis_settings(redis, data_dir), model, chosen)
     show({"purged": count}, f"{count} removed", as_json=as_json)
 
 
-def _print_rows(model: str, rows: "list[DeadLetterRow]") -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    if not rows:
-        print(f"model '{model}' has no dead letters" if model else "there are no dead letters")
-        return
-    names = [] if model else ["model"]
-    table = Table(
-        *(Column(name, overflow="fold") for name in names),
-        # A cut id can't be given to another command.
-        Column("id", no_wrap=True, min_width=max(len(row.id) for row in rows)),
-        *(Column(name, overflow="fold") for name in ("buried at", "lane", "request")),
-        *(Column(name, justify="right", overflow="fold") for name in ("deliveries", "bytes")),
-        Column("error", overflow="fold"),
-        title=f"Dead letters of {model}" if model else "Dead letters",
-        box=SIMPLE,
-        pad_edge=False,
-        padding=0,
-    )
+def _listed(model: str, rows: "list[dict[str, Any]]") -> "RenderableType":
+    cells = []
     for row in rows:
-        error = Text.assemble((row.code, "red"), f": {row.reason}")
-        place = (row.buried_at, f"{row.version}:{row.lane}", Text(row.request_id))
-        own = (Text(row.model),) if names else ()
-        table.add_row(*own, row.id, *place, str(row.deliveries), f"{row.size:,}", error)
-    Console().print(table)
+        place = (row["buried_at"], f"{row['version']}:{row['lane']}", row["request_id"], row["deliveries"], row["size"])
+        cells.append((*([] if model else [row["model"]]), row["id"], *place, f"{row['code']}: {row['reason']}"))
+    columns = "id!, buried at, lane, request, deliveries>, bytes>, error"
+    return table("Dead letters", columns if model else f"model, {columns}", cells)
 
 
-def _print_details(letter: "DeadLetterDetails") -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _details(letter: "dict[str, Any]") -> "RenderableType":
+    from rich.console import Group
     from rich.text import Text
 
-    row = letter.row
-    about = Table("field", "value", show_header=False, title=f"Dead letter {row.id}", title_justify="left")
-    about.add_row("request", Text(row.request_id or "-"))
-    about.add_row("error", Text.assemble((row.code, "red"), f": {row.reason}"))
-    about.add_row("deliveries", str(row.deliveries))
-    about.add_row("buried at", row.buried_at)
-    about.add_row("lane", f"{row.lane} of version {row.version}")
-    about.add_row("kind", letter.kind)
-    console = Console()
-    if letter.kind != letter.UNREADABLE:
-        about.add_row("timeout", f"{letter.timeout_s:g} s")
-        about.add_row("tenant", Text(letter.tenant or "-"))
-        about.add_row("parameters", Text(str(letter.parameters)))
-    console.print(about)
-    if letter.problem:
-        console.print(Text(letter.problem, style="yellow"))
-    if letter.inputs:
-        inputs = Table("input", "datatype", "shape", "bytes", title="Inputs", title_justify="left")
-        for tensor in letter.inputs:
-            inputs.add_row(Text(tensor.name), tensor.datatype, str(list(tensor.shape)), f"{tensor.size:,}")
-        console.print(inputs)
-    for path in letter.written:
-        console.print(f"wrote {path}", soft_wrap=True)
+    row = letter["row"]
+    about = {
+        "request": row["request_id"] or "-",
+        "error": f"{row['code']}: {row['reason']}",
+        "deliveries": row["deliveries"],
+        "buried at": row["buried_at"],
+        "lane": f"{row['lane']} of version {row['version']}",
+        "kind": letter["kind"],
+    }
+    if letter["problem"]:
+        about["problem"] = letter["problem"]
+    else:
+        about["timeout"] = f"{letter['timeout_s']:g} s"
+        about |= {"tenant": letter["tenant"] or "-", "parameters": letter["parameters"]}
+    inputs = [(one["name"], one["datatype"], str(list(one["shape"])), one["size"]) for one in letter["inputs"]]
+    parts: list[RenderableType] = [facts(f"Dead letter {row['id']}", about)]
+    parts += [table("Inputs", "input, datatype, shape, bytes>", inputs)] if inputs else []
+    return Group(*parts, *(Text(f"wrote {path}") for path in letter["written"]))

@@ -4,21 +4,22 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from pydantic import SecretStr
 
 from qinfer.cli.local import runfile
-from qinfer.core.settings import RedisSettings, RepositorySettings, load_settings
+from qinfer.core.settings import LimitSettings, RedisSettings, RepositorySettings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.pins import Pin, why_lost
 from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
-from qinfer.models.repository.open import Repositories, open_repositories
+from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import BULK, GATEWAY, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
@@ -27,6 +28,8 @@ from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.sequences import read_sequences
 from qinfer.scaling.work import VersionWork, read_work
+
+T = TypeVar("T")
 
 LOOK_S = 1.0
 
@@ -191,16 +194,34 @@ def with_url(settings: RedisSettings, url: str) -> RedisSettings:
     return settings.model_copy(update={"url": SecretStr(url)})
 
 
+def run(
+    settings: RedisSettings,
+    work: Callable[[ControlStore, Queue], Awaitable[T]],
+    limits: LimitSettings | None = None,
+) -> T:
+    """Runs `work` with connections to the store and the queue; with `limits` also to the payload store."""
+
+    async def work_connected() -> T:
+        async with connected(settings, limits) as (store, queue):
+            return await work(store, queue)
+
+    return asyncio.run(work_connected())
+
+
 def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Overview:
     """Reads an overview; leaves out workers that have run for more than `max_up_s`."""
-    return asyncio.run(_overview(settings, max_up_s))
+    return run(settings, partial(read_overview, max_up_s=max_up_s))
 
 
 def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_empty: bool) -> list[SyncedModel]:
     """Makes the repositories' content the desired state."""
-    return asyncio.run(
-        _sync(settings, repository, partial(sync, min_workers=repository.min_workers, may_empty=may_empty))
-    )
+    source, least = open_repositories(repository), repository.min_workers
+    return run(settings, partial(sync, source, min_workers=least, may_empty=may_empty))
+
+
+def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
+    """Writes the desired state for a start."""
+    return run(settings, partial(start, open_repositories(repository), settings=repository, again=True))
 
 
 class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,12 +234,8 @@ class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_wait(settings: RedisSettings, synced: Sequence[SyncedModel], timeout_s: float) -> list[WaitedModel]:
     """Waits until synced models are ready or failed, or for the timeout."""
-    return asyncio.run(_wait(settings, [model.model for model in synced if not model.removed], timeout_s))
-
-
-def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
-    """Writes the desired state for a start."""
-    return asyncio.run(_sync(settings, repository, partial(start, settings=repository, again=True)))
+    names = [model.model for model in synced if not model.removed]
+    return run(settings, lambda store, _: _wait(store, names, timeout_s))
 
 
 async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = math.inf) -> Overview:
@@ -237,17 +254,12 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
         models=tuple(_with_pins(rows, pins, now_s, lambda pin: why_lost(pin, workers, desired.get(pin.model)))),
         lanes=await _lane_rows(work, delivery),
         workers=tuple(_worker_row(worker, now_s) for worker in workers),
-        work=tuple(_work_row(version) for version in work),
-        sequences=tuple(
-            SequencesRow(**{name: getattr(of, name) for name in SequencesRow.__struct_fields__})
-            for of in await read_sequences(delivery, stored)
-        ),
+        work=tuple(_row(WorkRow, version, workers=len(version.workers)) for version in work),
+        sequences=tuple(_row(SequencesRow, of) for of in await read_sequences(delivery, stored)),
         gateways=tuple(await store.live_processes(GATEWAY)),
         bulk_workers=tuple(await store.live_processes(BULK)),
         waiting_jobs=tuple(
-            WaitingJob(id=job.id, model=job.model, version=job.version, state=job.state, waiting=why)
-            for job in await jobs.unfinished()
-            if (why := job.waiting or job.put_off)
+            _row(WaitingJob, job, waiting=why) for job in await jobs.unfinished() if (why := job.waiting or job.put_off)
         ),
     )
 
@@ -280,12 +292,7 @@ def _with_pins(
     lost: dict[tuple[str, int], str] = {}
     for pin in pins:
         lost[pin.model, pin.version] = lost.get((pin.model, pin.version)) or why_gone(pin)
-        one = PinRow(
-            reason=pin.reason,
-            holder=pin.holder,
-            content_hash=pin.content_hash,
-            expires_s=round(max(pin.expires_at - now_s, 0.0), 3),
-        )
+        one = _row(PinRow, pin, expires_s=round(max(pin.expires_at - now_s, 0.0), 3))
         pinned.setdefault((pin.model, pin.version), []).append(one)
     shown = {(row.name, row.version): row for row in rows}
     for key, reason in lost.items():
@@ -330,24 +337,19 @@ def share_rows(shares: Sequence[Share]) -> tuple[ShareRow, ...]:
     )
 
 
-def _work_row(work: VersionWork) -> WorkRow:
-    return WorkRow(
-        model=work.model,
-        version=work.version,
-        requests=work.requests,
-        rows=work.rows,
-        bulk_rows=work.bulk_rows,
-        rows_per_s=round(work.rows_per_s, 3),
-        work_s=round(work.work_s, 6),
-        oldest_age_s=round(work.oldest_age_s, 3),
-        workers=len(work.workers),
-    )
+def _row(kind: type[T], source: object, **own: object) -> T:
+    """Returns a row with a source's attributes of the same names, numbers rounded, and its `own`."""
+    names: Iterable[str] = kind.__struct_fields__  # type: ignore[attr-defined]  # a msgspec.Struct
+    taken = {name: getattr(source, name) for name in names if name not in own}
+    return kind(**{name: round(v, 6) if isinstance(v, float) else v for name, v in taken.items()}, **own)
 
 
 @asynccontextmanager
-async def connected(settings: RedisSettings) -> AsyncIterator[tuple[ControlStore, Queue]]:
+async def connected(
+    settings: RedisSettings, limits: LimitSettings | None = None
+) -> AsyncIterator[tuple[ControlStore, Queue]]:
     """Connects to the store and the queue for the block."""
-    delivery = await Queue.connect(settings)
+    delivery = await Queue.connect(settings, limits)
     store = ControlStore(admin_client(settings))
     try:
         yield store, delivery
@@ -356,37 +358,16 @@ async def connected(settings: RedisSettings) -> AsyncIterator[tuple[ControlStore
         await delivery.close()
 
 
-async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
-    async with connected(settings) as (store, delivery):
-        return await read_overview(store, delivery, max_up_s)
-
-
-async def _sync(
-    settings: RedisSettings,
-    repository: RepositorySettings,
-    way: Callable[[Repositories, ControlStore, Queue], Awaitable[list[SyncedModel]]],
-) -> list[SyncedModel]:
-    source = open_repositories(repository)
-    async with connected(settings) as (store, delivery):
-        return await way(source, store, delivery)
-
-
-async def _wait(settings: RedisSettings, names: Sequence[str], timeout_s: float) -> list[WaitedModel]:
+async def _wait(store: ControlStore, names: Sequence[str], timeout_s: float) -> list[WaitedModel]:
     ends_s = time.monotonic() + timeout_s
-    async with connected(settings) as (store, _):
-        while True:
-            workers = await store.workers()
-            stored = await store.models(names)
-            found = [
-                WaitedModel(model=name, progress=progress, reason=reason)
-                for name, (progress, reason) in (
-                    (name, outcome(stored[name], workers)) for name in names if name in stored
-                )
-            ]
-            left_s = ends_s - time.monotonic()
-            if left_s <= 0 or all(model.progress is not LoadProgress.WAITING for model in found):
-                return found
-            await store.wait(min(LOOK_S, left_s))
+    while True:
+        workers, stored = await store.workers(), await store.models(names)
+        outcomes = {name: outcome(stored[name], workers) for name in names if name in stored}
+        found = [WaitedModel(model=name, progress=how, reason=reason) for name, (how, reason) in outcomes.items()]
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0 or all(model.progress is not LoadProgress.WAITING for model in found):
+            return found
+        await store.wait(min(LOOK_S, left_s))
 
 
 def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:
@@ -401,21 +382,14 @@ def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:
         for model, versions in sorted(worker.models.items())
         for version, state in sorted(versions.items())
     )
-    return WorkerRow(
-        id=worker.id,
-        device=worker.device,
+    return _row(
+        WorkerRow,
+        worker,
         ready=tuple(f"{one.model}:{one.version}" for one in models if one.state is State.READY),
-        executing=worker.executing,
-        throughput_rps=worker.throughput_rps,
         up_s=max(0.0, now_s - worker.started_at),
-        host=worker.host,
         state=_state(worker, {one.state for one in models}),
         models=models,
-        clock_offset_s=round(worker.clock_offset_s, 3),
-        frame_versions=worker.frame_versions,
-        long=tuple(
-            ExecutingRow(**{name: getattr(one, name) for name in ExecutingRow.__struct_fields__}) for one in worker.long
-        ),
+        long=tuple(_row(ExecutingRow, one) for one in worker.long),
     )
 
 
