@@ -1,5 +1,6 @@
-"""Checks that Redis is configured for a durable queue; `examine_node` is pure."""
+"""Checks that Redis is configured for a durable queue, and what its user may do; `examine_node` is pure."""
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -7,27 +8,22 @@ from typing import Any, NamedTuple
 import redis
 from redis.exceptions import NoPermissionError, RedisClusterException, RedisError, ResponseError
 
-from qinfer.cli.checks.report import Finding, ok, problem, warning
+from qinfer.cli.checks.doctor import Finding, ok, problem, warning
 from qinfer.core.settings import RedisSettings
-from qinfer.queue import MINIMUM_VERSION
+from qinfer.queue import MINIMUM_VERSION, keys
 from qinfer.queue.nodes import failed_files, memory_share, replicas_of
 
+ERRORS: tuple[type[Exception], ...] = (RedisError, RedisClusterException, OSError)
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0
 """Object stores refuse clocks this wrong."""
 
 _MEMORY_WARNING, _MEMORY_PROBLEM = 0.8, 0.95
-_CLIENTS_WARNING = 0.8
 _LAG_WARNING_S = 10
-_SETTINGS = (
-    "maxmemory-policy",
-    "appendonly",
-    "appendfsync",
-    "no-appendfsync-on-rewrite",
-    "maxmemory",
-    "maxclients",
-)
+_SETTINGS = ("maxmemory-policy", "appendonly", "appendfsync", "no-appendfsync-on-rewrite")
 _IN_FILE = "and put it into redis.conf"
+_SCRATCH_MODEL = "qinfer-doctor"
+"""No request is ever queued for it."""
 
 
 class NodeReport(NamedTuple):
@@ -64,8 +60,6 @@ def examine_node(node: NodeReport, settings: RedisSettings) -> Iterator[Finding]
         yield from _role(node, settings)
         yield from _memory(node)
         yield from _files(node)
-        yield from _clients(node)
-        yield from _losses(node)
     policy = node.config.get("maxmemory-policy") or node.info.get("maxmemory_policy", "")
     if policy:
         yield _policy(node, policy)
@@ -215,37 +209,88 @@ def _memory(node: NodeReport) -> Iterator[Finding]:
 
 
 def _files(node: NodeReport) -> Iterator[Finding]:
-    failed = failed_files(node.info)
-    if node.info.get("aof_enabled") and failed.get("aof"):
+    failed = [file for file, has_failed in failed_files(node.info).items() if has_failed]
+    if "aof" in failed and node.info.get("aof_enabled"):
         yield problem("files of Redis", f"{node.at}it can't write its append-only file", "check its disk and log")
-    if failed.get("aof_rewrite"):
-        yield warning(
-            "files of Redis",
-            f"{node.at}the last rewrite of the append-only file failed",
-            "check its disk, memory and log: the file grows until a rewrite succeeds",
-        )
-    if failed.get("rdb"):
-        yield warning(
-            "files of Redis",
-            f"{node.at}the last background save failed",
-            "check its disk and log; with stop-writes-on-bgsave-error it refuses writes",
-        )
+    elif failed:
+        text = f"{node.at}its last write of {', '.join(failed)} failed"
+        yield warning("files of Redis", text, "check its disk, memory and log: it may refuse writes, or its files grow")
 
 
-def _clients(node: NodeReport) -> Iterator[Finding]:
-    limit = int(node.config.get("maxclients") or node.info.get("maxclients", 0))
-    here, refused = int(node.info.get("connected_clients", 0)), int(node.info.get("rejected_connections", 0))
-    if limit and here >= _CLIENTS_WARNING * limit:
-        yield warning("connections of Redis", f"{node.at}{here} of {limit}", "raise maxclients")
-    elif refused:
-        text = f"{node.at}{refused} connections were refused since its start"
-        yield warning("connections of Redis", text, "raise maxclients")
+def examine_permissions(
+    client: "redis.Redis | redis.RedisCluster", settings: RedisSettings, user: str, broker_db: int | None
+) -> Iterator[Finding]:
+    """Tries commands of each kind on scratch keys, and keys without a model's hash tag; blocking.
+
+    `broker_db` is the database of Celery's tasks, if they are in this Redis. Of shared keys it removes only members
+    with a random name.
+    """
+    subject, nonce = "permissions", secrets.token_hex(8)
+    scratch = keys.prefix(_SCRATCH_MODEL, 0) + nonce
+    commands = [*_commands(scratch), *([("WAIT", 0, 1)] if settings.min_replicas else [])]
+    try:
+        refused = sorted({str(words[0]) for words in commands if not _may(client, *words)})
+    finally:
+        _may(client, "UNLINK", scratch)
+    if len(refused) == len({words[0] for words in commands}):
+        places = []
+    else:
+        places = [*_places(nonce), *(() if broker_db is None else _broker_places(broker_db, nonce))]
+    closed = {words[1]: grant for words, grant in places if not _may(client, *words)}
+    if refused:
+        allow = " ".join(f"+{name.lower().replace(' ', '|')}" for name in refused)
+        text = f"user '{user}' may not run {', '.join(refused)}, or not on keys such as {scratch.replace(nonce, '…')}"
+        yield problem(subject, text, f"ACL SETUSER {user} {allow} ~qinfer:*")
+    if closed:
+        text = f"user '{user}' may not use {', '.join(closed).replace(nonce, '…')}"
+        yield problem(subject, text, f"ACL SETUSER {user} {' '.join(dict.fromkeys(closed.values()))}")
+    if not (refused or closed):
+        yield ok(subject, f"user '{user}' may use all keys, with commands of each kind")
 
 
-def _losses(node: NodeReport) -> Iterator[Finding]:
-    if evicted := int(node.info.get("evicted_keys", 0)):
-        text = f"{node.at}{evicted} keys were evicted since its start, queued requests perhaps among them"
-        yield warning("evictions", text, "run CONFIG SET maxmemory-policy noeviction, and give Redis more memory")
+_Words = tuple[str | int, ...]
+
+
+def _commands(key: str) -> Iterator[_Words]:
+    """Yields commands of each kind; the wrong type of a key is refused after the permission is checked."""
+    yield from (("CLIENT UNBLOCK", 0), ("INFO", "replication"), ("XADD", key, "1-1", "f", "x"), ("EXISTS", key))
+    yield from (("XGROUP CREATE", key, "g", "0"), ("XREADGROUP", "GROUP", "g", "c", "STREAMS", key, ">"))
+    yield from (("XDEL", key, "1-1"), ("EVAL", "return 1", 1, key), ("UNLINK", key))
+    yield from (("HSET", key, "a", 1), ("ZADD", key, 1, "a"), ("SADD", key, "a"), ("RPUSH", key, "a"))
+    yield ("SET", key, "1", "PX", 60_000)
+
+
+def _places(nonce: str) -> Iterator[tuple[tuple[str, str, str], str]]:
+    """Yields commands on keys, and the rules that allow them."""
+    for command, key, member in (
+        ("HDEL", keys.desired(), nonce),
+        ("ZREM", keys.workers(), nonce),
+        ("XDEL", keys.reply(f"reply:{nonce}"), "0-1"),
+    ):
+        yield (command, key, member), "~qinfer:*"
+
+
+def _broker_places(db: int, nonce: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    from qinfer.jobs.tasks import QUEUE
+
+    yield ("LREM", QUEUE, "0", nonce), f"~{QUEUE}*"
+    yield ("HDEL", "unacked", nonce), "~unacked*"
+    yield ("SREM", f"_kombu.binding.{QUEUE}", nonce), "~_kombu*"
+    yield ("PUBLISH", f"/{db}.{_SCRATCH_MODEL}/{nonce}", ""), "&*"
+
+
+def _may(client: Any, *words: str | int) -> bool:
+    """Returns whether Redis allows a command, even if the command fails."""
+    if isinstance(client, redis.RedisCluster) and words[0] in ("CLIENT UNBLOCK", "INFO"):
+        # a connected client may use these
+        return True
+    try:
+        client.execute_command(*words)
+    except NoPermissionError:
+        return False
+    except ResponseError as error:
+        return not str(error).startswith("NOPERM")
+    return True
 
 
 def _size(count: int) -> str:
@@ -255,6 +300,3 @@ def _size(count: int) -> str:
             return f"{value:.0f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
-
-
-ERRORS: tuple[type[Exception], ...] = (RedisError, RedisClusterException, OSError)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qinfer.cli.checks.health import judge
+from qinfer.cli.checks.healthcheck import judge
 from qinfer.cli.main import app
 from qinfer.models.state import State, VersionState, WorkerRecord
 from tests.support.servers.servers import free_port

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from qinfer.cli.checks.all import examine_installation
-from qinfer.cli.checks.report import Severity
+from qinfer.cli.checks.doctor import Severity
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

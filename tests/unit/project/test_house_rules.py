@@ -45,7 +45,6 @@ SMALL_FILES: dict[str, str] = {
     "qinfer/storage/hive.py": "pure; jobs write and the client reads such folders",
     "qinfer/traffic/files.py": "gateway and command line read declarations by it",
     "qinfer/cli/bridge.py": "a command, loaded by its name",
-    "qinfer/cli/checks/doctor.py": "a command, whose checks load only when it runs",
     "qinfer/cli/local/runfile.py": "the file by which distant commands find `qinfer up`",
 }
 
