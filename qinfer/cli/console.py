@@ -5,6 +5,7 @@ input of a bulk job is missing, 69 the server can't be reached, is overloaded or
 work later.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -153,6 +154,25 @@ class Commands(typer.Typer):
     def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
         """Returns typer's decorator."""
         return super().command(name, **{"cls": Command, **options})
+
+
+def with_options(*groups: type) -> Callable[[F], F]:
+    """Adds the attributes of classes to a command as options, which it takes as `**given`, by their names."""
+
+    def decorate(command: F) -> F:
+        signature = inspect.signature(command)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind)
+            for group in groups
+            for name, kind in inspect.get_annotations(group).items()
+        ]
+        first = sum(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in own)
+        changed = signature.replace(parameters=[*own[:first], *added, *own[first:]])
+        command.__signature__ = changed  # type: ignore[attr-defined]  # read by typer
+        return command
+
+    return decorate
 
 
 class ErrorsAsText(TyperGroup):

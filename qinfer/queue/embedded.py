@@ -138,6 +138,21 @@ class EmbeddedRedis:
             self._lock.close()
             self._lock = None
 
+    name = "Redis"
+
+    def poll(self) -> int | None:
+        """Returns the exit code; `None` = running."""
+        return self.process.poll() if self.process else 0
+
+    def terminate(self) -> None:
+        """Calls `stop`, for a supervisor."""
+        self.stop()
+
+    kill = terminate
+
+    def reload(self) -> None:
+        """Does nothing."""
+
     def __enter__(self) -> Self:
         self.start()
         return self

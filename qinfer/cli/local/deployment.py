@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Union
 
 from qinfer.cli.local import runfile
-from qinfer.cli.local.machine import child_environment, claim_ports, share_cpus, usable_cpus
+from qinfer.cli.local.machine import claim_ports, share_cpus, usable_cpus
 from qinfer.cli.local.messages import JsonMessages, Messages
-from qinfer.cli.local.plan import Ports, SupervisionPlan, UpOptions
-from qinfer.cli.local.preparer import Preparer
+from qinfer.cli.local.preparer import Ports, Preparer, SupervisionPlan, UpOptions
 from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
 from qinfer.core.clock import SystemClock
-from qinfer.core.environments import BULK_WORKER, GATEWAY, WORKER, program_environment, system_environment
+from qinfer.core.environments import system_environment
 from qinfer.core.processes import protect_process
 from qinfer.queue.embedded import EmbeddedRedis
 
@@ -46,7 +45,12 @@ def run_deployment(options: UpOptions) -> None:
         if options.redis_url:
             LocalDeployment(options, plan, preparer, supervisor, messages).serve(options.redis_url)
             return
-        redis = PrivateRedis(options, system_environment(os.environ))
+        redis = EmbeddedRedis(
+            options.data_dir,
+            durability=options.settings["redis"]["durability"],
+            environment=system_environment(os.environ),
+            max_memory_bytes=options.redis_memory_bytes,
+        )
         before = runfile.read(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
@@ -85,38 +89,6 @@ class FixedPool:
 WorkerPool = Union[FixedPool, "Autoscaler"]
 
 
-class PrivateRedis:
-    """The embedded Redis as a process under the supervisor."""
-
-    name = "Redis"
-
-    def __init__(self, options: UpOptions, env: Mapping[str, str]) -> None:
-        self._redis = EmbeddedRedis(
-            options.data_dir,
-            durability=options.settings["redis"]["durability"],
-            environment=env,
-            max_memory_bytes=options.redis_memory_bytes,
-        )
-        self.url = self._redis.url
-
-    def start(self) -> None:
-        """Starts Redis and waits for its data; restarts keep the directory's lock."""
-        self._redis.start()
-
-    def poll(self) -> int | None:
-        """Returns the exit code; `None` = running."""
-        return self._redis.process.poll() if self._redis.process else 0
-
-    def terminate(self) -> None:
-        """Ends Redis with its data on disk; blocking."""
-        self._redis.stop()
-
-    kill = terminate
-
-    def reload(self) -> None:
-        """Does nothing."""
-
-
 class LocalDeployment:
     """The gateway, the workers and the bulk worker of one `qinfer up`."""
 
@@ -137,21 +109,19 @@ class LocalDeployment:
         launch = self._preparer.write_desired(redis_url, ports)
         if not options.redis_url:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), launch.url, redis_url))
-        base = child_environment(os.environ, launch.variables)
-        gateway = Program("gateway", "qinfer_api", program_environment(GATEWAY, base, launch.pass_env))
-        workers = program_environment(WORKER, base, [*launch.pass_env, *launch.model_env])
-        pool = self._worker_pool(workers, redis_url)
-        bulk = Program("bulk worker", "qinfer_workers.jobs", program_environment(BULK_WORKER, base, launch.pass_env))
+        gateway = Program("gateway", "qinfer_api", launch.gateway)
+        bulk = Program("bulk worker", "qinfer_workers.jobs", launch.bulk)
+        pool = self._worker_pool(launch.worker, redis_url)
         try:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._plan.gateway_drain_s + KILL_MARGIN_S)
             pool.start()
             self._wait_until_settled(pool)
-            lines = [] if supervisor.stop_asked else self._preparer.summary(launch, ports, pool.about)
+            lines = [] if supervisor.stop_asked else self._preparer.summary(pool.about)
             self._preparer.close()
             if lines:
                 self._messages.show(lines)
             if not (launch.no_bulk or supervisor.stop_asked):
-                supervisor.add(bulk, WORKER_POLICY, stop_s=KILL_MARGIN_S)
+                supervisor.add(bulk, WORKER_POLICY, stop_s=self._plan.worker_drain_s + KILL_MARGIN_S)
             supervisor.run(pool.step)
             self._messages.say("stopping; accepted requests are answered first")
         finally:
@@ -173,7 +143,7 @@ class LocalDeployment:
 
     def _wait_until_settled(self, pool: WorkerPool) -> None:
         began_s = self._clock.monotonic_s()
-        with self._messages.progress("starting…") as update:
+        with self._messages.progress("starting…") as status:
             while not self._supervisor.stop_asked:
                 self._supervisor.wait(POLL_S)
                 pool.step()
@@ -182,7 +152,7 @@ class LocalDeployment:
                 settled = seen.workers >= pool.least and not seen.pending and seen.is_live
                 if settled or elapsed_s >= self._options.ready_timeout_s:
                     break
-                update(f"loading {seen.pending} models…" if seen.pending else "starting…")
+                status.update(f"loading {seen.pending} models…" if seen.pending else "starting…")
 
     def _claim_ports(self, wait_s: float) -> Ports:
         deadline_s = self._clock.monotonic_s() + wait_s

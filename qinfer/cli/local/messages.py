@@ -3,12 +3,13 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from itertools import pairwise
 
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 
@@ -42,21 +43,9 @@ class Messages:
             # a wrapped command can't be pasted
             self._console.print(Text.from_markup(line), soft_wrap=True)
 
-    def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows progress during the block; yields a function that changes the text."""
-        return _Spinner(self._console, text)
-
-
-class _Spinner(AbstractContextManager[Callable[[str], None]]):
-    def __init__(self, console: Console, text: str) -> None:
-        self._status = console.status(text)
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._status.start()
-        return lambda text: self._status.update(text)
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
+    def progress(self, text: str) -> AbstractContextManager[Status]:
+        """Shows progress during the block."""
+        return self._console.status(text)
 
 
 class JsonMessages(Messages):
@@ -79,9 +68,9 @@ class JsonMessages(Messages):
         plain = [" ".join(Text.from_markup(line).plain.split()) for line in lines]
         self._write_event("INFO", "running", summary=[line for line in plain if line])
 
-    def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
+    def progress(self, text: str) -> AbstractContextManager[Status]:
         """Shows nothing."""
-        return nullcontext(lambda _: None)
+        return nullcontext(Status(text, console=Console(quiet=True)))
 
     def _write_event(self, level: str, event: str, **more: object) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

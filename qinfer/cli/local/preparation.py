@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +15,20 @@ from rich.text import Text
 from qinfer import __version__
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.inputs import concrete, zeros
-from qinfer.cli.local.machine import check_repository, gateway_addresses, local_url, repository_places
-from qinfer.cli.local.plan import Launch, Ports, Sections, StartProgress, SupervisionPlan, UpOptions
+from qinfer.cli.local.machine import (
+    check_repository,
+    child_environment,
+    gateway_addresses,
+    local_url,
+    repository_places,
+)
+from qinfer.cli.local.preparer import Launch, Ports, Sections, StartProgress, SupervisionPlan, UpOptions
 from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.model_flows import model_path
 from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.core.api_keys import check_exposure
-from qinfer.core.environments import PREFIX
+from qinfer.core.environments import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
 from qinfer.core.settings import Settings, load_settings
 from qinfer.core.store_urls import normalised
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
@@ -53,18 +60,22 @@ class Preparation:
             worker_drain_s=settings.worker.drain_s,
         )
 
-    def write_desired(self, redis_url: str, ports: Ports) -> Launch:
-        """Writes the desired state of the models to Redis."""
+    def write_desired(self, redis_url: str, *ports: int) -> Launch:
+        """Writes the desired state of the models to Redis; `ports` are `Ports`."""
+        self._ports = Ports(*ports)
         self.settings = self.settings.model_copy(update={"redis": with_url(self.settings.redis, redis_url)})
         run_start(self.settings.redis, self.settings.repository)
-        url = local_url(self.settings.http.host, ports.http, tls=bool(self.settings.http.tls_certfile))
-        self._client = GatewayClient(url, verify=False)
+        http, passed = self.settings.http, self.settings.pass_env
+        self._url = local_url(http.host, self._ports.http, tls=bool(http.tls_certfile))
+        self._client = GatewayClient(self._url, verify=False)
+        self._no_bulk = why_no_bulk_worker(self.settings, redis_url)
+        base = child_environment(os.environ, self._variables(redis_url))
         return Launch(
-            url=url,
-            variables=self._variables(redis_url, ports),
-            pass_env=self.settings.pass_env,
-            model_env=self.settings.worker.model_env,
-            no_bulk=why_no_bulk_worker(self.settings, redis_url),
+            url=self._url,
+            gateway=program_environment(GATEWAY, base, passed),
+            worker=program_environment(WORKER, base, [*passed, *self.settings.worker.model_env]),
+            bulk=program_environment(BULK_WORKER, base, passed),
+            no_bulk=self._no_bulk,
         )
 
     def read_progress(self, least: int, up_s: float) -> StartProgress:
@@ -76,15 +87,15 @@ class Preparation:
         pending = sum(m.pending and (bool(least) or m.state is not State.READY) for m in self._overview.models)
         return StartProgress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
 
-    def summary(self, launch: Launch, ports: Ports, workers: str) -> list[str]:
+    def summary(self, workers: str) -> list[str]:
         """Returns the lines that say what is running."""
         models = self._overview.models
         facts = [
-            _fact("URL", (launch.url, "bold cyan"), ("   /docs and /metrics too", "dim")),
-            *self._other_ports(ports),
+            _fact("URL", (self._url, "bold cyan"), ("   /docs and /metrics too", "dim")),
+            *self._other_ports(),
             *_models(models),
             _fact("Workers", workers),
-            _fact("Jobs", jobs_line(self.settings, launch.no_bulk)),
+            _fact("Jobs", jobs_line(self.settings, self._no_bulk)),
             _fact("Data", self._where()),
             _fact("Stop", "Ctrl-C", ("   answers accepted requests first; twice: ends at once", "dim")),
         ]
@@ -92,13 +103,13 @@ class Preparation:
         # a missing example is no failure
         with contextlib.suppress(QinferError):
             if ready:
-                line = example_line(launch.url, self._client.metadata(ready), self._client.config(ready))
+                line = example_line(self._url, self._client.metadata(ready), self._client.config(ready))
                 facts += [Text(), _fact("Try", (line, "green"))]
         lines = [Text(), _title(models), Text(), *facts, Text()]
         return [(Text("  ") + line).markup if line else "" for line in lines]
 
-    def _other_ports(self, ports: Ports) -> Iterator[Text]:
-        settings = self.settings
+    def _other_ports(self) -> Iterator[Text]:
+        settings, ports = self.settings, self._ports
         if ports.grpc:
             address = local_url(settings.grpc.host or settings.http.host, ports.grpc)
             yield _fact("gRPC", (address.partition("//")[2], "cyan"))
@@ -106,10 +117,10 @@ class Preparation:
             address = local_url(settings.metrics.host or settings.http.host, ports.metrics)
             yield _fact("Metrics", (f"{address}/metrics", "cyan"))
 
-    def _variables(self, redis_url: str, ports: Ports) -> dict[str, str]:
+    def _variables(self, redis_url: str) -> dict[str, str]:
         sections = {name: dict(of) for name, of in self._options.settings.items()}
         sections["redis"]["url"] = redis_url
-        for name, port in ports._asdict().items():
+        for name, port in self._ports._asdict().items():
             sections[name]["port"] = port
         values = {f"{section}__{name}": value for section, of in sections.items() for name, value in of.items()}
         values["allow_client_shm"] = self._options.allow_client_shm

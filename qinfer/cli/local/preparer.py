@@ -1,31 +1,86 @@
-"""The process beside `qinfer up` that runs its `Preparation`, called over a pipe.
+"""The process beside `qinfer up` that runs its `Preparation`, called over a pipe with plain values.
 
 Its imports would make the long-running supervisor five times as large.
 """
 
+import builtins
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from qinfer import errors
-from qinfer.cli.local.plan import Launch, Ports, StartProgress, SupervisionPlan, UpOptions
+from qinfer.cli.local.machine import GatewayAddress
 from qinfer.errors import QinferError
 
-_CALLS: Mapping[str, tuple[Any, Any]] = {  # method → arguments, result
-    "check_settings": (tuple[()], SupervisionPlan),
-    "write_desired": (tuple[str, Ports], Launch),
-    "read_progress": (tuple[int, float], StartProgress),
-    "summary": (tuple[Launch, Ports, str], list[str]),
-}
-_BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportError, OSError)}
+T = TypeVar("T")
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""Section of the settings → field → value."""
 
 
-class _PreparerResult(msgspec.Struct, omit_defaults=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """The options of `qinfer up`.
+
+    `settings` replace those of the environment; empty settings of the repository replace nothing. Without `redis_url` a
+    private Redis runs, with at most `redis_memory_bytes` (0 = half of the memory).
+    """
+
+    settings: Sections
+    allow_client_shm: bool
+    data_dir: Path
+    redis_url: str
+    redis_memory_bytes: int
+    workers: int
+    autoscale: tuple[int, int] | None
+    ready_timeout_s: float
+
+
+class Ports(NamedTuple):
+    """The gateway's ports; 0 = off."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisionPlan:
+    """The settings that supervision needs."""
+
+    addresses: Sequence[GatewayAddress]
+    gateway_drain_s: float
+    worker_drain_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The gateway's URL, the programs' environments, and why no bulk worker can run."""
+
+    url: str
+    gateway: Mapping[str, str]
+    worker: Mapping[str, str]
+    bulk: Mapping[str, str]
+    no_bulk: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartProgress:
+    """The state of a start; `pending` models are loading or unreported."""
+
+    pending: int
+    workers: int
+    is_live: bool
+
+
+class _Answer(msgspec.Struct, omit_defaults=True):
     """A method's result or error; `module` is the one that an `ImportError` misses."""
 
     result: Any = None
@@ -38,23 +93,22 @@ class _PreparerResult(msgspec.Struct, omit_defaults=True):
         args = [each if isinstance(each, int | str | None) else str(each) for each in error.args]
         if isinstance(error, OSError) and error.filename is not None:
             args.append(str(error.filename))
-        return cls(error=_known(type(error)), args=args, module=getattr(error, "name", None))
+        known = next(
+            kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__) or _is_builtin(kind)
+        )
+        return cls(error=known, args=args, module=getattr(error, "name", None))
 
     def raised(self) -> Exception:
-        if self.error in _BUILT_IN:
-            error = _BUILT_IN[self.error](*self.args)
-            if isinstance(error, ImportError):
-                error.name = self.module
-            return error
-        kind: type[QinferError] = getattr(errors, self.error)
-        found = kind.__new__(kind)
+        kind: type[Exception] = getattr(errors, self.error, None) or getattr(builtins, self.error)
+        found = kind.__new__(kind, *self.args)
         found.args = tuple(self.args)
+        if isinstance(found, ImportError):
+            found.name = self.module
         return found
 
 
-def _known(kind: type[Exception]) -> str:
-    """Returns an error's nearest class known to the other process."""
-    return next(each.__name__ for each in kind.__mro__ if each.__name__ in _BUILT_IN or hasattr(errors, each.__name__))
+def _is_builtin(kind: type) -> bool:
+    return kind.__module__ == "builtins"
 
 
 class Preparer:
@@ -84,33 +138,29 @@ class Preparer:
 
     def check_settings(self) -> SupervisionPlan:
         """Calls `Preparation.check_settings`."""
-        plan: SupervisionPlan = self._call_process("check_settings")
-        return plan
+        return self._call(SupervisionPlan, "check_settings")
 
     def write_desired(self, redis_url: str, ports: Ports) -> Launch:
         """Calls `Preparation.write_desired`."""
-        launch: Launch = self._call_process("write_desired", redis_url, ports)
-        return launch
+        return self._call(Launch, "write_desired", redis_url, *ports)
 
     def read_progress(self, least: int, up_s: float) -> StartProgress:
         """Calls `Preparation.read_progress`."""
-        progress: StartProgress = self._call_process("read_progress", least, up_s)
-        return progress
+        return self._call(StartProgress, "read_progress", least, up_s)
 
-    def summary(self, launch: Launch, ports: Ports, workers: str) -> Sequence[str]:
+    def summary(self, workers: str) -> Sequence[str]:
         """Calls `Preparation.summary`."""
-        lines: list[str] = self._call_process("summary", launch, ports, workers)
-        return lines
+        return self._call(list[str], "summary", workers)
 
-    def _call_process(self, method: str, *args: object) -> Any:
+    def _call(self, kind: type[T], method: str, *args: str | float) -> T:
         try:
             self._pipe.send_bytes(msgspec.msgpack.encode((method, args)))
-            answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_PreparerResult)
+            answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_Answer)
         except (EOFError, OSError):
             raise QinferError("the process that prepares the start ended; its own message is above") from None
         if answer.error:
             raise answer.raised()
-        return msgspec.convert(answer.result, _CALLS[method][1])
+        return msgspec.convert(answer.result, kind)
 
 
 def _serve_pipe(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options: UpOptions) -> None:
@@ -121,13 +171,12 @@ def _serve_pipe(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", op
     preparation = None
     with suppress(EOFError, ConnectionError):
         while True:
-            method, given = msgspec.msgpack.decode(pipe.recv_bytes())
+            method, args = msgspec.msgpack.decode(pipe.recv_bytes())
             try:
                 from qinfer.cli.local.preparation import Preparation
 
                 preparation = preparation or Preparation(options)
-                args = msgspec.convert(given, _CALLS[method][0])
-                answer = _PreparerResult(getattr(preparation, method)(*args))
+                answer = _Answer(getattr(preparation, method)(*args))
             except (QinferError, OSError, ImportError) as error:
-                answer = _PreparerResult.from_error(error)
+                answer = _Answer.from_error(error)
             pipe.send_bytes(msgspec.msgpack.encode(answer))

@@ -242,7 +242,13 @@ class Supervisor:
         for child in self._children:
             if child.process is process and not child.stopping:
                 child.kill_at_s = self._clock.monotonic_s() + child.stop_s
-                self._ask_to_end(child)
+                child.stopping = True
+                if child.restart_at_s is not None:
+                    # it has ended already
+                    child.restart_at_s, child.kill_at_s, child.ended = None, None, True
+                else:
+                    child.process.terminate()
+                    self._check_child(child)
 
     def supervises(self, process: Process) -> bool:
         """Returns whether a process runs, ends, or waits for its restart."""
@@ -257,19 +263,13 @@ class Supervisor:
     def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Ends processes, and kills those that are late, or all after another Ctrl-C; supervises the others."""
         self._stopping = True
-        children = [c for c in self._children if c.process in processes and not c.ended]
-        for child in children:
-            self._ask_to_end(child)
-        deadline_s = self._clock.monotonic_s() + max((c.stop_s for c in children), default=0.0)
-        killed = False
-        while not all(child.ended for child in children):
-            if not killed and (self._stops_asked > 1 or self._clock.monotonic_s() >= deadline_s):
-                killed = True
-                for child in children:
-                    if not child.ended:
-                        self._say(f"{child.process.name} is killed")
-                        child.process.kill()
-            self.wait(None if killed else max(0.0, deadline_s - self._clock.monotonic_s()))
+        for process in processes:
+            self.dismiss(process)
+        while any(map(self.supervises, processes)):
+            for child in self._children if self._stops_asked > 1 else ():
+                if child.process in processes and child.kill_at_s is not None:
+                    child.kill_at_s = 0.0
+            self.wait()
             meanwhile()
 
     def _hung_up(self) -> None:
@@ -279,15 +279,6 @@ class Supervisor:
         for child in self._children:
             if not (child.ended or child.stopping) and child.restart_at_s is None:
                 child.process.reload()
-
-    def _ask_to_end(self, child: _SupervisedProcess) -> None:
-        child.stopping = True
-        if child.restart_at_s is not None:
-            # it has ended already
-            child.restart_at_s, child.kill_at_s, child.ended = None, None, True
-        else:
-            child.process.terminate()
-            self._check_child(child)
 
     def _check_child(self, child: _SupervisedProcess) -> None:
         if child.ended:
@@ -301,7 +292,8 @@ class Supervisor:
         if code is None:
             if child.kill_at_s is not None and now_s >= child.kill_at_s:
                 child.kill_at_s = None
-                self._say(f"{child.process.name} is killed: it did not end within {child.stop_s:g} s")
+                why = f": it did not end within {child.stop_s:g} s" if self._stops_asked < 2 else ""
+                self._say(f"{child.process.name} is killed{why}")
                 child.process.kill()
             return
         if child.stopping:

@@ -4,7 +4,7 @@ import pytest
 
 from qinfer import errors
 from qinfer.cli.console import CommandFailed
-from qinfer.cli.local.preparer import _PreparerResult
+from qinfer.cli.local.preparer import _Answer
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from qinfer.cli.local.preparer import _PreparerResult
 )
 def test_errors_arrive_as_they_were(error: Exception) -> None:
     """The class decides the exit code, the text and the module are shown."""
-    raised = _PreparerResult.from_error(error).raised()
+    raised = _Answer.from_error(error).raised()
 
     assert (type(raised), str(raised)) == (type(error), str(error))
     assert getattr(raised, "name", None) == getattr(error, "name", None)
 
 
 def test_an_error_of_another_module_arrives_as_the_nearest_that_is_known() -> None:
-    raised = _PreparerResult.from_error(CommandFailed("it failed")).raised()
+    raised = _Answer.from_error(CommandFailed("it failed")).raised()
 
     assert (type(raised), str(raised)) == (errors.QinferError, "it failed")

@@ -138,7 +138,7 @@ def test_process_that_does_not_end_is_killed(supervisor: Supervisor, said: list[
     supervisor.stop([script])
 
     assert script.poll() == -signal.SIGKILL
-    assert said == ["worker is killed"]
+    assert said == ["worker is killed: it did not end within 0.01 s"]
 
 
 TOLD = """
