@@ -7,30 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show, table
-from qinfer.cli.jobs.jobs import (
-    ColumnNamesOption,
-    ColumnOption,
-    DecimalPointOption,
-    DelimiterOption,
-    EncodingOption,
-    EscapeOption,
-    HeaderOption,
-    InputCompressionOption,
-    InputFormatOption,
-    InputsArgument,
-    KeyOption,
-    MergeSchemaOption,
-    NullOption,
-    OutputTensorOption,
-    PriorityOption,
-    QuoteOption,
-    ShapeOption,
-    TypeOption,
-    csv_form,
-    pairs,
-    read_columns,
-)
+from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show, table, with_options
+from qinfer.cli.jobs.jobs import InputFlags, InputsArgument, csv_form, pairs, read_columns
 from qinfer.cli.jobs.waiting import BY_SIGNAL, StopSignals, WaitInterrupted
 from qinfer.errors import InvalidRequest, QinferError
 
@@ -83,9 +61,8 @@ FolderOption = Annotated[
 ]
 
 
-# Each option is a parameter, for its help text; `_options` takes some of them by name.
+@with_options(InputFlags)
 def compare(
-    context: typer.Context,
     stable: StableArgument,
     canary: CanaryArgument,
     inputs: InputsArgument,
@@ -98,25 +75,9 @@ def compare(
     show_rows: ShowOption = 5,
     redact: RedactOption = False,
     output: FolderOption = "",
-    output_tensor: OutputTensorOption = None,
-    input_format: InputFormatOption = "",
-    input_compression: InputCompressionOption = "",
-    delimiter: DelimiterOption = None,
-    quote: QuoteOption = None,
-    escape: EscapeOption = None,
-    decimal_point: DecimalPointOption = None,
-    encoding: EncodingOption = None,
-    header: HeaderOption = True,
-    column_names: ColumnNamesOption = "",
-    column: ColumnOption = None,
-    shape: ShapeOption = None,
-    null: NullOption = None,
-    merge_schema: MergeSchemaOption = False,
-    column_type: TypeOption = None,
-    key: KeyOption = "",
-    priority: PriorityOption = "normal",
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Compare two versions of a model, or two models, on files, before either gets requests.
 
@@ -137,8 +98,8 @@ def compare(
     targets = _two_targets(stable, canary)
     rules = read_rules(agree or [], Rule(tolerance=tolerance, relative=relative))
     with GatewayClient(url) as client:
-        outputs, others = _outputs(client, targets, output_tensor or [], rules)
-        done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(context.params))
+        outputs, others = _outputs(client, targets, given["output_tensor"] or [], rules)
+        done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(given, sample))
     comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
     comparison.read(*(JobRows(status.output_url) for status in done))
     _show(comparison.result(_version_label(done[0]), _version_label(done[1]), others, allow), as_json=as_json)
@@ -192,7 +153,7 @@ def beside(location: str) -> str:
     return f"{folder}{slash}_compare"
 
 
-def _options(given: Mapping[str, Any]) -> "JobOptions":
+def _options(given: Mapping[str, Any], limit: int) -> "JobOptions":
     return {
         "columns": read_columns(given["column"] or [], given["shape"] or [], given["null"] or []),
         "input_format": given["input_format"],
@@ -203,7 +164,7 @@ def _options(given: Mapping[str, Any]) -> "JobOptions":
         "tensors": given["output_tensor"] or [],
         "key": given["key"],
         "priority": given["priority"],
-        "limit": given["sample"],
+        "limit": limit,
         "error_threshold": -1,
         "overwrite": True,
     }

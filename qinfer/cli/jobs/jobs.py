@@ -18,6 +18,7 @@ from qinfer.cli.console import (
     show,
     state,
     table,
+    with_options,
 )
 from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, StopSignals, WaitInterrupted, finish, print_status
 from qinfer.errors import InvalidRequest
@@ -45,166 +46,6 @@ InputsArgument = Annotated[
     typer.Argument(metavar="INPUT", help="Files, folders or patterns: URLs, or paths that the workers can read too."),
 ]
 OutputArgument = Annotated[str, typer.Argument(metavar="OUTPUT", help="The output folder; it must be empty.")]
-FormatOption = Annotated[str, typer.Option("--format", help="Output format: parquet, arrow, csv or jsonl.")]
-InputFormatOption = Annotated[
-    str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; default: by file extension.")
-]
-ColumnOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--column",
-        "-c",
-        help="TENSOR=COLUMN, or TENSOR=COLUMN,COLUMN,... with one element each. "
-        "Default: the column named like the input tensor.",
-    ),
-]
-InputCompressionOption = Annotated[
-    str,
-    typer.Option(
-        "--input-compression", help="gzip, zstd, bz2 or none, of CSV and JSON lines; default: by file extension."
-    ),
-]
-DelimiterOption = Annotated[
-    str | None, typer.Option("--delimiter", help=r"The character between the values of CSV; default: a comma.")
-]
-QuoteOption = Annotated[
-    str | None,
-    typer.Option("--quote", help="The character around values of CSV, '' for none; default: a double quote."),
-]
-EscapeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--escape",
-        help="The character before quotes within values of CSV, such as \\ in files of Spark, or none; default: as the "
-        "first file shows.",
-    ),
-]
-DecimalPointOption = Annotated[
-    str | None, typer.Option("--decimal-point", help="The character before the fraction of a number in CSV; default: .")
-]
-EncodingOption = Annotated[
-    str | None, typer.Option("--encoding", help="The encoding of CSV, such as latin-1 or windows-1252; default: utf-8.")
-]
-HeaderOption = Annotated[
-    bool,
-    typer.Option("--header/--no-header", help="The first row of CSV names the columns, or they are f0, f1, …."),
-]
-ColumnNamesOption = Annotated[
-    str, typer.Option("--column-names", help="NAME,NAME,...: the columns of CSV that has no header.")
-]
-ShapeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        help="TENSOR=3,4: the shape of one row, without the batch dimension, -1 where rows differ; default: the "
-        "tensor's.",
-    ),
-]
-NullOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--null",
-        help="TENSOR=VALUE: how to treat nulls in an input's columns: error (their rows fail, the default), nan, or "
-        "the value that replaces them, as JSON or as text.",
-    ),
-]
-OutputColumnOption = Annotated[
-    list[str] | None,
-    typer.Option("--output-column", help="TENSOR=COLUMN: the column of an output; default: the tensor's name."),
-]
-OutputTensorOption = Annotated[
-    list[str] | None,
-    typer.Option("--output-tensor", help="An output to compute and write; default: all."),
-]
-TopKOption = Annotated[
-    list[str] | None,
-    typer.Option("--top-k", help="TENSOR=3: write the greatest elements of an output, with indices and labels."),
-]
-FailedRowsOption = Annotated[
-    str, typer.Option("--failed-rows", help="inline (the default) in the parts, or separate in files of their own.")
-]
-KeyOption = Annotated[
-    str, typer.Option("--key", help="The column that identifies rows; default: file and row number are written.")
-]
-PassthroughOption = Annotated[
-    list[str] | None, typer.Option("--passthrough", help="A column to copy to the output; '*' copies all.")
-]
-ExcludeOption = Annotated[
-    list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
-]
-MergeSchemaOption = Annotated[
-    bool, typer.Option("--merge-schema", help="Columns may be missing in some files: they are null there.")
-]
-TypeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--type",
-        help="COLUMN=TYPE: the type of a column of CSV, a field of JSON lines, or a partition column, such as int64, "
-        "float64, date32, timestamp[us]; a row with another value fails. Default: copied values are text as written.",
-    ),
-]
-PartitioningOption = Annotated[
-    str, typer.Option("--partitioning", help="hive: folders such as country=de become columns; default: none do.")
-]
-PartitionByOption = Annotated[
-    list[str] | None,
-    typer.Option("--partition-by", help="With --partitioning: a column whose folders the output has, too."),
-]
-BadFilesOption = Annotated[
-    str,
-    typer.Option(
-        "--bad-files", help="Input files that can't be read: fail (the default) fails the job, skip leaves them out."
-    ),
-]
-CompressionOption = Annotated[
-    str,
-    typer.Option(
-        "--compression",
-        help="zstd, snappy, lz4, gzip, brotli or none; default: snappy; zstd for arrow, none for csv and jsonl.",
-    ),
-]
-CompressionLevelOption = Annotated[
-    int, typer.Option("--compression-level", min=0, help="Level of the compression; 0: its default.")
-]
-RowsPerPartOption = Annotated[
-    int, typer.Option("--rows-per-part", min=0, help="Maximum rows per output file; 0: the server decides.")
-]
-PriorityOption = Annotated[str, typer.Option("--priority", help="high, normal or low.")]
-OnVersionChangeOption = Annotated[
-    str,
-    typer.Option("--on-version-change", help="wait or fail, when the job's model version can't be kept unchanged."),
-]
-ErrorThresholdOption = Annotated[
-    float,
-    typer.Option(
-        "--error-threshold",
-        min=-1,
-        help="Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 for no limit.",
-    ),
-]
-MaxParallelOption = Annotated[
-    int, typer.Option("--max-parallel", min=0, help="Maximum workers that score the job at a time; 0: all.")
-]
-DeadlineOption = Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")]
-LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Number of first rows to score; 0: all.")]
-OverwriteOption = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        help="Remove the files of an ended job from the output folder, and no others. With --resume: if the job is "
-        "completed, run it anew.",
-    ),
-]
-MetadataOption = Annotated[
-    list[str] | None, typer.Option("--metadata", help="NAME=TEXT: metadata to keep with the job.")
-]
-WebhookOption = Annotated[str, typer.Option("--webhook", help="A URL to notify when the job ends.")]
-IdOption = Annotated[
-    str, typer.Option("--id", help="Your own job id; repeating the command with it finds the same job.")
-]
-VersionOption = Annotated[
-    int, typer.Option("--version", min=0, help="The model's version; 0 is the highest ready one.")
-]
 _OPTIONS = {
     "output_format": "format",
     "output_tensor": "tensors",
@@ -216,22 +57,8 @@ _OPTIONS = {
 """Parameter of `submit` → the option of the job, if their names differ."""
 _OF_CSV = {"delimiter", "quote", "escape", "decimal_point", "encoding", "header", "column_names"}
 """Parameters of `submit` that are fields of `csv`."""
-_OTHERS = _OF_CSV | {
-    "model",
-    "inputs",
-    "output",
-    "column",
-    "shape",
-    "null",
-    "wait",
-    "wait_for_inputs",
-    "resume",
-    "cancel_on_exit",
-    "validate_only",
-    "url",
-    "as_json",
-}
-"""Parameters of `submit` that are read in another way."""
+_OTHERS = _OF_CSV | {"column", "shape", "null"}
+"""Options that are read in another way."""
 WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
 WaitForInputsOption = Annotated[
     float,
@@ -258,52 +85,188 @@ CancelOption = Annotated[
 ]
 
 
-# Each option is a parameter, for its help text; `job_options` takes most of them by name.
+class InputFlags:
+    """The options of a job about its inputs, of `submit` and `compare`."""
+
+    input_format: Annotated[
+        str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; default: by file extension.")
+    ] = ""
+    input_compression: Annotated[
+        str,
+        typer.Option(
+            "--input-compression", help="gzip, zstd, bz2 or none, of CSV and JSON lines; default: by file extension."
+        ),
+    ] = ""
+    delimiter: Annotated[
+        str | None, typer.Option("--delimiter", help=r"The character between the values of CSV; default: a comma.")
+    ] = None
+    quote: Annotated[
+        str | None,
+        typer.Option("--quote", help="The character around values of CSV, '' for none; default: a double quote."),
+    ] = None
+    escape: Annotated[
+        str | None,
+        typer.Option(
+            "--escape",
+            help="The character before quotes within values of CSV, such as \\ in files of Spark, or none; default: as "
+            "the first file shows.",
+        ),
+    ] = None
+    decimal_point: Annotated[
+        str | None,
+        typer.Option("--decimal-point", help="The character before the fraction of a number in CSV; default: ."),
+    ] = None
+    encoding: Annotated[
+        str | None,
+        typer.Option("--encoding", help="The encoding of CSV, such as latin-1 or windows-1252; default: utf-8."),
+    ] = None
+    header: Annotated[
+        bool,
+        typer.Option("--header/--no-header", help="The first row of CSV names the columns, or they are f0, f1, …."),
+    ] = True
+    column_names: Annotated[
+        str, typer.Option("--column-names", help="NAME,NAME,...: the columns of CSV that has no header.")
+    ] = ""
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column",
+            "-c",
+            help="TENSOR=COLUMN, or TENSOR=COLUMN,COLUMN,... with one element each. "
+            "Default: the column named like the input tensor.",
+        ),
+    ] = None
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            help="TENSOR=3,4: the shape of one row, without the batch dimension, -1 where rows differ; default: the "
+            "tensor's.",
+        ),
+    ] = None
+    null: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--null",
+            help="TENSOR=VALUE: how to treat nulls in an input's columns: error (their rows fail, the default), nan, "
+            "or the value that replaces them, as JSON or as text.",
+        ),
+    ] = None
+    output_tensor: Annotated[
+        list[str] | None,
+        typer.Option("--output-tensor", help="An output to compute and write; default: all."),
+    ] = None
+    key: Annotated[
+        str, typer.Option("--key", help="The column that identifies rows; default: file and row number are written.")
+    ] = ""
+    merge_schema: Annotated[
+        bool, typer.Option("--merge-schema", help="Columns may be missing in some files: they are null there.")
+    ] = False
+    column_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type",
+            help="COLUMN=TYPE: the type of a column of CSV, a field of JSON lines, or a partition column, such as "
+            "int64, float64, date32, timestamp[us]; a row with another value fails. Default: copied values are text as "
+            "written.",
+        ),
+    ] = None
+    priority: Annotated[str, typer.Option("--priority", help="high, normal or low.")] = "normal"
+
+
+class SubmitFlags:
+    """The other options of a job."""
+
+    output_format: Annotated[str, typer.Option("--format", help="Output format: parquet, arrow, csv or jsonl.")] = (
+        "parquet"
+    )
+    output_column: Annotated[
+        list[str] | None,
+        typer.Option("--output-column", help="TENSOR=COLUMN: the column of an output; default: the tensor's name."),
+    ] = None
+    top_k: Annotated[
+        list[str] | None,
+        typer.Option("--top-k", help="TENSOR=3: write the greatest elements of an output, with indices and labels."),
+    ] = None
+    failed_rows: Annotated[
+        str, typer.Option("--failed-rows", help="inline (the default) in the parts, or separate in files of their own.")
+    ] = ""
+    passthrough: Annotated[
+        list[str] | None, typer.Option("--passthrough", help="A column to copy to the output; '*' copies all.")
+    ] = None
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
+    ] = None
+    partitioning: Annotated[
+        str, typer.Option("--partitioning", help="hive: folders such as country=de become columns; default: none do.")
+    ] = ""
+    partition_by: Annotated[
+        list[str] | None,
+        typer.Option("--partition-by", help="With --partitioning: a column whose folders the output has, too."),
+    ] = None
+    bad_files: Annotated[
+        str,
+        typer.Option(
+            "--bad-files",
+            help="Input files that can't be read: fail (the default) fails the job, skip leaves them out.",
+        ),
+    ] = ""
+    compression: Annotated[
+        str,
+        typer.Option(
+            "--compression",
+            help="zstd, snappy, lz4, gzip, brotli or none; default: snappy; zstd for arrow, none for csv and jsonl.",
+        ),
+    ] = ""
+    compression_level: Annotated[
+        int, typer.Option("--compression-level", min=0, help="Level of the compression; 0: its default.")
+    ] = 0
+    rows_per_part: Annotated[
+        int, typer.Option("--rows-per-part", min=0, help="Maximum rows per output file; 0: the server decides.")
+    ] = 0
+    on_version_change: Annotated[
+        str,
+        typer.Option("--on-version-change", help="wait or fail, when the job's model version can't be kept unchanged."),
+    ] = ""
+    error_threshold: Annotated[
+        float,
+        typer.Option(
+            "--error-threshold",
+            min=-1,
+            help="Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 for no limit.",
+        ),
+    ] = 0.0
+    max_parallel: Annotated[
+        int, typer.Option("--max-parallel", min=0, help="Maximum workers that score the job at a time; 0: all.")
+    ] = 0
+    deadline: Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")] = 0.0
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Number of first rows to score; 0: all.")] = 0
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Remove the files of an ended job from the output folder, and no others. With --resume: if the job is "
+            "completed, run it anew.",
+        ),
+    ] = False
+    metadata: Annotated[
+        list[str] | None, typer.Option("--metadata", help="NAME=TEXT: metadata to keep with the job.")
+    ] = None
+    webhook: Annotated[str, typer.Option("--webhook", help="A URL to notify when the job ends.")] = ""
+    job_id: Annotated[
+        str, typer.Option("--id", help="Your own job id; repeating the command with it finds the same job.")
+    ] = ""
+    version: Annotated[
+        int, typer.Option("--version", min=0, help="The model's version; 0 is the highest ready one.")
+    ] = 0
+
+
+@with_options(InputFlags, SubmitFlags)
 def submit(
-    context: typer.Context,
     model: ModelArgument,
     inputs: InputsArgument,
     output: OutputArgument,
     *,
-    output_format: FormatOption = "parquet",
-    input_format: InputFormatOption = "",
-    input_compression: InputCompressionOption = "",
-    delimiter: DelimiterOption = None,
-    quote: QuoteOption = None,
-    escape: EscapeOption = None,
-    decimal_point: DecimalPointOption = None,
-    encoding: EncodingOption = None,
-    header: HeaderOption = True,
-    column_names: ColumnNamesOption = "",
-    column: ColumnOption = None,
-    shape: ShapeOption = None,
-    null: NullOption = None,
-    output_tensor: OutputTensorOption = None,
-    output_column: OutputColumnOption = None,
-    top_k: TopKOption = None,
-    failed_rows: FailedRowsOption = "",
-    key: KeyOption = "",
-    passthrough: PassthroughOption = None,
-    exclude: ExcludeOption = None,
-    merge_schema: MergeSchemaOption = False,
-    column_type: TypeOption = None,
-    partitioning: PartitioningOption = "",
-    partition_by: PartitionByOption = None,
-    bad_files: BadFilesOption = "",
-    compression: CompressionOption = "",
-    compression_level: CompressionLevelOption = 0,
-    rows_per_part: RowsPerPartOption = 0,
-    priority: PriorityOption = "normal",
-    on_version_change: OnVersionChangeOption = "",
-    error_threshold: ErrorThresholdOption = 0.0,
-    max_parallel: MaxParallelOption = 0,
-    deadline: DeadlineOption = 0.0,
-    limit: LimitOption = 0,
-    overwrite: OverwriteOption = False,
-    metadata: MetadataOption = None,
-    webhook: WebhookOption = "",
-    job_id: IdOption = "",
-    version: VersionOption = 0,
     wait_for_inputs: WaitForInputsOption = 0.0,
     wait: WaitOption = False,
     resume: ResumeOption = False,
@@ -311,6 +274,7 @@ def submit(
     validate_only: ValidateOption = False,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Submit a bulk job: a model scores files on the workers that serve it.
 
@@ -321,7 +285,11 @@ def submit(
     or is overloaded (repeat the command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job continues,
     except with --cancel-on-exit.
     """
-    options = job_options(context.params)
+    if resume and not given["job_id"]:
+        raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
+    if cancel_on_exit and not wait:
+        raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
+    options = job_options(given)
     with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
         if validate_only:
             estimate = client.validate_job(model, inputs, output, **options)
@@ -350,10 +318,6 @@ def _estimated(estimate: "JobEstimate") -> str:
 
 def job_options(given: Mapping[str, Any]) -> "JobOptions":
     """Returns the options of a job; the server sets the missing options."""
-    if given["resume"] and not given["job_id"]:
-        raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
-    if given["cancel_on_exit"] and not given["wait"]:
-        raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
     read = {
         "metadata": pairs("--metadata", given["metadata"] or []),
         "output_column": pairs("--output-column", given["output_column"] or []),
@@ -444,7 +408,7 @@ def resume_job(
     deadline: Annotated[
         float | None, typer.Option("--deadline", min=0, help="Seconds from now until the job expires; 0: never.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")] = False,
+    wait: WaitOption = False,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:

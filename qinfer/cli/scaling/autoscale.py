@@ -5,62 +5,63 @@ from typing import Annotated
 
 import typer
 
-from qinfer.cli.console import DataDirOption, RedisOption
+from qinfer.cli.console import DataDirOption, RedisOption, with_options
 
 EXAMPLE = "Example: qinfer autoscale --min 0 --max 4 --redis redis://queue:6379/0"
 
-MinOption = Annotated[
-    int, typer.Option("--min", envvar="QINFER_AUTOSCALE__MIN_WORKERS", min=0, help="Minimum number of workers.")
-]
-MaxOption = Annotated[
-    int,
-    typer.Option(
-        "--max", envvar="QINFER_AUTOSCALE__MAX_WORKERS", min=0, help="Maximum number of workers; 0 = one per core."
-    ),
-]
-TargetOption = Annotated[
-    float,
-    typer.Option(envvar="QINFER_AUTOSCALE__TARGET_S", help="Seconds of waiting work per worker."),
-]
-UpAfterOption = Annotated[
-    float,
-    typer.Option(
-        envvar="QINFER_AUTOSCALE__UP_AFTER_S",
-        min=0,
-        help="Seconds of sustained demand before scaling up; the first worker starts at once.",
-    ),
-]
-DownAfterOption = Annotated[
-    float,
-    typer.Option(
-        envvar="QINFER_AUTOSCALE__DOWN_AFTER_S", min=0, help="Seconds of sustained lower demand before scaling down."
-    ),
-]
-IdleOption = Annotated[
-    float,
-    typer.Option(envvar="QINFER_AUTOSCALE__IDLE_S", min=0, help="Idle seconds before scaling down to --min."),
-]
-CooldownOption = Annotated[
-    float,
-    typer.Option(
-        envvar="QINFER_AUTOSCALE__COOLDOWN_S",
-        min=0,
-        help="Seconds without scaling down after scaling up; at least 1.5 times the models' load time.",
-    ),
-]
+
+class ScalingFlags:
+    """The settings of the autoscaler that are options, too."""
+
+    min_workers: Annotated[
+        int, typer.Option("--min", envvar="QINFER_AUTOSCALE__MIN_WORKERS", min=0, help="Minimum number of workers.")
+    ] = 0
+    max_workers: Annotated[
+        int,
+        typer.Option(
+            "--max", envvar="QINFER_AUTOSCALE__MAX_WORKERS", min=0, help="Maximum number of workers; 0 = one per core."
+        ),
+    ] = 0
+    target_s: Annotated[
+        float,
+        typer.Option(envvar="QINFER_AUTOSCALE__TARGET_S", help="Seconds of waiting work per worker."),
+    ] = 10.0
+    up_after_s: Annotated[
+        float,
+        typer.Option(
+            envvar="QINFER_AUTOSCALE__UP_AFTER_S",
+            min=0,
+            help="Seconds of sustained demand before scaling up; the first worker starts at once.",
+        ),
+    ] = 0.0
+    down_after_s: Annotated[
+        float,
+        typer.Option(
+            envvar="QINFER_AUTOSCALE__DOWN_AFTER_S",
+            min=0,
+            help="Seconds of sustained lower demand before scaling down.",
+        ),
+    ] = 60.0
+    idle_s: Annotated[
+        float,
+        typer.Option(envvar="QINFER_AUTOSCALE__IDLE_S", min=0, help="Idle seconds before scaling down to --min."),
+    ] = 300.0
+    cooldown_s: Annotated[
+        float,
+        typer.Option(
+            envvar="QINFER_AUTOSCALE__COOLDOWN_S",
+            min=0,
+            help="Seconds without scaling down after scaling up; at least 1.5 times the models' load time.",
+        ),
+    ] = 30.0
 
 
+@with_options(ScalingFlags)
 def autoscale(
     *,
-    least: MinOption = 0,
-    most: MaxOption = 0,
-    target_s: TargetOption = 10.0,
-    up_after_s: UpAfterOption = 0.0,
-    down_after_s: DownAfterOption = 60.0,
-    idle_s: IdleOption = 300.0,
-    cooldown_s: CooldownOption = 30.0,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
+    **given: float,
 ) -> None:
     """Run as many workers on this machine as the waiting work needs, beside an existing gateway and Redis.
 
@@ -77,13 +78,4 @@ def autoscale(
     from qinfer.cli.overview import redis_settings
     from qinfer.cli.scaling.scaler import run_autoscaler
 
-    options = {
-        "min_workers": least,
-        "max_workers": most,
-        "target_s": target_s,
-        "up_after_s": up_after_s,
-        "down_after_s": down_after_s,
-        "idle_s": idle_s,
-        "cooldown_s": cooldown_s,
-    }
-    run_autoscaler(redis_settings(redis, data_dir), options)
+    run_autoscaler(redis_settings(redis, data_dir), given)
