@@ -30,7 +30,6 @@ from qinfer.errors import (
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
     from rich.text import Text
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -269,37 +268,42 @@ def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: 
         Console().print(view())
 
 
-def table(title: str, columns: str, rows: "Iterable[Sequence[object]]") -> "Table":
+def table(title: str, columns: str, rows: "Iterable[Sequence[object]]", *, has_header: bool = True) -> "RenderableType":
     """Returns a table; of the `columns`, `name>` is right-justified, and `name!` is whole on any terminal."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
     found = Table(
-        title=Text(title, "bold") if title else None, title_justify="left", box=SIMPLE, pad_edge=False, padding=0
+        title=Text(title, "bold") if title else None,
+        title_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_header=has_header,
     )
     cells = [
         [one if isinstance(one, Text) else Text(f"{one:,}" if isinstance(one, int) else str(one)) for one in row]
         for row in rows
     ]
+    if not cells:
+        return Text(f"{title}: none")
     for number, name in enumerate(columns.split(", ")):
         found.add_column(
             Text(name.rstrip(">!")),
             justify="right" if name.endswith(">") else "left",
             overflow="fold",
             no_wrap=name.endswith((">", "!")),
-            min_width=max((row[number].cell_len for row in cells), default=0) if name.endswith("!") else None,
+            min_width=max(row[number].cell_len for row in cells) if name.endswith("!") else None,
         )
     for row in cells:
         found.add_row(*row)
     return found
 
 
-def facts(title: str, values: "Mapping[str, object]") -> "Table":
+def facts(title: str, values: "Mapping[str, object]") -> "RenderableType":
     """Returns names and values as a table without a header."""
-    found = table(title, "name, value", values.items())
-    found.show_header = False
-    return found
+    return table(title, "name, value", values.items(), has_header=False)
 
 
 def state(name: str) -> "Text":

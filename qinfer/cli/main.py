@@ -45,7 +45,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (doctor.doctor, doctor.EXAMPLE, "Check the installation, and show remedies for problems."),
     (models.app, "models", "Manage models: sync with a repository, list, load, unload."),
     (endpoints.app, "endpoints", None),
-    (keys.app, "keys", None),
+    (keys.app, "keys", "Manage API keys: new, list, rotate, revoke."),
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
     (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),

@@ -99,11 +99,11 @@ def _wait(
     from qinfer.models.readiness import LoadProgress
 
     late = {}
-    for model in run_wait(settings, synced, timeout_s):
-        if model.progress is LoadProgress.WAITING:
-            late[model.model] = f"is not ready after {timeout_s:g} s: {model.reason}"
-        elif model.progress is LoadProgress.FAILED:
-            failed.setdefault(model.model, f"can't be loaded: {model.reason}")
+    for name, (progress, reason) in run_wait(settings, synced, timeout_s).items():
+        if progress is LoadProgress.WAITING:
+            late[name] = f"is not ready after {timeout_s:g} s: {reason}"
+        elif progress is LoadProgress.FAILED:
+            failed.setdefault(name, f"can't be loaded: {reason}")
     return late
 
 

@@ -224,18 +224,25 @@ def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[S
     return run(settings, partial(start, open_repositories(repository), settings=repository, again=True))
 
 
-class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a model's load."""
-
-    model: str
-    progress: LoadProgress
-    reason: str = ""
-
-
-def run_wait(settings: RedisSettings, synced: Sequence[SyncedModel], timeout_s: float) -> list[WaitedModel]:
-    """Waits until synced models are ready or failed, or for the timeout."""
+def run_wait(
+    settings: RedisSettings, synced: Sequence[SyncedModel], timeout_s: float
+) -> dict[str, tuple[LoadProgress, str]]:
+    """Waits until synced models are ready or failed, or for the timeout; returns their progress and its reasons."""
     names = [model.model for model in synced if not model.removed]
-    return run(settings, lambda store, _: _wait(store, names, timeout_s))
+
+    async def wait(store: ControlStore, _: Queue) -> dict[str, tuple[LoadProgress, str]]:
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            workers, stored = await store.workers(), await store.models(names)
+            found: dict[str, tuple[LoadProgress, str]] = {
+                name: outcome(stored[name], workers) for name in names if name in stored
+            }
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0 or all(progress is not LoadProgress.WAITING for progress, _ in found.values()):
+                return found
+            await store.wait(min(LOOK_S, left_s))
+
+    return run(settings, wait)
 
 
 async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = math.inf) -> Overview:
@@ -356,18 +363,6 @@ async def connected(
     finally:
         await store.close()
         await delivery.close()
-
-
-async def _wait(store: ControlStore, names: Sequence[str], timeout_s: float) -> list[WaitedModel]:
-    ends_s = time.monotonic() + timeout_s
-    while True:
-        workers, stored = await store.workers(), await store.models(names)
-        outcomes = {name: outcome(stored[name], workers) for name in names if name in stored}
-        found = [WaitedModel(model=name, progress=how, reason=reason) for name, (how, reason) in outcomes.items()]
-        left_s = ends_s - time.monotonic()
-        if left_s <= 0 or all(model.progress is not LoadProgress.WAITING for model in found):
-            return found
-        await store.wait(min(LOOK_S, left_s))
 
 
 def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:

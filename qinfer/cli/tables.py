@@ -9,7 +9,6 @@ from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from qinfer.cli.console import exit_code, fail, print_json, state, table
@@ -118,7 +117,7 @@ def _work(row: WorkRow | None) -> tuple[object, str]:
     return row.rows, duration(row.work_s) + ("" if row.rows_per_s else "?")
 
 
-def _models_with_work(overview: Overview, work: _Work) -> Table:
+def _models_with_work(overview: Overview, work: _Work) -> RenderableType:
     rows = []
     for model in overview.models:
         row = work.get((model.name, model.version))
@@ -127,13 +126,13 @@ def _models_with_work(overview: Overview, work: _Work) -> Table:
     return table("Models", "model, version>, state, workers>, depth>, oldest>, rows>, work>", rows)
 
 
-def _sequences(overview: Overview) -> Iterator[Table]:
+def _sequences(overview: Overview) -> Iterator[RenderableType]:
     rows = [(of.model, of.open, of.waiting, of.handed_over, of.lost) for of in overview.sequences]
     if rows:
         yield table("Sequences", "model, open>, waiting>, handed over>, lost>", rows)
 
 
-def _lanes_table(lanes: Sequence[LaneRow], work: _Work, *, has_work: bool = False) -> Table:
+def _lanes_table(lanes: Sequence[LaneRow], work: _Work, *, has_work: bool = False) -> RenderableType:
     rows = []
     for key, group in groupby(lanes, key=lambda lane: (lane.model, lane.version)):
         row = work.get(key)
@@ -146,7 +145,7 @@ def _lanes_table(lanes: Sequence[LaneRow], work: _Work, *, has_work: bool = Fals
     return table("Lanes", f"{columns}, rows>, work>, workers>" if has_work else columns, rows)
 
 
-def _workers_table(workers: Sequence[WorkerRow], *, is_whole: bool = False) -> Table:
+def _workers_table(workers: Sequence[WorkerRow], *, is_whole: bool = False) -> RenderableType:
     has_host = is_whole and not all(worker.id.startswith(f"{worker.host}-") for worker in workers)
     rows = []
     for worker in workers:

@@ -87,7 +87,7 @@ def reason_of(error: Exception, place: str) -> tuple[str, str]:
         return f"{place} refuses the user name or password", "correct them in QINFER_REDIS__URL"
     if isinstance(error, NoPermissionError):
         return f"{place}: {error}", "allow this user what qinfer needs"
-    remedy = "start it, or correct QINFER_REDIS__URL or --redis"
+    remedy = "start it, or `qinfer up`, which has its own; or correct QINFER_REDIS__URL or --redis"
     if isinstance(error, redis.exceptions.TimeoutError):
         return f"{place} does not answer in time", remedy
     return f"{place} can't be reached: {error}", remedy

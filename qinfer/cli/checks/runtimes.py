@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +17,9 @@ _LIMIT_S = 90.0
 
 
 class Runtime(NamedTuple):
-    """A backend's runtime; `packages` may contain the module, `devices` is a Python expression."""
+    """A backend's runtime; `devices` is a Python expression."""
 
     module: str
-    packages: tuple[str, ...]
     extra: str
     devices: str
 
@@ -28,18 +27,14 @@ class Runtime(NamedTuple):
 RUNTIMES: Mapping[str, Runtime] = {
     "onnxruntime": Runtime(
         "onnxruntime",
-        ("onnxruntime-gpu", "onnxruntime", "onnxruntime-openvino"),
         "onnx",
         "[p.removesuffix('ExecutionProvider') for p in onnxruntime.get_available_providers()]",
     ),
     "pytorch": Runtime(
-        "torch",
-        ("torch",),
-        "torch",
-        "['CPU', *(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))]",
+        "torch", "torch", "['CPU', *(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))]"
     ),
-    "tensorrt": Runtime("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt", "[]"),
-    "openvino": Runtime("openvino", ("openvino",), "openvino", "list(openvino.Core().available_devices)"),
+    "tensorrt": Runtime("tensorrt", "tensorrt", "[]"),
+    "openvino": Runtime("openvino", "openvino", "list(openvino.Core().available_devices)"),
 }
 
 
@@ -58,11 +53,12 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
     installed = {name: runtime for name, runtime in RUNTIMES.items() if find_spec(runtime.module) is not None}
     with ThreadPoolExecutor(2, thread_name_prefix="runtimes") as threads:
         loaded = dict(zip(installed, threads.map(load_runtime, installed.values()), strict=True)) if load else {}
+    packages = packages_distributions()
     for name, runtime in RUNTIMES.items():
         if name not in installed:
             yield _absent(name, runtime, needed.get(name, ""))
             continue
-        text = f"{runtime.module} {_version(runtime)}".rstrip()
+        text = " ".join([runtime.module, *map(version, packages.get(runtime.module, [])[:1])])
         if error := loaded.get(name, LoadedRuntime(())).error:
             remedy = f"reinstall it: pip install --force-reinstall 'qinfer-ml[{runtime.extra}]'"
             yield problem(f"backend {name}", f"{text} is installed and can't be loaded: {error}", remedy)
@@ -112,7 +108,7 @@ def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
         yield problem("GPU", f"{', '.join(here)}; nvidia-smi does not answer", "install NVIDIA's driver")
         return
     for number, line in enumerate(asked.stdout.strip().splitlines()):
-        name, driver, used, total = map(str.strip, line.split(","))
+        name, driver, used, total = (*line.split(", "), *[""] * 4)[:4]
         yield ok(f"GPU {number}", f"{name}, driver {driver}, {used} of {total} used")
     if find_spec("pynvml") is None:
         yield warning("GPU", "there are no metrics of it", "pip install 'qinfer-ml[gpu]'")
@@ -124,12 +120,3 @@ def _absent(name: str, runtime: Runtime, model: str) -> Finding:
         text = f"not installed here, and model '{model}' needs it where workers run"
         return warning(f"backend {name}", text, remedy)
     return ok(f"backend {name}", "not installed")
-
-
-def _version(runtime: Runtime) -> str:
-    for package in runtime.packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return ""

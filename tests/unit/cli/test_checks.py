@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from qinfer.cli.checks.all import HIDDEN, examine_models, examine_workers, without
 from qinfer.cli.checks.doctor import Finding, Severity, problem
 from qinfer.cli.checks.redis_server import NodeReport, examine_node
-from qinfer.cli.checks.runtimes import Runtime, load_runtime
+from qinfer.cli.checks.runtimes import Runtime, examine_gpus, load_runtime
 from qinfer.core.settings import RedisSettings
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 
@@ -120,9 +121,9 @@ def test_secrets_are_hidden_wherever_they_are() -> None:
 
 def test_a_runtime_that_crashes_is_told_from_one_that_lacks_a_library() -> None:
     """Neither takes the check with it."""
-    crash = load_runtime(Runtime("os", ("os",), "x", "os.abort()"))
-    lacks = load_runtime(Runtime("nothing_of_this_name", (), "x", "[]"))
-    works = load_runtime(Runtime("sys", (), "x", "['CPU']"))
+    crash = load_runtime(Runtime("os", "x", "os.abort()"))
+    lacks = load_runtime(Runtime("nothing_of_this_name", "x", "[]"))
+    works = load_runtime(Runtime("sys", "x", "['CPU']"))
 
     assert "crashes (signal 6)" in crash.error
     assert "nothing_of_this_name" in lacks.error
@@ -136,3 +137,25 @@ def test_the_checks_need_no_program() -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
 
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "said"),
+    [
+        ("echo 'NVIDIA H100 80GB HBM3, 570.1, 5 MiB, 81559 MiB'", Severity.OK, "driver 570.1, 5 MiB of 81559 MiB used"),
+        ("exit 9", Severity.PROBLEM, "nvidia0; nvidia-smi does not answer"),
+    ],
+)
+def test_gpus_are_those_of_the_driver(
+    answer: str, level: Severity, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    found = next(iter(examine_gpus(tmp_path)))
+
+    assert (found.level, said in found.text) == (level, True)
+    assert [each.text for each in examine_gpus(tmp_path / "nothing")] == ["none"]
