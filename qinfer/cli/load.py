@@ -20,6 +20,7 @@ from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 import uvloop
+from httptools import HttpResponseParser
 
 from qinfer.cli.console import CommandFailed
 from qinfer.client.flows import header_value
@@ -31,7 +32,6 @@ from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 CONNECT_TIMEOUT_S = 10.0
 LAST_ANSWERS_S = 10.0
 """Time for requests in flight at the end."""
-_LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +164,8 @@ class LoadConnection(asyncio.Protocol):
         self._request = request
         self._report = report
         self._ended = ended
+        self._parser = HttpResponseParser(self)
         self._buffer = b""
-        # -1: the head is awaited
-        self._missing_bytes = -1
-        self._status = 0
         self.stopping = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -178,23 +176,17 @@ class LoadConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads a piece of an answer."""
-        if self._missing_bytes < 0:
-            self._buffer += data
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            head, data = self._buffer[:end], self._buffer[end + 4 :]
-            self._status = int(head[9:12])
-            self._missing_bytes = _content_length(head)
-            self._buffer = b""
-        self._body_received(data)
+        self._parser.feed_data(data)
 
-    def _body_received(self, data: bytes) -> None:
-        if self._status != 200:
-            self._buffer += data
-        self._missing_bytes -= len(data)
-        if self._missing_bytes <= 0:
-            self._on_response()
+    def on_body(self, body: bytes) -> None:
+        """Keeps the body of an error, for the parser."""
+        if self._parser.get_status_code() != 200:
+            self._buffer += body
+
+    def on_message_complete(self) -> None:
+        """Counts an answer, and goes on, for the parser."""
+        status = self._parser.get_status_code()
+        self._on_response("" if status == 200 else f"HTTP {status}: {self._buffer[:300].decode(errors='replace')}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Reports the end, an error unless stopped."""
@@ -213,16 +205,15 @@ class LoadConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _send_request(self) -> None:
-        self._missing_bytes = -1
+        self._buffer = b""
         self._sent_s = time.perf_counter()
         self._transport.write(self._request)
 
-    def _on_response(self) -> None:
-        if self._status == 200:
-            self._report.latencies_s.append(time.perf_counter() - self._sent_s)
+    def _on_response(self, error: str) -> None:
+        if error:
+            self._report.failed(error)
         else:
-            self._report.failed(f"HTTP {self._status}: {self._buffer[:300].decode(errors='replace')}")
-            self._buffer = b""
+            self._report.latencies_s.append(time.perf_counter() - self._sent_s)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -244,16 +235,16 @@ class StreamConnection(LoadConnection):
         self._error = b""
 
     def _send_request(self) -> None:
-        self._last_s = 0.0
-        self._error = b""
+        self._last_s, self._error = 0.0, b""
         super()._send_request()
 
-    def _body_received(self, data: bytes) -> None:
-        if self._status != 200:
-            super()._body_received(data)
+    def on_body(self, body: bytes) -> None:
+        """Measures the events of a stream."""
+        if self._parser.get_status_code() != 200:
+            super().on_body(body)
             return
         now_s = time.perf_counter()
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        *events, self._buffer = (self._buffer + body).split(b"\n\n")
         for event in events:
             if b"event: error" in event:
                 self._error = event
@@ -262,13 +253,9 @@ class StreamConnection(LoadConnection):
             else:
                 self._report.between_s.append(now_s - self._last_s)
             self._last_s = now_s
-        if self._buffer.endswith(_LAST_CHUNK):
-            self._buffer = b""
-            if self._error:
-                self._report.failed(self._error.decode(errors="replace")[:300])
-                self._go_on()
-            else:
-                self._on_response()
+
+    def _on_response(self, error: str) -> None:
+        super()._on_response(error or self._error.decode(errors="replace")[:300])
 
 
 class StepRequests:
@@ -313,14 +300,14 @@ class SequenceConnection(LoadConnection):
             )
         super()._send_request()
 
-    def _on_response(self) -> None:
-        if self._status != 200:
+    def _on_response(self, error: str) -> None:
+        if error:
             self._report.sequences_lost += 1
             self._number = 0
         elif self._is_last:
             self._report.sequences_ended = (self._report.sequences_ended or 0) + 1
             self._number = 0
-        super()._on_response()
+        super()._on_response(error)
 
     def _go_on(self) -> None:
         if self._number:
@@ -369,13 +356,3 @@ async def _load(target: LoadTarget, concurrency: int, duration_s: float, make: M
     for connection in tuple(open_connections):
         connection.abort()
     return report
-
-
-def _content_length(head: bytes) -> int:
-    lower = head.lower()
-    begin = lower.find(b"\r\ncontent-length:")
-    if begin < 0:
-        return 0
-    begin += 17
-    end = lower.find(b"\r\n", begin)
-    return int(lower[begin : end if end >= 0 else None])
