@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+    from qinfer.cli.client import GatewayClient
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FAILED, USAGE, NO_INPUT, UNREACHABLE = 1, 64, 66, 69
@@ -52,6 +54,13 @@ def gateway_url(url: str = DEFAULT_URL) -> str:
 
     run = runfile.nearest()
     return "http://127.0.0.1:8000" if run is None else run.url
+
+
+def gateway_client(url: str, **options: Any) -> "GatewayClient":
+    """Returns a client of the gateway, which loads only when a command runs."""
+    from qinfer.cli import client
+
+    return client.GatewayClient(url, **options)
 
 
 UrlOption = Annotated[

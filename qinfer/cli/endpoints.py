@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, UrlOption, show, table
+from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, UrlOption, gateway_client, show, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,9 +37,7 @@ RevisionOption = Annotated[
 @app.command("list", epilog=LIST_EXAMPLE)
 def list_endpoints(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """List the endpoints, their targets and shares."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         states = client.endpoints()
     show(states, lambda: _table(states), as_json=as_json)
 
@@ -51,9 +49,7 @@ def show_endpoint(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: 
     Of a canary it shows the step, the numbers of the checks, and the events. The requests are those that the gateway at
     the URL has forwarded since it started.
     """
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         state = client.endpoint(name)
     show(state, lambda: _details(state), as_json=as_json)
 
@@ -64,9 +60,7 @@ def show_differences(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_jso
 
     The gateway at the URL has compared them since it started. Requires the scope admin.
     """
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         found = client.endpoint_differences(name)
     show(found, lambda: _differences(found), as_json=as_json)
 
@@ -85,13 +79,12 @@ def put_endpoint(
     """
     from msgspec import structs, to_builtins
 
-    from qinfer.cli.client import GatewayClient
     from qinfer.traffic.files import read_file
 
     declared = structs.replace(read_file(file), file="")
     if revision is not None:
         declared = structs.replace(declared, revision=revision)
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         state = client.put_endpoint(declared.name, to_builtins(declared))
     show(state, lambda: _details(state), as_json=as_json)
 
@@ -105,9 +98,7 @@ def delete_endpoint(
     as_json: JsonOption = False,
 ) -> None:
     """Remove an endpoint: its name then stands for the model of that name, if any. Requires the scope admin."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         client.delete_endpoint(name, revision)
     show({"deleted": name}, f"{name} is removed", as_json=as_json)
 
@@ -143,9 +134,8 @@ def resume(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOpt
 
 
 def _decide(name: str, decision: str, url: str, *, as_json: bool) -> None:
-    from qinfer.cli.client import GatewayClient
 
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         state = client.decide_endpoint(name, decision)
     show(state, lambda: _details(state), as_json=as_json)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, facts, show, table
+from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, facts, gateway_client, show, table
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
@@ -59,12 +59,11 @@ def infer(
     Datatypes come from the model's metadata, and a missing batch dimension is added. One number (x=3) gets all
     dimensions of an input with one element.
     """
-    from qinfer.cli.client import GatewayClient
     from qinfer.cli.inputs import read_inputs, read_sequence
 
     parameters = read_sequence(sequence_id, start=sequence_start, end=sequence_end)
 
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         metadata = client.metadata(model, version)
         tensors = read_inputs(inputs or [], metadata.inputs, model)
         by_name = {t.name: t for t in tensors}
@@ -131,13 +130,12 @@ def bench(
     With --sequences, each connection sends the steps of one sequence after another. The client runs in one Python
     process: beyond about 20,000 requests per second the client is the bottleneck.
     """
-    from qinfer.cli.client import GatewayClient
     from qinfer.cli.inputs import fill, random, read_inputs
     from qinfer.cli.load import batch_counts, mean_batch, run_load
 
     if streaming and sequences:
         raise typer.BadParameter("give this or --streaming, not both", param_hint="--sequences")
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         wanted = client.metadata(model, version).inputs
         tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
         asked: RepeatedCall = {"model": model, "inputs": {t.name: t for t in tensors}, "version": version}

@@ -18,6 +18,7 @@ from qinfer.cli.console import (
     ModelArgument,
     RedisOption,
     UrlOption,
+    gateway_client,
     print_error,
     show,
     state,
@@ -133,9 +134,7 @@ def show_index(
     as_json: JsonOption = False,
 ) -> None:
     """Show every model of the repositories and the state of its versions, as reported by a gateway."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         found = client.index(ready=ready)
     entries = index_body(found)
     show(entries, lambda: table("Index", "model, version>, state, reason", map(_index_row, entries)), as_json=as_json)
@@ -164,8 +163,6 @@ def load_model(
     as_json: JsonOption = False,
 ) -> None:
     """Load a model, or reload it if it has changed, and wait until it is ready. Requires control mode explicit."""
-    from qinfer.cli.client import GatewayClient
-
     text = config if config.lstrip().startswith("{") else _read_text(config) if config else None
     contents: dict[str, bytes] = {}
     for entry in files or []:
@@ -173,7 +170,7 @@ def load_model(
         if not path:
             raise CommandFailed(f"--file {entry}: write VERSION/NAME=FILE, such as 1/model.onnx=new.onnx")
         contents[name] = _read_file(path)
-    with GatewayClient(url, timeout_s=timeout) as client, _with_remedy():
+    with gateway_client(url, timeout_s=timeout) as client, _with_remedy():
         client.load(model, config=text, files=contents)
     show({"loaded": model}, f"{model} is loaded", as_json=as_json)
 
@@ -181,9 +178,7 @@ def load_model(
 @app.command("unload", epilog=UNLOAD_EXAMPLE, short_help="Unload a model.")
 def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Unload a model: new requests are refused, waiting requests are answered. Requires control mode explicit."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client, _with_remedy():
+    with gateway_client(url) as client, _with_remedy():
         client.unload(model)
     show({"unloaded": model}, f"{model} is unloaded", as_json=as_json)
 

@@ -1,5 +1,6 @@
 """The checks of `qinfer doctor`, in the order of the report."""
 
+import asyncio
 import os
 import resource
 import shutil
@@ -19,9 +20,9 @@ from qinfer.cli.checks.doctor import Finding, Severity, ok, problem, warning
 from qinfer.cli.checks.healthcheck import gateway_health
 from qinfer.cli.local import runfile
 from qinfer.cli.local.machine import GatewayAddress, claim_ports, gateway_addresses
-from qinfer.cli.overview import redis_settings, run
+from qinfer.cli.overview import redis_settings
 from qinfer.core.api_keys import check_exposure
-from qinfer.core.settings import RepositorySettings, Settings, load_settings
+from qinfer.core.settings import RedisSettings, RepositorySettings, Settings, load_settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.config.message import from_json
 from qinfer.models.readiness import assess
@@ -29,7 +30,7 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import BULK, GATEWAY, DesiredState, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.address import NodeAddress, parse_place
-from qinfer.queue.clients import Login, blocking_client
+from qinfer.queue.clients import Login, admin_client, blocking_client
 from qinfer.storage.open import driver_variables
 from qinfer.wire.frame import FRAME_VERSION
 
@@ -95,7 +96,7 @@ def _redis_findings(settings: Settings) -> Iterator[Finding]:
                 yield from redis_server.examine_node(one, wanted)
             user = node.username or "default"
             yield from redis_server.examine_permissions(client, wanted, user, node.db if has_broker else None)
-        yield from run(wanted, lambda store, _: _worker_findings(store, needs_bulk=_has_jobs(settings)))
+        yield from asyncio.run(_worker_findings(wanted, needs_bulk=_has_jobs(settings)))
     except QinferError as error:
         yield problem("Redis", error.message)
     except redis_server.ERRORS as error:
@@ -106,15 +107,21 @@ def _has_jobs(settings: Settings) -> bool:
     return bool(settings.bulk.enabled and settings.stores.allow)
 
 
-async def _worker_findings(store: ControlStore, *, needs_bulk: bool) -> list[Finding]:
-    desired, workers = await store.desired(), await store.workers()
-    gateways, bulk_workers = [await store.live_processes(program) for program in (GATEWAY, BULK)]
+async def _worker_findings(redis: RedisSettings, *, needs_bulk: bool) -> list[Finding]:
+    # A queue would refuse a Redis whose settings are wrong.
+    store = ControlStore(admin_client(redis))
+    try:
+        desired, workers = await store.desired(), await store.workers()
+        stored = await store.models(sorted(desired))
+        gateways, bulk_workers = [await store.live_processes(program) for program in (GATEWAY, BULK)]
+    finally:
+        await store.close()
     live = ok("gateways", f"{len(gateways)} live: {', '.join(gateways[:_SHOWN])}")
     none = warning("gateways", "none is live: requests can't be sent", "start python -m qinfer_api")
     return [
         live if gateways else none,
         *examine_workers(workers, bulk_workers, needs_bulk=needs_bulk),
-        *examine_models(desired, await store.models(sorted(desired)), workers),
+        *examine_models(desired, stored, workers),
     ]
 
 

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show, table, with_options
+from qinfer.cli.console import (
+    DEFAULT_URL,
+    FAILED,
+    CommandFailed,
+    JsonOption,
+    UrlOption,
+    gateway_client,
+    show,
+    table,
+    with_options,
+)
 from qinfer.cli.jobs.jobs import InputFlags, InputsArgument, csv_form, pairs, read_columns
 from qinfer.cli.jobs.waiting import BY_SIGNAL, StopSignals, WaitInterrupted
 from qinfer.errors import InvalidRequest, QinferError
@@ -92,12 +102,11 @@ def compare(
         from qinfer.cli.jobs.output_rows import JobRows
     except ImportError:
         raise CommandFailed("reading a job's output needs pyarrow: pip install 'qinfer-ml[bulk]'") from None
-    from qinfer.cli.client import GatewayClient
     from qinfer.traffic.differences import Rule
 
     targets = _two_targets(stable, canary)
     rules = read_rules(agree or [], Rule(tolerance=tolerance, relative=relative))
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         outputs, others = _outputs(client, targets, given["output_tensor"] or [], rules)
         done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(given, sample))
     comparison = OutputComparison(outputs, rules, show_rows, redact=redact)

@@ -14,6 +14,7 @@ from qinfer.cli.console import (
     ModelArgument,
     UrlOption,
     facts,
+    gateway_client,
     print_json,
     show,
     state,
@@ -24,7 +25,6 @@ from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, StopSignals, WaitI
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from qinfer.cli.client import GatewayClient
     from qinfer.client import JobEstimate, JobStatus
     from qinfer.client.job_flows import JobOptions
 
@@ -290,7 +290,7 @@ def submit(
     if cancel_on_exit and not wait:
         raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
     options = job_options(given)
-    with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
+    with gateway_client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
         if validate_only:
             estimate = client.validate_job(model, inputs, output, **options)
             show(estimate, _estimated(estimate), as_json=as_json)
@@ -357,7 +357,7 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List bulk jobs, newest first."""
-    with _client(url) as client:
+    with gateway_client(url) as client:
         wanted = pairs("--metadata", metadata or [])
         found = client.jobs(limit=count, state=state, model=model, output=output, metadata=wanted)
     if as_json:
@@ -369,7 +369,7 @@ def list_jobs(
 @app.command("show", epilog="Example: qinfer jobs show 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def show_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show one job: its state and its specification."""
-    with _client(url) as client:
+    with gateway_client(url) as client:
         _show(client.job(job_id).status(), as_json=as_json)
 
 
@@ -380,14 +380,14 @@ def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: J
     Exit codes: 0 completed, 1 failed, cancelled or expired, 64 no such job, 69 the server can't be reached, 130
     interrupted; the job continues.
     """
-    with _client(url) as client:
+    with gateway_client(url) as client:
         finish(client.job(job_id), url, wait=True, as_json=as_json)
 
 
 @app.command("cancel", epilog="Example: qinfer jobs cancel 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def cancel_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Cancel a job; its output so far is kept, and it can be resumed."""
-    with _client(url) as client:
+    with gateway_client(url) as client:
         print_status(client.job(job_id).cancel(), as_json=as_json)
 
 
@@ -413,7 +413,7 @@ def resume_job(
     as_json: JsonOption = False,
 ) -> None:
     """Resume a failed, expired or cancelled job; finished work is kept."""
-    with _client(url) as client:
+    with gateway_client(url) as client:
         job = client.job(job_id)
         status = job.resume(error_threshold=error_threshold, max_parallel=max_parallel, deadline_s=deadline)
         if wait:
@@ -425,7 +425,7 @@ def resume_job(
 @app.command("delete", epilog="Example: qinfer jobs delete 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Delete the record of an ended job; its output is kept."""
-    with _client(url) as client:
+    with gateway_client(url) as client:
         client.job(job_id).delete()
     show({"deleted": job_id}, f"job {job_id} deleted; its output is kept", as_json=as_json)
 
@@ -451,7 +451,7 @@ def prune_jobs(
     from qinfer.errors import JobNotFound
 
     before = datetime.now(UTC) - _age(older_than)
-    with _client(url) as client:
+    with gateway_client(url) as client:
         wanted = pairs("--metadata", metadata or [])
         listed = client.jobs(limit=_MOST_PRUNED, state=state, model=model, output=output, metadata=wanted)
         found = [one for one in listed if (ended := _instant(one, "ended_at")) and one.has_ended and ended < before]
@@ -487,16 +487,10 @@ def _took(status: "JobStatus") -> str:
 @app.command("logs", epilog="Example: qinfer jobs logs 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show the log of a job, oldest first."""
-    with _client(url) as client:
+    with gateway_client(url) as client:
         lines = client.job(job_id).log()
     text = "\n".join(f"{line.at}  {line.text}" for line in lines)
-    show([{"at": line.at, "text": line.text} for line in lines], text, as_json=as_json)
-
-
-def _client(url: str) -> "GatewayClient":
-    from qinfer.cli.client import GatewayClient
-
-    return GatewayClient(url)
+    show([{"at": line.at, "text": line.text} for line in lines], text or "there is no line yet", as_json=as_json)
 
 
 def _show(status: "JobStatus", *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, CommandFailed, UrlOption, print_json
+from qinfer.cli.console import DEFAULT_URL, CommandFailed, UrlOption, gateway_client, print_json
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -154,9 +154,8 @@ def _print_missing(field: str, fields: Mapping[str, str], columns: Sequence[str]
 def _folder(job: str, url: str) -> str:
     if "://" in job or "/" in job or Path(job).is_dir():
         return job
-    from qinfer.cli.client import GatewayClient
 
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         status = client.job(job).status()
     if not status.has_ended:
         raise CommandFailed(f"job '{job}' is {status.state}: wait for its end with `qinfer jobs wait {job}`")
