@@ -33,8 +33,7 @@ ALL: list[Info] = []
 
 _CLUSTER, _PROCESS, _BRIDGE = MetricScope.CLUSTER, MetricScope.PROCESS, MetricScope.BRIDGE
 _MODEL, _REASON, _LANE = ("model", "version"), ("model", "reason", "version"), ("lane", "model", "version")
-_WORKER, _GPU, _ROUTE, _OWN = ("worker",), ("device", "worker"), ("route",), ("process",)
-_NODE = ("node",)
+_WORKER, _GPU, _ROUTE, _NODE = ("worker",), ("device", "worker"), ("route",), ("node",)
 _CACHED, _NOT_CACHED = "(includes cached requests)", "(does not include cached requests)"
 _ENDS = "The series ends with its worker: a restarted worker is a new one."
 
@@ -45,63 +44,49 @@ def _listed(kind: str, name: str, text: str, labels: tuple[str, ...] = _MODEL, s
     return info
 
 
+def _own(kind: str, name: str, text: str, labels: tuple[str, ...] = _MODEL) -> Info:
+    return _listed(kind, name, text, tuple(sorted((*labels, "process"))), _PROCESS)
+
+
 _counter, _gauge = partial(_listed, "counter"), partial(_listed, "gauge")
 _histogram, _summary = partial(_listed, "histogram"), partial(_listed, "summary")
+_own_counter, _own_gauge, _own_histogram = partial(_own, "counter"), partial(_own, "gauge"), partial(_own, "histogram")
 
-REQUESTS = _counter(
-    "qinfer_requests_total",
-    "Requests answered by this gateway, failures included.",
-    ("model", "process", "version"),
-    _PROCESS,
+REQUESTS = _own_counter("qinfer_requests_total", "Requests answered by this gateway, failures included.")
+REQUEST_FAILURES = _own_counter(
+    "qinfer_request_failures_total", "Requests answered with an error by this gateway.", _REASON
 )
-REQUEST_FAILURES = _counter(
-    "qinfer_request_failures_total",
-    "Requests answered with an error by this gateway.",
-    ("model", "process", "reason", "version"),
-    _PROCESS,
+REQUEST_DURATION = _own_histogram(
+    "qinfer_request_duration_seconds", "Seconds from receiving a request to its outputs, in this gateway."
 )
-REQUEST_DURATION = _histogram(
-    "qinfer_request_duration_seconds",
-    "Seconds from receiving a request to its outputs, in this gateway.",
-    ("model", "process", "version"),
-    _PROCESS,
-)
-SLO_REQUESTS = _counter(
+SLO_REQUESTS = _own_counter(
     "qinfer_slo_requests_total",
     "Requests answered by this gateway that count for the objective of the version: all but failures that are the "
     "caller's fault.",
-    ("model", "process", "version"),
-    _PROCESS,
 )
-SLO_MISSED = _counter(
+SLO_MISSED = _own_counter(
     "qinfer_slo_missed_requests_total",
     "Requests of `qinfer_slo_requests_total` that failed, or were answered later than `qinfer_slo_latency_seconds`.",
-    ("model", "process", "version"),
-    _PROCESS,
 )
-TENANT_REQUESTS = _counter(
+TENANT_REQUESTS = _own_counter(
     "qinfer_tenant_requests_total",
     "Requests of a tenant that this gateway answered or accepted, failures included; with QINFER_METRICS__TENANTS.",
-    ("model", "process", "tenant"),
-    _PROCESS,
+    ("model", "tenant"),
 )
-TENANT_FAILURES = _counter(
+TENANT_FAILURES = _own_counter(
     "qinfer_tenant_request_failures_total",
     "Requests of a tenant answered with an error by this gateway; with QINFER_METRICS__TENANTS.",
-    ("process", "reason", "tenant"),
-    _PROCESS,
+    ("reason", "tenant"),
 )
-TENANT_DURATION = _histogram(
+TENANT_DURATION = _own_histogram(
     "qinfer_tenant_request_duration_seconds",
     "Seconds from receiving a tenant's request to its outputs, in this gateway; with QINFER_METRICS__TENANTS.",
-    ("process", "tenant"),
-    _PROCESS,
+    ("tenant",),
 )
-TENANT_IN_FLIGHT = _gauge(
+TENANT_IN_FLIGHT = _own_gauge(
     "qinfer_tenant_requests_in_flight",
     "Requests of a tenant that this gateway has not answered yet; with QINFER_METRICS__TENANTS.",
-    ("process", "tenant"),
-    _PROCESS,
+    ("tenant",),
 )
 TENANT_BACKLOG = _gauge(
     "qinfer_tenant_backlog_requests",
@@ -113,71 +98,60 @@ TENANT_SHARE = _gauge(
     "A tenant's share of a lane by weight, of those that have a share now; with QINFER_METRICS__TENANTS.",
     ("lane", "model", "tenant", "version"),
 )
-ENDPOINT_REQUESTS = _counter(
+ENDPOINT_REQUESTS = _own_counter(
     "qinfer_endpoint_requests_total",
     "Requests to an endpoint that a target answered or accepted, failures included, in this gateway.",
-    ("endpoint", "process", "target"),
-    _PROCESS,
+    ("endpoint", "target"),
 )
-ENDPOINT_FAILURES = _counter(
+ENDPOINT_FAILURES = _own_counter(
     "qinfer_endpoint_request_failures_total",
     "Requests to an endpoint that its target answered with an error, in this gateway.",
-    ("endpoint", "process", "reason", "target"),
-    _PROCESS,
+    ("endpoint", "reason", "target"),
 )
-ENDPOINT_SHADOWS = _counter(
+ENDPOINT_SHADOWS = _own_counter(
     "qinfer_endpoint_shadows_total",
     "Requests of an endpoint for a shadow target, by outcome: agreed, disagreed, failed, dropped.",
-    ("endpoint", "outcome", "process", "target"),
-    _PROCESS,
+    ("endpoint", "outcome", "target"),
 )
-ENDPOINT_DURATION = _histogram(
+ENDPOINT_DURATION = _own_histogram(
     "qinfer_endpoint_request_duration_seconds",
     "Seconds from submitting a request of an endpoint to the outputs of its target, in this gateway.",
-    ("endpoint", "process", "target"),
-    _PROCESS,
+    ("endpoint", "target"),
 )
-ENDPOINT_WEIGHT = _gauge(
+ENDPOINT_WEIGHT = _own_gauge(
     "qinfer_endpoint_weight",
     "A target's share of the requests of an endpoint, in this gateway's view.",
-    ("endpoint", "process", "role", "target"),
-    _PROCESS,
+    ("endpoint", "role", "target"),
 )
-ENDPOINT_REVISION = _gauge(
-    "qinfer_endpoints_revision", "The last change of any endpoint in this gateway's view.", _OWN, _PROCESS
+ENDPOINT_REVISION = _own_gauge(
+    "qinfer_endpoints_revision", "The last change of any endpoint in this gateway's view.", ()
 )
-ENDPOINTS_UNHEARD = _counter(
+ENDPOINTS_UNHEARD = _own_counter(
     "qinfer_endpoints_unheard_total",
     "Requests that this gateway sent to a stable target because it had not read the endpoints for 2 seconds.",
-    _OWN,
-    _PROCESS,
+    (),
 )
-CANARY_STEP = _gauge(
+CANARY_STEP = _own_gauge(
     "qinfer_endpoint_canary_step",
     "The step of an endpoint's canary on trial, in this gateway's view; 0 = no trial.",
-    ("endpoint", "process"),
-    _PROCESS,
+    ("endpoint",),
 )
-CANARY_PAUSED = _gauge(
+CANARY_PAUSED = _own_gauge(
     "qinfer_endpoint_canary_paused",
     "1 if an endpoint's canary on trial is paused for this reason, no_data or by_hand, in this gateway's view.",
-    ("endpoint", "process", "reason"),
-    _PROCESS,
+    ("endpoint", "reason"),
 )
-CANARY_ROLLED_BACK = _gauge(
+CANARY_ROLLED_BACK = _own_gauge(
     "qinfer_endpoint_canary_rolled_back",
     "1 if the last canary of an endpoint was rolled back, in this gateway's view.",
-    ("endpoint", "process"),
-    _PROCESS,
+    ("endpoint",),
 )
-REQUESTS_IN_FLIGHT = _gauge(
-    "qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", _OWN, _PROCESS
-)
-STORE_UP = _gauge("qinfer_store_up", "1 if this gateway could read the shared store at this scrape.", _OWN, _PROCESS)
-PROCESS_CPU = _counter("qinfer_process_cpu_seconds_total", "CPU time of this gateway.", _OWN, _PROCESS)
-PROCESS_MEMORY = _gauge("qinfer_process_memory_bytes", "Resident memory of this gateway.", _OWN, _PROCESS)
-OPEN_FDS = _gauge("qinfer_process_open_fds", "File descriptors that this gateway has open.", _OWN, _PROCESS)
-MAX_FDS = _gauge("qinfer_process_max_fds", "File descriptors that this gateway may have open.", _OWN, _PROCESS)
+REQUESTS_IN_FLIGHT = _own_gauge("qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", ())
+STORE_UP = _own_gauge("qinfer_store_up", "1 if this gateway could read the shared store at this scrape.", ())
+PROCESS_CPU = _own_counter("qinfer_process_cpu_seconds_total", "CPU time of this gateway.", ())
+PROCESS_MEMORY = _own_gauge("qinfer_process_memory_bytes", "Resident memory of this gateway.", ())
+OPEN_FDS = _own_gauge("qinfer_process_open_fds", "File descriptors that this gateway has open.", ())
+MAX_FDS = _own_gauge("qinfer_process_max_fds", "File descriptors that this gateway may have open.", ())
 BACKLOG = _gauge(
     "qinfer_backlog_requests",
     "Requests in a lane, or shards of bulk jobs in a bulk lane, waiting and in flight.",
@@ -232,8 +206,7 @@ REFUSED = _counter(
 )
 RETRIES = _counter("qinfer_retries_total", "Repeated executions of requests whose batch raised an exception.")
 REDELIVERIES = _counter(
-    "qinfer_redeliveries_total",
-    "Repeated deliveries of requests that the previous worker had not finished.",
+    "qinfer_redeliveries_total", "Repeated deliveries of requests that the previous worker had not finished."
 )
 DEAD_LETTERS_TOTAL = _counter("qinfer_dead_letters_total", "Requests that became dead letters.")
 DEAD_LETTERS = _gauge(
@@ -433,9 +406,7 @@ NV_CPU_MEMORY_USED = _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), 
 BRIDGE_RECEIVED = _counter("qinfer_bridge_received_messages_total", "Deliveries of messages from the source.", _ROUTE)
 BRIDGE_ACCEPTED = _counter("qinfer_bridge_accepted_messages_total", "Messages that became requests.", _ROUTE)
 BRIDGE_REPEATED = _counter(
-    "qinfer_bridge_repeated_messages_total",
-    "Messages that had been accepted before, recognised by their id.",
-    _ROUTE,
+    "qinfer_bridge_repeated_messages_total", "Messages that had been accepted before, recognised by their id.", _ROUTE
 )
 BRIDGE_UNIDENTIFIED = _counter(
     "qinfer_bridge_unidentified_messages_total",
@@ -474,7 +445,7 @@ BRIDGE_CONNECTED = _gauge(
     ("connection", "route"),
 )
 OF_BRIDGES = tuple(
-    info._replace(labels=tuple(sorted((*info.labels, *_OWN))), scope=_BRIDGE)
+    info._replace(labels=tuple(sorted((*info.labels, "process"))), scope=_BRIDGE)
     for info in ALL
     if info.name.startswith("qinfer_bridge_")
 )
@@ -485,8 +456,7 @@ LABEL_QUEUED = _counter(
 )
 LABEL_PUSHED = _counter("qinfer_labeling_pushed_tasks_total", "Tasks whose prediction Label Studio has accepted.")
 LABEL_RETRIES = _counter(
-    "qinfer_labeling_push_retries_total",
-    "Failed pushes that are repeated, because Label Studio was away or failed.",
+    "qinfer_labeling_push_retries_total", "Failed pushes that are repeated, because Label Studio was away or failed."
 )
 LABEL_FAILED = _counter(
     "qinfer_labeling_failed_tasks_total",
