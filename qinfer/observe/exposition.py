@@ -6,10 +6,11 @@ OpenMetrics can't have is `unknown` there.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from qinfer.observe.catalogue import Info
-from qinfer.observe.stats import Exemplar
+from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations, Exemplar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text"
@@ -44,15 +45,17 @@ class Family:
         self.samples += [SampleLine("_count", ordered, pairs[-1][1]), SampleLine("_sum", ordered, total)]
         self.samples += [SampleLine("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
 
+    def add_durations(self, series: Durations, **labels: str) -> None:
+        """Adds a histogram with its exemplars."""
+        first = len(self.samples) + 2
+        bounds = (*QUEUE_BUCKETS_S, math.inf)
+        self.add_histogram(zip(bounds, accumulate(series.counts), strict=True), series.total_s, **labels)
+        for number, exemplar in series.exemplars.items():
+            self.samples[first + number] = self.samples[first + number]._replace(exemplar=exemplar)
+
     def number(self, value: float) -> str:
         """Returns a value in Prometheus' text format."""
         return _of_triton(value) if self.info.name.startswith(_TRITONS) else _own(value)
-
-    def exemplify(self, exemplars: Mapping[int, Exemplar], buckets: int) -> None:
-        """Adds exemplars to the last histogram."""
-        first = len(self.samples) - buckets
-        for number, exemplar in exemplars.items():
-            self.samples[first + number] = self.samples[first + number]._replace(exemplar=exemplar)
 
     def add_summary(self, quantiles: Mapping[float, float], count: int, total: float, **labels: str) -> None:
         """Adds the lines of a summary."""

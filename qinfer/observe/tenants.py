@@ -6,7 +6,6 @@ The first tenants have their own series until the gateway restarts; all others s
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
@@ -66,8 +65,7 @@ class TenantTally:
         yield family(catalogue.TENANT_IN_FLIGHT, ((count, {"tenant": name, **own}) for name, count in waiting.items()))
         durations = Family(catalogue.TENANT_DURATION)
         for name, series in self._durations.items():
-            cumulative = zip((*QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
-            durations.add_histogram(cumulative, series.total_s, tenant=name, **own)
+            durations.add_durations(series, tenant=name, **own)
         yield durations
 
     def of_shares(self, shares: Iterable[tuple[Mapping[str, str], Sequence[str], int, float]]) -> Iterator[Family]:

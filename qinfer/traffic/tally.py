@@ -20,7 +20,6 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -302,8 +301,7 @@ class TargetTally:
         )
         durations = Family(catalogue.ENDPOINT_DURATION)
         for key, series in self._durations.items():
-            cumulative = zip((*QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
-            durations.add_histogram(cumulative, series.total_s, **_labels(key, **own))
+            durations.add_durations(series, **_labels(key, **own))
         yield durations
         yield family(
             catalogue.ENDPOINT_WEIGHT,

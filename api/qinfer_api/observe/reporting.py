@@ -8,12 +8,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
-
-from msgspec import structs
 
 from qinfer.bridge.reports import BridgeReports, families
 from qinfer.core.settings import Settings
@@ -22,27 +20,27 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.shared_settings import follow_log_settings
-from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
+from qinfer.models.state import SCALED_DOWN, SCALED_UP
 from qinfer.models.store import ControlStore
 from qinfer.observe import model_metrics
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render, render_openmetrics
-from qinfer.observe.host import HostMeter, ProcessUse, read_use
+from qinfer.observe.host import HostMeter, read_use
 from qinfer.observe.latencies import SlidingWindow
-from qinfer.observe.metrics import MetricsSnapshot, WorkerLoad, scopes_of, shown_metrics
 from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
 from qinfer.queue.count_pushes import Underway
 from qinfer.queue.dead_letters import DeadLetters
-from qinfer.queue.entries import BULK_LANES, Lane
+from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.sequences import SequenceWork, read_backlogs, read_sequences
 from qinfer.scaling.work import VersionWork, read_work
 from qinfer.traffic.tally import TargetTally
 from qinfer_api.observe.endpoint_load import EndpointLoad
 from qinfer_api.observe.fresh_counts import FreshCounts
+from qinfer_api.observe.metrics import MetricsSnapshot, scopes_of, shown_metrics
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
 from qinfer_api.server_settings import SharedLogSettings, SharedTraceSettings
@@ -104,7 +102,6 @@ ANSWERS_WITHIN_S = 3.0
 
 _OPEN_STATES = ("validating", "planning", "running", "finalizing", "cancelling")
 _ENDED_STATES = ("completed", "failed", "cancelled", "expired")
-_LaneKey = tuple[str, int, str]
 
 
 async def take_snapshot(
@@ -115,16 +112,22 @@ async def take_snapshot(
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> MetricsSnapshot:
     """Reads the whole snapshot in few round trips; without the store, only the catalog."""
-    known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
+    jobs = Jobs(delivery)
+    known = MetricsSnapshot(
+        ready=catalog.readiness(),
+        load_failed=catalog.load_failures(),
+        workers=catalog.workers(),
+        underway=underway,
+    )
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
             work, stats, waiting, states, (scalers, scaled, routes), own = await asyncio.gather(
                 read_work(store, delivery, jobs.open_rows),
-                store.all_stats(list(ready)),
+                store.all_stats(list(known.ready)),
                 letters.read(catalog.known()),
                 jobs.states(),
                 asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
-                _of_models(store, [record.id for record in catalog.workers()]),
+                _of_models(store, [worker.id for worker in known.workers]),
             )
             labeling = await _unfinished(LabelTasks(delivery), stats)
             stateful = await store.models(catalog.stateful())
@@ -133,38 +136,18 @@ async def take_snapshot(
             )
     except (BrokerUnavailable, TimeoutError):
         return replace(known, store_up=False, features=list(families({})))
-    depth, shards, ages_s = _by_lane(work)
     return replace(
         known,
-        direct=Counter(known.direct) + Counter(backlogs),
+        waiting_steps=backlogs,
         stats=stats,
-        depth=depth,
-        shards=shards,
-        ages_s=ages_s,
-        rows={(of.model, of.version): of.rows for of in work},
-        work_s={(of.model, of.version): of.work_s for of in work},
-        letters=dict.fromkeys(ready, 0) | waiting,
-        sequences={one.model: structs.asdict(one) for one in sequences},
+        work=work,
+        letters=dict.fromkeys(known.ready, 0) | waiting,
+        sequences=sequences,
         jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(states),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
         features=[*families(routes), *own],
         labeling=labeling,
-    )
-
-
-def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> MetricsSnapshot:
-    ready, records = catalog.readiness(), catalog.workers()
-    now = [underway.get(record.id) or Underway(record.busy, record.direct) for record in records]
-    return MetricsSnapshot(
-        ready=ready,
-        load_failed=catalog.load_failures(),
-        workers=_loads(records),
-        executing=_added([one.busy for one in now]),
-        direct=_added([one.direct for one in now]),
-        load_s=_load_times(records, ready),
-        executing_s=_longest(records),
-        late=Counter((one.model, one.version) for record in records for one in record.late),
     )
 
 
@@ -176,61 +159,6 @@ async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Fami
 async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mapping[str, int]]) -> dict[str, int]:
     models = sorted({model for (model, _), fields in counted.items() if any(map(fields.get, LABELING))})
     return dict(zip(models, await asyncio.gather(*map(tasks.unfinished, models)), strict=True))
-
-
-def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:
-    depth: Counter[_LaneKey] = Counter()
-    shards: Counter[_LaneKey] = Counter()
-    ages_s: dict[_LaneKey, float] = {}
-    for of in work:
-        for lane in of.lanes:
-            key = of.model, of.version, lane.lane.name
-            (shards if lane.lane.name in BULK_LANES else depth)[key] += lane.entries
-            ages_s[key] = max(ages_s.get(key, 0.0), lane.oldest_age_s)
-    return depth, shards, ages_s
-
-
-def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
-    return {
-        record.id: WorkerLoad(
-            device=record.device,
-            executing=record.executing,
-            ready=sum(state.state is State.READY for of in record.models.values() for state in of.values()),
-            renewals=record.renewals,
-            leases_lost=record.leases_lost,
-            use=ProcessUse(record.cpu_s, record.memory_bytes) if record.memory_bytes else None,
-            gpus=record.gpus,
-        )
-        for record in records
-    }
-
-
-def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[str, int]]:
-    total: Counter[tuple[str, int]] = Counter()
-    for of_worker in counts:
-        for model, versions in of_worker.items():
-            for version, count in versions.items():
-                total[model, version] += count
-    return total
-
-
-def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int]]) -> dict[tuple[str, int], float]:
-    times: dict[tuple[str, int], float] = {}
-    for record in records:
-        for model, versions in record.load_s.items():
-            for version, seconds in versions.items():
-                key = model, version
-                if key in shown:
-                    times[key] = max(times.get(key, 0.0), seconds)
-    return times
-
-
-def _longest(records: Iterable[WorkerRecord]) -> dict[tuple[str, int], float]:
-    longest: dict[tuple[str, int], float] = {}
-    for one in (one for record in records for one in record.long):
-        key = one.model, one.version
-        longest[key] = max(longest.get(key, 0.0), one.seconds)
-    return longest
 
 
 logger = logging.getLogger(__name__)
@@ -302,7 +230,7 @@ class Reporting:
     async def _shares_of_tenants(self, snapshot: MetricsSnapshot) -> Sequence[Family]:
         if self.tenants is None or not snapshot.store_up:
             return ()
-        lanes = [Lane(*key) for key in (*snapshot.depth, *snapshot.shards)]
+        lanes = [Lane(*key, name) for key, name in snapshot.lanes()]
         found: list[tuple[Mapping[str, str], Sequence[str], int, float]] = []
         try:
             async with asyncio.timeout(ANSWERS_WITHIN_S):

@@ -14,7 +14,7 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, Overloaded, UnsupportedFeature
-from qinfer.observe.metrics import CONTENT_TYPE
+from qinfer.observe.exposition import CONTENT_TYPE
 from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, index_body
 from qinfer_api import about
 from qinfer_api.about import is_model_ready, model_metadata

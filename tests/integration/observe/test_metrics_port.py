@@ -11,7 +11,7 @@ from qinfer.core.settings import HttpSettings, Settings
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import SettingsError
 from qinfer.observe.exposition import OPENMETRICS
-from qinfer.observe.metrics import scopes_of
+from qinfer_api.observe.metrics import scopes_of
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 
 

@@ -26,7 +26,6 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.observe.exposition import render
-from qinfer.observe.metrics import MetricsSnapshot, shown_metrics
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
@@ -34,6 +33,7 @@ from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.auth import ANONYMOUS
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.observe.metrics import MetricsSnapshot, shown_metrics
 
 LANE = Lane("m", 3)
 ENTRY = Entry(LANE, "1-0")

@@ -10,9 +10,9 @@ from qinfer.core.settings_sections import MetricsSettings
 from qinfer.observe import latencies
 from qinfer.observe.exposition import render
 from qinfer.observe.latencies import LatencyTally, SlidingWindow, quantiles
-from qinfer.observe.metrics import MetricsSnapshot, shown_metrics
 from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import MetricsChoice
+from qinfer_api.observe.metrics import MetricsSnapshot, shown_metrics
 
 SUMMARY = """\
 # HELP nv_inference_queue_summary_us Summary of inference queuing duration in microseconds (includes cached requests)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,20 +13,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from qinfer.bridge.reports import BridgeCollector, RouteTally, RouteTotals, families
 from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode, InvalidRequest
+from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import render, render_openmetrics
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
-from qinfer.observe.metrics import MetricsSnapshot, WorkerLoad, scopes_of, shown_metrics
 from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTally, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
+from qinfer.queue.entries import Lane
+from qinfer.scaling.sequences import SequenceWork
+from qinfer.scaling.work import LaneWork, VersionWork
 from qinfer.traffic.canary import Trial, initial_state
 from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import DeclaredEndpoints
 from qinfer.traffic.tally import ShadowOutcome, TargetTally
+from qinfer_api.observe.metrics import MetricsSnapshot, scopes_of, shown_metrics
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -39,6 +44,7 @@ NODE = nodes.parse_info(
     b"slave2:ip=10.0.0.4,port=6379,state=send_bulk,offset=0,lag=0\r\nmaster_repl_offset:1000\r\n"
 )
 M1 = (("model", "m"), ("version", "1"))
+READY = VersionState(State.READY, 1)
 OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 
 
@@ -53,6 +59,15 @@ def series(tally: GatewayTally, snapshot: MetricsSnapshot, tenants: TenantTally 
     }
 
 
+def work_of(model: str, entries: dict[str, int], ages_s: dict[str, float] | None = None, **more: Any) -> VersionWork:
+    """Returns the work of a model's version 1 by lane."""
+    lanes = tuple(
+        LaneWork(lane=Lane(model, 1, name), entries=count, oldest_age_s=(ages_s or {}).get(name, 0.0))
+        for name, count in entries.items()
+    )
+    return VersionWork(model=model, version=1, lanes=lanes, **more)
+
+
 def busy() -> tuple[GatewayTally, MetricsSnapshot]:
     tally = GatewayTally("g")
     for seconds in (0.0001, 0.004, 0.2, 100.0):
@@ -64,9 +79,9 @@ def busy() -> tuple[GatewayTally, MetricsSnapshot]:
     worker.buried()
     return tally, MetricsSnapshot(
         stats={("m", 1): worker.drain(), ("idle", 2): {}},
-        depth={("m", 1, "p1"): 7},
+        work=[work_of("m", {"p1": 7})],
         ready={("m", 1): True, ("idle", 2): False},
-        workers={"w": WorkerLoad(device="cpu", executing=3)},
+        workers=[WorkerRecord(id="w", started_at=0.0, models={}, executing=3)],
     )
 
 
@@ -232,29 +247,28 @@ def everything() -> tuple[GatewayTally, MetricsSnapshot]:
     add(fields, publishing.drain()["m", 1])
     return tally, MetricsSnapshot(
         stats={("m", 1): fields},
-        depth={("m", 1, "p1"): 7},
-        shards={("m", 1, "bulk2"): 3},
-        ages_s={("m", 1, "p1"): 2.5, ("m", 1, "bulk2"): 0.0},
-        rows={("m", 1): 40},
-        work_s={("m", 1): 4.5},
+        work=[work_of("m", {"p1": 7, "bulk2": 3}, {"p1": 2.5}, rows=40, work_s=4.5)],
         ready={("m", 1): True},
         load_failed={("m", 1): True},
         objectives={("m", 1): Objective(0.5, 0.99)},
-        workers={
-            "w": WorkerLoad(
+        workers=[
+            WorkerRecord(
+                id="w",
+                started_at=0.0,
+                models={"m": {1: READY, 2: READY, 3: VersionState(State.LOADING, 1)}},
                 device="cpu, gpu 1",
                 executing=3,
-                ready=2,
                 renewals=11,
                 leases_lost=1,
-                use=ProcessUse(12.5, 4096),
+                cpu_s=12.5,
+                memory_bytes=4096,
                 gpus=(gpu,),
+                busy={"m": {1: 3}},
+                load_s={"m": {1: 0.5}},
             )
-        },
-        executing={("m", 1): 3},
-        load_s={("m", 1): 0.5},
+        ],
         letters={("m", 1): 2, ("m", 0): 1},
-        sequences={"m": {"open": 5, "waiting": 2, "handed_over": 8, "lost": 1}},
+        sequences=[SequenceWork(model="m", open=5, waiting=2, handed_over=8, lost=1, slots=1)],
         jobs={"running": 1},
         scaled={"up": 4, "down": 3},
         wanted_workers=2,

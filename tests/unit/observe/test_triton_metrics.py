@@ -1,15 +1,21 @@
 """Triton's metrics, line by line."""
 
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
+from qinfer.models.state import WorkerRecord
 from qinfer.observe.exposition import render
 from qinfer.observe.host import GpuUse, HostUse
-from qinfer.observe.metrics import MetricsSnapshot, WorkerLoad, shown_metrics
 from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import FailureReason, MetricsChoice, failures
+from qinfer.queue.count_pushes import Underway
+from qinfer.queue.entries import Lane
+from qinfer.scaling.work import LaneWork, VersionWork
+from qinfer_api.observe.metrics import MetricsSnapshot, shown_metrics
 
 REJECTED = {"queue_full", "quota_exceeded", "deadline_infeasible", "deadline_exceeded"}
 
@@ -56,6 +62,23 @@ nv_model_load_duration_secs{model="m",version="1"} 0.004683712
 """
 
 
+def work_of(lanes: dict[tuple[str, int, str], int]) -> list[VersionWork]:
+    """Returns the work of versions by their lanes."""
+    return [
+        VersionWork(
+            model=model,
+            version=version,
+            lanes=(LaneWork(lane=Lane(model, version, lane), entries=count, oldest_age_s=0.0),),
+        )
+        for (model, version, lane), count in lanes.items()
+    ]
+
+
+def worker(name: str = "w", **more: Any) -> WorkerRecord:
+    """Returns a worker's heartbeat."""
+    return WorkerRecord(id=name, started_at=0.0, models={}, **more)
+
+
 def lines(snapshot: MetricsSnapshot) -> list[str]:
     """Returns the samples that have Triton's names."""
     return [
@@ -65,25 +88,30 @@ def lines(snapshot: MetricsSnapshot) -> list[str]:
 
 def worked() -> dict[str, int]:
     """Two executions of three requests, and failures."""
-    worker = StatsTally()
-    worker.executed(5, [1_000_000, 3_000_999], 10_000, 2_000_000, 1_500)
-    worker.executed(2, [7_000_000], 20_000, 3_000_000, 2_600)
-    worker.failed("inference_failed", 2)
-    worker.failed("output_mismatch")
-    worker.failed("corrupt_entry")
-    worker.failed("deadline_exceeded", 3)
+    tally = StatsTally()
+    tally.executed(5, [1_000_000, 3_000_999], 10_000, 2_000_000, 1_500)
+    tally.executed(2, [7_000_000], 20_000, 3_000_000, 2_600)
+    tally.failed("inference_failed", 2)
+    tally.failed("output_mismatch")
+    tally.failed("corrupt_entry")
+    tally.failed("deadline_exceeded", 3)
     gateway = GatewayTally()
     gateway.count_ended("m", 1, "queue_full")
     gateway.count_ended("m", 1, "cancelled")
     gateway.count_ended("m", 1, "broker_unavailable")
-    fields = worker.drain()
+    fields = tally.drain()
     add(fields, gateway.refusals.drain()["m", 1])
     return fields
 
 
 def test_a_version_that_did_nothing() -> None:
     """Everything is there from the start, as Triton writes it, after qinfer's own metrics."""
-    snapshot = MetricsSnapshot(stats={("m", 1): {}}, depth={("m", 1, "p1"): 0}, load_s={("m", 1): 0.0046837120001})
+    snapshot = MetricsSnapshot(
+        stats={("m", 1): {}},
+        work=work_of({("m", 1, "p1"): 0}),
+        ready={("m", 1): True},
+        workers=[worker(load_s={"m": {1: 0.0046837120001}})],
+    )
 
     page = render(shown_metrics(GatewayTally(), snapshot)).decode()
 
@@ -111,7 +139,10 @@ def test_values() -> None:
 def test_tags_are_labels_of_every_series_of_a_model() -> None:
     """In front, as the alphabet has them; other models have none."""
     snapshot = MetricsSnapshot(
-        stats={("m", 1): {}, ("n", 1): {}}, depth={("m", 1, "p1"): 0, ("n", 1, "p1"): 0}, load_s={("m", 1): 1.0}
+        stats={("m", 1): {}, ("n", 1): {}},
+        work=work_of({("m", 1, "p1"): 0, ("n", 1, "p1"): 0}),
+        ready={("m", 1): True},
+        workers=[worker(load_s={"m": {1: 1.0}})],
     )
     wanted = MetricsChoice(quantiles=(0.5,), histogram=True, cached={"m"}, tags={"m": {"team": "red", "Tier": 'a"b'}})
 
@@ -178,9 +209,19 @@ def test_codes_of_a_newer_qinfer_are_other() -> None:
 def test_pending_is_what_waits_and_does_not_execute() -> None:
     """In all lanes, and past them; never below zero, though what executes is known of a moment ago only."""
     depth = {("m", 1, "p1"): 4, ("m", 1, "p2"): 3, ("n", 2, "p1"): 1, ("idle", 1, "p1"): 0, ("step", 1, "p1"): 1}
-    direct = {("step", 1): 6}
+    workers = [
+        worker("w1", busy={"m": {1: 9}}),
+        worker("w2", busy={"n": {2: 5}}, direct={"step": {1: 4}}),
+    ]
+    underway = {"w1": Underway({"m": {1: 2}, "step": {1: 3}}, {})}
+    snapshot = MetricsSnapshot(
+        work=work_of({**depth, ("m", 1, "bulk2"): 8}),
+        workers=workers,
+        underway=underway,
+        waiting_steps={("step", 1): 2},
+    )
 
-    assert lines(MetricsSnapshot(depth=depth, executing={("m", 1): 2, ("n", 2): 5, ("step", 1): 3}, direct=direct)) == [
+    assert lines(snapshot) == [
         'nv_inference_pending_request_count{model="m",version="1"} 5',
         'nv_inference_pending_request_count{model="n",version="2"} 0',
         'nv_inference_pending_request_count{model="idle",version="1"} 0',
@@ -190,7 +231,7 @@ def test_pending_is_what_waits_and_does_not_execute() -> None:
 
 def test_without_the_store_no_counter_falls() -> None:
     """There are none: zeros would look like a restart."""
-    assert lines(MetricsSnapshot(store_up=False, ready={("m", 1): True}, load_s={("m", 1): 2.0})) == [
+    assert lines(MetricsSnapshot(store_up=False, ready={("m", 1): True}, workers=[worker(load_s={"m": {1: 2.0}})])) == [
         'nv_model_load_duration_secs{model="m",version="1"} 2'
     ]
 
@@ -219,7 +260,7 @@ def test_a_gpu_that_two_workers_tell_of_is_there_once() -> None:
         )
         for number, used, energy_j in ((0, 20, 1500.5), (3, 10, 1400.0))
     ]
-    workers = {f"w{place}": WorkerLoad(device="cpu", executing=0, gpus=(use,)) for place, use in enumerate(uses)}
+    workers = [worker(f"w{place}", gpus=(use,)) for place, use in enumerate(uses)]
 
     assert lines(MetricsSnapshot(workers=workers)) == [
         'nv_gpu_utilization{gpu_uuid="GPU-1"} 0.25',
@@ -234,9 +275,10 @@ def test_a_gpu_that_two_workers_tell_of_is_there_once() -> None:
 def test_prometheus_reads_the_page() -> None:
     """With qinfer's own on it, and a model's name that must be escaped."""
     name = 'a"b\\c\n'
-    page = render(
-        shown_metrics(GatewayTally(), MetricsSnapshot(stats={(name, 1): worked()}, load_s={(name, 1): 0.25}))
-    ).decode()
+    snapshot = MetricsSnapshot(
+        stats={(name, 1): worked()}, ready={(name, 1): True}, workers=[worker(load_s={name: {1: 0.25}})]
+    )
+    page = render(shown_metrics(GatewayTally(), snapshot)).decode()
 
     found = {
         (family.name, sample.labels.get("reason")): (family.type, sample.labels["model"], sample.value)

@@ -1,34 +1,26 @@
 """The content of `/metrics`: counts of a gateway (`stats.GatewayTally`) and of the shared store (`MetricsSnapshot`)."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import TypeVar
 
 from qinfer.errors import ErrorCode, InvalidRequest
+from qinfer.models.state import State, WorkerRecord
 from qinfer.observe import catalogue, stats, triton_metrics
 from qinfer.observe.catalogue import Info, MetricScope
-from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, labels_of
-from qinfer.observe.host import GpuUse, HostUse, ProcessUse
+from qinfer.observe.exposition import Family, by_model, family, labels_of
+from qinfer.observe.host import HostUse, ProcessUse
 from qinfer.observe.stats import GatewayTally, Objective
-
-__all__ = ["CONTENT_TYPE", "MetricsSnapshot", "WorkerLoad", "scopes_of", "shown_metrics"]
+from qinfer.queue.count_pushes import Underway
+from qinfer.queue.entries import BULK_LANES
+from qinfer.scaling.sequences import SequenceWork
+from qinfer.scaling.work import VersionWork
 
 _NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
 _EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")
 _Key = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
-    """A worker at its last heartbeat."""
-
-    device: str
-    executing: int
-    ready: int = 0
-    renewals: int = 0
-    leases_lost: int = 0
-    use: ProcessUse | None = None
-    gpus: tuple[GpuUse, ...] = ()
+_T = TypeVar("_T")
 
 
 def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
@@ -43,9 +35,7 @@ def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
         if model and reason not in stats.BY_CALLERS:
             missed[model, version] = aimed[model, version] = missed.get((model, version), 0) + count
     for key, series in tally.durations.items():
-        cumulative = zip((*stats.QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
-        durations.add_histogram(cumulative, series.total_s, **own, **labels_of(key))
-        durations.exemplify(series.exemplars, len(series.counts))
+        durations.add_durations(series, **own, **labels_of(key))
         totals[key] = totals.get(key, 0) + sum(series.counts)
         aimed[key] = aimed.get(key, 0) + sum(series.counts)
         missed[key] = missed.get(key, 0) + series.late
@@ -62,33 +52,22 @@ class MetricsSnapshot:
 
     Attributes:
         store_up: Whether the store could be read; otherwise the other data is from earlier scrapes.
-        depth: (model, version, lane) → entries of an online lane, waiting and in flight.
-        shards: (model, version, lane) → entries of a bulk lane.
-        ages_s: (model, version, lane) → the time that its oldest entry has been in the queue.
-        work_s: Seconds that one worker would need for these rows.
-        direct: Requests in batchers that are in no lane, and steps of sequences that wait.
-        load_s: Seconds of the last load, in the slowest worker.
+        underway: Worker → requests under way, newer than its heartbeat.
+        waiting_steps: Steps of sequences that wait.
         features: The metrics of features with their own counts, such as bridges.
     """
 
     store_up: bool = True
     stats: Mapping[_Key, Mapping[str, int]] = field(default_factory=dict)
-    depth: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
-    shards: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
-    ages_s: Mapping[tuple[str, int, str], float] = field(default_factory=dict)
-    rows: Mapping[_Key, int] = field(default_factory=dict)
-    work_s: Mapping[_Key, float] = field(default_factory=dict)
+    work: Sequence[VersionWork] = ()
     ready: Mapping[_Key, bool] = field(default_factory=dict)
     load_failed: Mapping[_Key, bool] = field(default_factory=dict)
     objectives: Mapping[_Key, Objective] = field(default_factory=dict)
-    workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
-    executing: Mapping[_Key, int] = field(default_factory=dict)
-    executing_s: Mapping[_Key, float] = field(default_factory=dict)
-    late: Mapping[_Key, int] = field(default_factory=dict)
-    direct: Mapping[_Key, int] = field(default_factory=dict)
-    load_s: Mapping[_Key, float] = field(default_factory=dict)
+    workers: Sequence[WorkerRecord] = ()
+    underway: Mapping[str, Underway] = field(default_factory=dict)
+    waiting_steps: Mapping[_Key, int] = field(default_factory=dict)
     letters: Mapping[_Key, int] = field(default_factory=dict)
-    sequences: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sequences: Sequence[SequenceWork] = ()
     jobs: Mapping[str, int] = field(default_factory=dict)
     scaled: Mapping[str, int] = field(default_factory=dict)
     wanted_workers: int | None = None
@@ -109,24 +88,26 @@ class MetricsSnapshot:
 
     def collect(self) -> Iterator[Family]:
         """Yields the installation's metrics with qinfer's names."""
-        depth = {**self.depth, **self.shards}
-        for info, of_lanes in ((catalogue.BACKLOG, depth), (catalogue.OLDEST_AGE, self.ages_s)):
-            lines = [
-                (of, {"lane": lane, **labels_of((model, version))}) for (model, version, lane), of in of_lanes.items()
-            ]
-            yield family(info, lines)
-        yield by_model(catalogue.BACKLOG_ROWS, self.rows)
-        yield by_model(catalogue.BACKLOG_WORK, self.work_s)
-        yield by_model(catalogue.EXECUTING, {key: self.executing.get(key, 0) for key in self.ready})
-        yield by_model(catalogue.EXECUTING_SECONDS, {key: self.executing_s.get(key, 0.0) for key in self.ready})
-        yield by_model(catalogue.LATE_EXECUTIONS, {key: self.late.get(key, 0) for key in self.ready})
+        backlog, oldest = Family(catalogue.BACKLOG), Family(catalogue.OLDEST_AGE)
+        for (key, lane), (entries, age_s) in self.lanes().items():
+            backlog.add(entries, lane=lane, **labels_of(key))
+            oldest.add(age_s, lane=lane, **labels_of(key))
+        yield from (backlog, oldest)
+        yield by_model(catalogue.BACKLOG_ROWS, {(of.model, of.version): of.rows for of in self.work})
+        yield by_model(catalogue.BACKLOG_WORK, {(of.model, of.version): of.work_s for of in self.work})
+        executing, long = self._executing(), [one for worker in self.workers for one in worker.long]
+        late = Counter((one.model, one.version) for one in long if one.is_late)
+        longest_s = _greatest(((one.model, one.version), one.seconds) for one in long)
+        yield by_model(catalogue.EXECUTING, {key: executing[key] for key in self.ready})
+        yield by_model(catalogue.EXECUTING_SECONDS, {key: longest_s.get(key, 0.0) for key in self.ready})
+        yield by_model(catalogue.LATE_EXECUTIONS, {key: late[key] for key in self.ready})
         yield by_model(catalogue.MODEL_READY, self.ready)
         yield by_model(catalogue.MODEL_LOAD_FAILED, self.load_failed)
         yield by_model(catalogue.SLO_LATENCY, {key: of.latency_s for key, of in self.objectives.items()})
         yield by_model(catalogue.SLO_TARGET, {key: of.target for key, of in self.objectives.items()})
         yield by_model(catalogue.DEAD_LETTERS, self.letters)
         for info, name in _SEQUENCES:
-            yield family(info, ((counts[name], {"model": model}) for model, counts in self.sequences.items()))
+            yield family(info, ((getattr(one, name), {"model": one.model}) for one in self.sequences))
         yield family(catalogue.JOBS, ((count, {"state": state}) for state, count in self.jobs.items()))
         yield family(catalogue.AUTOSCALE_DECISIONS, ((count, {"direction": way}) for way, count in self.scaled.items()))
         yield family(catalogue.AUTOSCALE_TARGET, [] if self.wanted_workers is None else [(self.wanted_workers, {})])
@@ -137,14 +118,36 @@ class MetricsSnapshot:
 
     def of_triton(self, wanted: triton_metrics.MetricsChoice = triton_metrics.USUAL) -> Iterator[Family]:
         """Yields the installation's metrics with Triton's names."""
-        waiting: dict[_Key, int] = {}
-        for (model, version, _), depth in self.depth.items():
-            waiting[model, version] = waiting.get((model, version), 0) + depth
+        waiting: Counter[_Key] = Counter()
+        for (key, lane), (entries, _) in self.lanes().items():
+            if lane not in BULK_LANES:
+                waiting[key] += entries
+        direct, executing = _summed(one.direct for one in self._underway()), self._executing()
         pending = {
-            key: max(depth + self.direct.get(key, 0) - self.executing.get(key, 0), 0) for key, depth in waiting.items()
+            key: max(entries + direct[key] + self.waiting_steps.get(key, 0) - executing[key], 0)
+            for key, entries in waiting.items()
         }
-        yield from triton_metrics.families(self.stats, pending, self.load_s, wanted)
-        yield from triton_metrics.of_gpus(gpu for load in self.workers.values() for gpu in load.gpus)
+        load_s = _greatest(
+            pair for pair in _by_version(worker.load_s for worker in self.workers) if pair[0] in self.ready
+        )
+        yield from triton_metrics.families(self.stats, pending, load_s, wanted)
+        yield from triton_metrics.of_gpus(gpu for worker in self.workers for gpu in worker.gpus)
+
+    def lanes(self) -> dict[tuple[_Key, str], tuple[int, float]]:
+        """Returns entries, waiting and in flight, and the age of the oldest, by version and lane."""
+        found: dict[tuple[_Key, str], tuple[int, float]] = {}
+        for of in self.work:
+            for one in of.lanes:
+                key = (of.model, of.version), one.lane.name
+                entries, age_s = found.get(key, (0, 0.0))
+                found[key] = entries + one.entries, max(age_s, one.oldest_age_s)
+        return found
+
+    def _underway(self) -> Iterator[Underway]:
+        return (self.underway.get(worker.id) or Underway(worker.busy, worker.direct) for worker in self.workers)
+
+    def _executing(self) -> Counter[_Key]:
+        return _summed(one.busy for one in self._underway())
 
     def _counted(self) -> Iterator[Family]:
         for info, field_name in _FIELDS:
@@ -213,23 +216,48 @@ def shown_metrics(
     return [*shown, *tritons]
 
 
-def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:
-    yield family(catalogue.WORKER_UP, ((1, {"worker": id_, "device": of.device}) for id_, of in workers.items()))
+def _by_version(of_workers: Iterable[Mapping[str, Mapping[int, _T]]]) -> Iterator[tuple[_Key, _T]]:
+    for of_worker in of_workers:
+        for model, versions in of_worker.items():
+            for version, value in versions.items():
+                yield (model, version), value
+
+
+def _summed(of_workers: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[_Key]:
+    total: Counter[_Key] = Counter()
+    for key, count in _by_version(of_workers):
+        total[key] += count
+    return total
+
+
+def _greatest(pairs: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
+    found: dict[_Key, float] = {}
+    for key, value in pairs:
+        found[key] = max(found.get(key, 0.0), value)
+    return found
+
+
+def _worker_families(workers: Sequence[WorkerRecord]) -> Iterator[Family]:
+    yield family(catalogue.WORKER_UP, ((1, {"worker": worker.id, "device": worker.device}) for worker in workers))
     for info, value in _OF_WORKERS:
-        known = {id_: value(load) for id_, load in workers.items()}
-        yield family(info, ((found, {"worker": id_}) for id_, found in known.items() if found is not None))
-    gpus = [({"worker": id_, "device": f"gpu {gpu.number}"}, gpu) for id_, load in workers.items() for gpu in load.gpus]
+        known = ((value(worker), {"worker": worker.id}) for worker in workers)
+        yield family(info, ((found, labels) for found, labels in known if found is not None))
+    gpus = [({"worker": worker.id, "device": f"gpu {gpu.number}"}, gpu) for worker in workers for gpu in worker.gpus]
     for info, name in _OF_GPUS:
         yield family(info, ((getattr(gpu, name), labels) for labels, gpu in gpus))
 
 
-_OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
-    (catalogue.WORKER_EXECUTING, lambda load: load.executing),
-    (catalogue.WORKER_READY_MODELS, lambda load: load.ready),
-    (catalogue.WORKER_RENEWALS, lambda load: load.renewals),
-    (catalogue.WORKER_LEASES_LOST, lambda load: load.leases_lost),
-    (catalogue.WORKER_CPU, lambda load: load.use and load.use.cpu_s),
-    (catalogue.WORKER_MEMORY, lambda load: load.use and load.use.memory_bytes),
+def _ready_models(worker: WorkerRecord) -> int:
+    return sum(state.state is State.READY for _, state in _by_version([worker.models]))
+
+
+_OF_WORKERS: tuple[tuple[Info, Callable[[WorkerRecord], float | None]], ...] = (
+    (catalogue.WORKER_EXECUTING, lambda worker: worker.executing),
+    (catalogue.WORKER_READY_MODELS, _ready_models),
+    (catalogue.WORKER_RENEWALS, lambda worker: worker.renewals),
+    (catalogue.WORKER_LEASES_LOST, lambda worker: worker.leases_lost),
+    (catalogue.WORKER_CPU, lambda worker: worker.cpu_s if worker.memory_bytes else None),
+    (catalogue.WORKER_MEMORY, lambda worker: worker.memory_bytes or None),
 )
 _OF_GPUS = (
     (catalogue.DEVICE_MEMORY_USED, "memory_used_bytes"),
