@@ -13,13 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-import qinfer
 from qinfer.core.settings import LabelingSettings, StoreSettings, WebhookSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unreachable
 from qinfer.storage.open import readable, store_for
 from qinfer_api.labeling.studio import LabelStudio
-from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, TargetTexts
+from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, TargetTexts, open_client
 
 if TYPE_CHECKING:
     import httpx
@@ -128,11 +127,11 @@ class Files:
         import httpx
 
         target = await self._targets.check(url)
-        headers = {"host": target.url.netloc.decode("ascii")}
-        at, named = target.url.copy_with(host=target.address), {"sni_hostname": target.host}
+        if self._http is None:
+            self._http = open_client(self._timeout_s, {"accept-encoding": "identity"})
         found = bytearray()
         try:
-            async with self._client().stream("GET", at, headers=headers, extensions=named) as reply:
+            async with target.stream(self._http, "GET") as reply:
                 if reply.status_code != 200:
                     raise _status_error(target.host, reply.status_code)
                 if reply.headers.get("content-encoding", "identity") != "identity":
@@ -144,19 +143,6 @@ class Files:
         except (httpx.HTTPError, OSError) as error:
             raise Unreachable(f"file host '{target.host}' can't be reached: {type(error).__name__}") from None
         return bytes(found)
-
-    def _client(self) -> "httpx.AsyncClient":
-        if self._http is None:
-            import httpx
-
-            self._http = httpx.AsyncClient(
-                timeout=self._timeout_s,
-                trust_env=False,  # a proxy would resolve again
-                follow_redirects=False,
-                limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
-                headers={"user-agent": f"qinfer/{qinfer.__version__}", "accept-encoding": "identity"},
-            )
-        return self._http
 
     def _from_store(self, url: str, grant: UrlGrant) -> bytes:
         store = readable(grant, store_for)(url)

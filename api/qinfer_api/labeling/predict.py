@@ -59,27 +59,9 @@ class PredictionCall(NamedTuple):
     label_config: LabelConfig | None
 
 
-class Predictor:
-    """Makes predictions while the caller waits."""
+class PredictionRun:
+    """Predicts the tasks of a call while the caller waits."""
 
-    def __init__(self, dispatcher: Dispatcher, files: Files, timeout_s: float) -> None:
-        self._dispatcher = dispatcher
-        self._files = files
-        self._timeout_s = timeout_s
-
-    async def predict(
-        self, call: PredictionCall, tasks: Sequence[Mapping[str, Any]]
-    ) -> "list[dict[str, Any] | FailedTask]":
-        """Returns each task's prediction or failure, in order."""
-        run = _Run(self._dispatcher, self._files, call, tasks, self._timeout_s)
-        answers = await run.all()
-        errors = [each.error for each in answers if isinstance(each, FailedTask) and each.error.code in _LATER]
-        if errors and len(errors) == len(answers):
-            raise errors[0]
-        return answers
-
-
-class _Run:
     def __init__(
         self,
         dispatcher: Dispatcher,
@@ -100,6 +82,7 @@ class _Run:
         self._making = asyncio.Semaphore(MADE_AT_ONCE)
 
     async def all(self) -> list[dict[str, Any] | FailedTask]:
+        """Returns each task's prediction or failure, in order."""
         places = iter(range(len(self._tasks)))
         async with asyncio.TaskGroup() as group:
             for _ in range(min(len(self._tasks), MAX_AT_ONCE)):
@@ -107,7 +90,11 @@ class _Run:
         if self._refused is not None:
             raise self._refused
         late = FailedTask(DeadlineExceeded(_TIME_IS_OVER))
-        return [late if each is None else each for each in self._answers]
+        answers = [late if each is None else each for each in self._answers]
+        errors = [each.error for each in answers if isinstance(each, FailedTask) and each.error.code in _LATER]
+        if errors and len(errors) == len(answers):
+            raise errors[0]
+        return answers
 
     async def _some(self, places: Iterator[int]) -> None:
         for place in places:

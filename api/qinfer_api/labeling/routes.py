@@ -111,12 +111,21 @@ def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> Non
     @router.post("/label-studio/{model}/predict", name="label_studio_predict", **_PREDICT)
     async def predict(model: str, request: Request) -> HttpResponse:
         """Returns a prediction for each task, in order."""
-        return await _predict(services, labeling, model, request)
+        context = _context(services, request)
+        with _log_errors(model, "predict"):
+            asked = await _read_call(services, request, PredictCall)
+            found = await unless_left(request.receive, labeling.predict(context, model, asked))
+        if len(found.results) > 100:
+            return send(HttpReply(200, await asyncio.to_thread(msgspec.json.encode, found)))
+        return send_json(found)
 
     @router.post("/label-studio/{model}/webhook", name="label_studio_webhook", **_EVENT)
     async def webhook(model: str, request: Request) -> HttpResponse:
         """Handles Label Studio's events: queues new tasks of projects whose predictions are pushed."""
-        return await _event(services, labeling, model, request)
+        context = _context(services, request)
+        with _log_errors(model, "webhook"):  # it goes on if its sender leaves: Label Studio waits only for a second
+            event = await _read_call(services, request, EventCall)
+            return send_json(await labeling.event(context, model, event), 201)
 
 
 def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> None:
@@ -131,15 +140,16 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
             raise InvalidRequest(f"'{state[:40]}' is not a state of a task; use one of {', '.join(STATES)}")
         after = _number("after", query.get("after", "0"), least=0)
         limit = _number("limit", query.get("limit", str(_DEFAULT_LIMIT)), most=MAX_LIMIT)
-        found = await labeling.page(context, model, _number("project", project), state, after, limit)
-        return send_json(found)
+        board = await labeling.board(context, model, _number("project", project))
+        return send_json(await labeling.statuses.page(board, state, after, limit))
 
     @router.get(path + "/{task}", name="label_studio_task", **_TASK)
     async def task(model: str, project: str, task: str, request: Request) -> HttpResponse:
         """Returns the state of a task."""
         context = _context(services, request)
-        found = await labeling.one(context, model, _number("project", project), _number("task", task))
-        return send_json(found)
+        number = _number("task", task)
+        board = await labeling.board(context, model, _number("project", project))
+        return send_json(await labeling.statuses.one(board, number))
 
     @router.post(path, name="label_studio_order", **_ORDER)
     async def order(model: str, project: str, request: Request) -> HttpResponse:
@@ -150,24 +160,6 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
             raise InvalidRequest(f"all is true or false; got '{every[:40]}'")
         ordering = labeling.order(context, model, _number("project", project), page, every=every == "true")
         return send_json(await ordering, 202)
-
-
-async def _predict(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
-    context = _context(services, request)
-    with _log_errors(model, "predict"):
-        asked = await _read_call(services, request, PredictCall)
-        found = await unless_left(request.receive, labeling.predict(context, model, asked))
-    if len(found.results) > 100:
-        return send(HttpReply(200, await asyncio.to_thread(msgspec.json.encode, found)))
-    return send_json(found)
-
-
-async def _event(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
-    """Goes on if its sender leaves: Label Studio waits only for a second."""
-    context = _context(services, request)
-    with _log_errors(model, "webhook"):
-        event = await _read_call(services, request, EventCall)
-        return send_json(await labeling.event(context, model, event), 201)
 
 
 async def _read_call(services: Services, request: Request, kind: type[Call]) -> Call:

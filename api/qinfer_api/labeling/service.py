@@ -19,9 +19,9 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of
 from qinfer_api.labeling.intake import PredictionReason, TaskIntake
 from qinfer_api.labeling.mappings import MappingBook
-from qinfer_api.labeling.predict import FailedTask, PredictionCall, Predictor
+from qinfer_api.labeling.predict import FailedTask, PredictionCall, PredictionRun
 from qinfer_api.labeling.pusher import Pusher
-from qinfer_api.labeling.status import LabelTaskBody, LabelTasksBody, Statuses
+from qinfer_api.labeling.status import Statuses
 from qinfer_api.labeling.studio import LabelStudio, check_address
 from qinfer_api.labeling.wire import (
     EventCall,
@@ -64,8 +64,8 @@ class Labeling:
         self._book = check_labeling(own)
         self._studio = LabelStudio(own) if own.url else None
         self._files = Files(own, settings.stores, self._studio, is_shared=lambda: dispatcher.has_tenants)
-        self._predictor = Predictor(dispatcher, self._files, own.predict_timeout_s)
-        self._statuses = Statuses(tasks, delivery.requests)
+        self._timeout_s = own.predict_timeout_s
+        self.statuses = Statuses(tasks, delivery.requests)
         self.intake = TaskIntake(
             settings,
             tasks=tasks,
@@ -118,8 +118,9 @@ class Labeling:
             return LabelPredictions([[] for _ in asked.tasks], version)
         config = _parsed(asked.label_config)
         mapping.check(served.spec, config)
+        call = PredictionCall(context, mapping, served, config)
         try:
-            answers = await self._predictor.predict(PredictionCall(context, mapping, served, config), asked.tasks)
+            answers = await PredictionRun(self._dispatcher, self._files, call, asked.tasks, self._timeout_s).all()
         except Overloaded as error:
             raise self._dispatcher.refuse(model, served.version, error) from None
         if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], FailedTask):
@@ -170,17 +171,8 @@ class Labeling:
                 break
         return LabelOrder(found, queued, following)
 
-    async def page(
-        self, context: CallerContext, model: str, project: int, state: str, after: int, limit: int
-    ) -> LabelTasksBody:
-        """Calls `Statuses.page`."""
-        return await self._statuses.page(await self._checked_board(context, model, project), state, after, limit)
-
-    async def one(self, context: CallerContext, model: str, project: int, task: int) -> LabelTaskBody:
-        """Calls `Statuses.one`."""
-        return await self._statuses.one(await self._checked_board(context, model, project), task)
-
-    async def _checked_board(self, context: CallerContext, model: str, project: int) -> Board:
+    async def board(self, context: CallerContext, model: str, project: int) -> Board:
+        """Returns the board of a known model."""
         await self._known(model)
         self._requests.check_up(model)
         return Board(model, context.tenant, project)

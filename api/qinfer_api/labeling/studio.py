@@ -7,15 +7,19 @@ sent unchanged.
 import asyncio
 import base64
 import binascii
+import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import qinfer
 from qinfer.core.settings import LabelingSettings
 from qinfer.errors import InvalidRequest, PayloadTooLarge, SettingsError, Unreachable
+
+if TYPE_CHECKING:
+    import httpx
 
 PAGE = 100
 
@@ -115,7 +119,7 @@ class LabelStudio:
 
     async def file(self, path_and_query: str, max_bytes: int) -> bytes:
         """Returns a file that Label Studio stores."""
-        status, content = await self._authorized("GET", path_and_query, None, None, max_bytes)
+        status, content = await self._authorized(self._request("GET", path_and_query), max_bytes)
         if 300 <= status < 400:
             raise StudioRefused(status, "the file is kept elsewhere; name where in the task itself")
         return _checked(status, content)
@@ -123,9 +127,8 @@ class LabelStudio:
     async def _json(
         self, method: str, path: str, words: dict[str, str | int] | None = None, body: object = None
     ) -> Any:
-        content = None if body is None else msgspec.json.encode(body)
         try:
-            text = _checked(*await self._authorized(method, path, words, content, _MAX_REPLY_BYTES))
+            text = _checked(*await self._authorized(self._request(method, path, words, body), _MAX_REPLY_BYTES))
         except PayloadTooLarge as error:
             raise StudioFailed(error.message) from None
         try:
@@ -133,45 +136,38 @@ class LabelStudio:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise StudioAway(f"the server at {_URL} is not Label Studio: it sends no JSON") from None
 
-    async def _authorized(
-        self, method: str, path: str, words: dict[str, str | int] | None, body: bytes | None, max_bytes: int
-    ) -> tuple[int, bytes]:
+    def _request(
+        self, method: str, path: str, words: dict[str, str | int] | None = None, body: object = None
+    ) -> "httpx.Request":
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"content-type": "application/json"}
+        return self._http.build_request(method, f"{self.origin}{path}", params=words, content=content, headers=headers)
+
+    async def _authorized(self, request: "httpx.Request", max_bytes: int) -> tuple[int, bytes]:
         status, text = 401, b""
         for _ in range(2 if self._is_jwt else 1):
-            authorization = await self._authorization()
-            status, text = await self._send_request(method, path, words, body, authorization, max_bytes)
+            request.headers["authorization"] = await self._authorization()
+            status, text = await self._send(request, max_bytes)
             if status != 401:
                 break
             self._access = ""
         return status, text
 
-    async def _send_request(
-        self,
-        method: str,
-        path: str,
-        words: dict[str, str | int] | None,
-        body: bytes | None,
-        authorization: str,
-        max_bytes: int,
-    ) -> tuple[int, bytes]:
+    async def _send(self, request: "httpx.Request", max_bytes: int) -> tuple[int, bytes]:
         import httpx
 
-        headers = {"content-type": "application/json"} if body is not None else {}
-        if authorization:
-            headers["authorization"] = authorization
         found = bytearray()
         try:
-            url = f"{self.origin}{path}"
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._http.stream(method, url, params=words, content=body, headers=headers) as reply,
+                contextlib.aclosing(await self._http.send(request, stream=True)) as reply,
             ):
                 async for chunk in reply.aiter_bytes():
                     found += chunk
                     if len(found) > max_bytes:
                         raise PayloadTooLarge(f"Label Studio's reply is larger than {max_bytes} bytes")
                 return reply.status_code, bytes(found)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, OSError) as error:
             raise StudioAway(f"Label Studio can't be reached: {type(error).__name__}") from None
 
     async def _authorization(self) -> str:
@@ -179,8 +175,8 @@ class LabelStudio:
             return f"Token {self._token}"
         async with self._refreshing:
             if not self._access or time.monotonic() >= self._access_until_s:
-                body = msgspec.json.encode({"refresh": self._token})
-                status, text = await self._send_request("POST", "/api/token/refresh/", None, body, "", _MAX_REPLY_BYTES)
+                asking = self._request("POST", "/api/token/refresh/", body={"refresh": self._token})
+                status, text = await self._send(asking, _MAX_REPLY_BYTES)
                 if not 200 <= status < 300:
                     raise StudioAway(f"Label Studio does not take the token of {_TOKEN}: {_reason(text)}")
                 self._access, self._access_until_s = _access_of(text)

@@ -6,12 +6,14 @@ A target is checked when a request names it and again at each delivery, because 
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+import qinfer
 from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError, Unreachable
 
@@ -48,6 +50,31 @@ class WebhookTarget(NamedTuple):
     url: "httpx.URL"
     host: str
     address: str
+
+    def stream(
+        self,
+        client: "httpx.AsyncClient",
+        method: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        content: bytes | None = None,
+    ) -> "AbstractAsyncContextManager[httpx.Response]":
+        """Sends a request to the checked address."""
+        named = {**headers, "host": self.url.netloc.decode("ascii")}
+        at, sni = self.url.copy_with(host=self.address), {"sni_hostname": self.host}
+        return client.stream(method, at, content=content, headers=named, extensions=sni)
+
+
+def open_client(timeout_s: float, headers: Mapping[str, str]) -> "httpx.AsyncClient":
+    """Returns a client for `WebhookTarget.stream`, which resolves no name and follows no redirect."""
+    import httpx
+
+    return httpx.AsyncClient(
+        timeout=timeout_s,
+        trust_env=False,  # a proxy would resolve again
+        follow_redirects=False,
+        limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
+        headers={"user-agent": f"qinfer/{qinfer.__version__}", **headers},
+    )
 
 
 class _AllowedHost(NamedTuple):

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-import qinfer
 from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError, Unreachable
 from qinfer.queue import keys
@@ -31,7 +30,7 @@ from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.store import WebhookNotice
 from qinfer_api.requests.records import instant, path_of, shown_record
-from qinfer_api.requests.targets import Targets, WebhookTarget
+from qinfer_api.requests.targets import Targets, WebhookTarget, open_client
 
 if TYPE_CHECKING:
     import httpx
@@ -80,15 +79,7 @@ class Webhooks:
     async def __aenter__(self) -> "Webhooks":
         """Opens the HTTP client, if webhooks are allowed."""
         if self._settings.allow:
-            import httpx
-
-            self._http = httpx.AsyncClient(
-                timeout=self._settings.timeout_s,
-                trust_env=False,  # a proxy would resolve again
-                follow_redirects=False,
-                limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
-                headers={"user-agent": f"qinfer/{qinfer.__version__}", "content-type": "application/json"},
-            )
+            self._http = open_client(self._settings.timeout_s, {"content-type": "application/json"})
         return self
 
     async def __aexit__(
@@ -149,14 +140,11 @@ class Webhooks:
         now_s = self._delivery.clock.now_s()
         body, own_id, timestamp = message.body_at(now_s), webhook_id(item), int(now_s)
         headers = {
-            "host": target.url.netloc.decode("ascii"),
             "webhook-id": own_id,
             "webhook-timestamp": str(timestamp),
             "webhook-signature": sign(self._secret, own_id, timestamp, body),
         }
-        url = target.url.copy_with(host=target.address)
-        named = {"sni_hostname": target.host}
-        async with self._http.stream("POST", url, content=body, headers=headers, extensions=named) as reply:
+        async with target.stream(self._http, "POST", headers, body) as reply:
             return reply.status_code
 
     async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:

@@ -1,6 +1,7 @@
 """Writes pre-annotations from a bulk job's output, in bounded memory."""
 
 import os
+import secrets
 import stat
 import sys
 import tempfile
@@ -192,18 +193,11 @@ def _opened(out: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[BinaryIO]:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            yield file  # type: ignore[misc]  # a wrapper of one
-            file.close()
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    new = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        with new.open("xb") as file:
+            yield file
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
