@@ -41,27 +41,6 @@ class InputField(BaseModel):
     kind: Kind = "text"
 
 
-def file_references(inputs: AnyMapping[str, InputField], task: Task) -> tuple[str, ...]:
-    """Returns the references of the inputs' files, each once."""
-    found = [
-        _text_field(task, each.field) for each in inputs.values() if each.kind == "file" and _has(task, each.field)
-    ]
-    return tuple(dict.fromkeys(found))
-
-
-def make_request(
-    inputs: AnyMapping[str, InputField], task: Task, spec: ModelSpec, files: AnyMapping[str, bytes]
-) -> tuple[Tensor, ...]:
-    """Makes a task's input tensors; `files` has each reference's content."""
-    if unknown := next((name for name in inputs if all(name != each.name for each in spec.inputs)), ""):
-        raise InvalidRequest(f"model '{spec.name}' has no input '{unknown}', which the mapping names")
-    return tuple(
-        _input_tensor(each, inputs[each.name], task, files, is_batched=spec.max_batch_size > 0)
-        for each in spec.inputs
-        if each.name in inputs and not (each.optional and not _has(task, inputs[each.name].field))
-    )
-
-
 def input_problems(inputs: AnyMapping[str, InputField], spec: ModelSpec) -> Iterator[str]:
     """Yields why inputs do not fit a model."""
     known = {each.name: each for each in spec.inputs}
@@ -287,7 +266,8 @@ class Mapping(BaseModel):
         Raises:
             InvalidRequest: The task lacks a field, or the field is not text.
         """
-        return file_references(self.inputs, task)
+        fields = [each.field for each in self.inputs.values() if each.kind == "file" and _has(task, each.field)]
+        return tuple(dict.fromkeys(_text_field(task, field) for field in fields))
 
     def request(self, task: Task, spec: ModelSpec, files: AnyMapping[str, bytes] = _NO_FILES) -> OutgoingRequest:
         """Makes the request for one task, with only the outputs that the mapping uses.
@@ -302,10 +282,19 @@ class Mapping(BaseModel):
         Raises:
             InvalidRequest: The task lacks a field, or its value does not fit the input; the message names both.
         """
-        outputs = wanted_outputs(self.results)
-        tensors = make_request(self.inputs, task, spec, files)
+        inputs = self.inputs
+        if unknown := next((name for name in inputs if all(name != each.name for each in spec.inputs)), ""):
+            raise InvalidRequest(f"model '{spec.name}' has no input '{unknown}', which the mapping names")
         return OutgoingRequest(
-            model=self.model, inputs=tensors, version=self.version, outputs=outputs, priority=self.priority
+            model=self.model,
+            inputs=tuple(
+                _input_tensor(each, inputs[each.name], task, files, is_batched=spec.max_batch_size > 0)
+                for each in spec.inputs
+                if each.name in inputs and not (each.optional and not _has(task, inputs[each.name].field))
+            ),
+            version=self.version,
+            outputs=wanted_outputs(self.results),
+            priority=self.priority,
         )
 
     def prediction(self, task: Task, response: Response, label_config: LabelConfig | None = None) -> Prediction:

@@ -91,35 +91,22 @@ def labels_of(key: tuple[str, int]) -> dict[str, str]:
     return {"model": key[0], "version": str(key[1]) if key[1] else ""}
 
 
-def render(shown: Iterable[Family]) -> bytes:
-    """Returns the text of metrics."""
-    lines: list[str] = []
-    for family in shown:
-        info = family.info
-        text = info.text.replace("\\", "\\\\").replace("\n", "\\n")
-        lines += [f"# HELP {info.name} {text}", f"# TYPE {info.name} {info.kind}"]
-        for suffix, labels, value, _ in family.samples:
-            lines.append(f"{info.name}{suffix}{_labels(labels)} {family.number(value)}")
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def render_openmetrics(shown: Iterable[Family]) -> bytes:
-    """Returns the text as OpenMetrics, with exemplars."""
-    families = list(shown)
+def render(shown: Iterable[Family], *, as_openmetrics: bool = False) -> bytes:
+    """Returns the text of metrics; only OpenMetrics has exemplars."""
+    families, lines = list(shown), list[str]()
     names = {family.info.name for family in families}
-    lines: list[str] = []
     for family in families:
-        info = family.info
-        name, kind = info.name, info.kind
-        if kind == "counter":  # it ends in _total, and no other metric has the rest of the name
+        name, kind, text = family.info.name, family.info.kind, family.info.text
+        if as_openmetrics and kind == "counter":  # it ends in _total, and no other metric has the rest of the name
             rest = name.removesuffix("_total")
             name, kind = (name, "unknown") if rest in names else (rest, kind)
-        lines += [f"# HELP {name} {_escaped(info.text)}", f"# TYPE {name} {kind}"]
-        lines += [
-            f"{info.name}{suffix}{_labels(labels)} {_own(value)}{_exemplar(exemplar)}"
-            for suffix, labels, value, exemplar in family.samples
-        ]
-    return "".join(f"{line}\n" for line in [*lines, "# EOF"]).encode()
+        text = _escaped(text) if as_openmetrics else text.replace("\\", "\\\\").replace("\n", "\\n")
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        for suffix, labels, value, exemplar in family.samples:
+            line = f"{family.info.name}{suffix}{_labels(labels)} "
+            lines.append(line + (_own(value) + _exemplar(exemplar) if as_openmetrics else family.number(value)))
+    end = ["# EOF"] if as_openmetrics else []
+    return "".join(f"{line}\n" for line in lines + end).encode()
 
 
 def _exemplar(of: Exemplar | None) -> str:

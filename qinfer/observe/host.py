@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import resource
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,9 +86,9 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
 
 def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
     """Returns the sum for each kind and number, sorted."""
-    sums: dict[tuple[str, int], int] = {}
+    sums: Counter[tuple[str, int]] = Counter()
     for use in uses:
-        sums[use.kind, use.number] = sums.get((use.kind, use.number), 0) + use.nbytes
+        sums[use.kind, use.number] += use.nbytes
     return tuple(MemoryUse(*place, nbytes) for place, nbytes in sorted(sums.items()))
 
 

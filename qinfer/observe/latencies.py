@@ -5,13 +5,8 @@ the quantiles from the sums, right to within `ERROR`. Quantiles of the last minu
 """
 
 import math
-from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # pydantic is not in the environments that models bring
-    from qinfer.core.settings_sections import MetricsSettings
 
 GROWTH = 1.1
 """The ratio of adjacent upper bounds."""
@@ -41,47 +36,6 @@ _BASE = math.log(GROWTH)
 _LEAST_SAMPLE_S = 5.0
 _Counts = Mapping[str, int]
 _Key = tuple[str, int]
-
-
-def latency_tally(metrics: "MetricsSettings") -> "LatencyTally | None":
-    """Returns the tally; `None` if summaries and histogram are off."""
-    if not metrics.summary_latencies and not metrics.histogram_latencies:
-        return None
-    return LatencyTally(summaries=metrics.summary_latencies, histogram=metrics.histogram_latencies)
-
-
-class LatencyTally:
-    """Adds up latencies in one worker; not thread-safe."""
-
-    def __init__(self, *, summaries: bool, histogram: bool) -> None:
-        self._summaries = summaries
-        self._histogram = histogram
-        self._deltas: defaultdict[str, int] = defaultdict(int)
-
-    def executed(self, queue_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Counts an execution as `StatsTally.executed` does."""
-        deltas = self._deltas
-        if self._summaries:
-            batch_ns, count = input_ns + infer_ns + output_ns, len(queue_ns)
-            for which, ns in ((INPUT, input_ns), (INFER, infer_ns), (OUTPUT, output_ns)):
-                deltas[f"{SUMMARY}{which}:{bucket_of(ns)}"] += count
-            for waited_ns in queue_ns:
-                deltas[f"{SUMMARY}{QUEUE}:{bucket_of(waited_ns)}"] += 1
-                deltas[f"{SUMMARY}{REQUEST}:{bucket_of(waited_ns + batch_ns)}"] += 1
-
-    def first_responses(self, ns: Sequence[int]) -> None:
-        """Counts first responses."""
-        deltas = self._deltas
-        if self._histogram:
-            for first_ns in ns:
-                deltas[_FIRST_FIELDS[bisect_left(FIRST_RESPONSE_BUCKETS_MS, first_ns / 1e6)]] += 1
-                deltas[FIRST_RESPONSE_NS] += first_ns
-
-    def drain(self) -> dict[str, int]:
-        """Returns the counts since the last drain."""
-        deltas = dict(self._deltas)
-        self._deltas.clear()
-        return deltas
 
 
 class SlidingWindow:
@@ -138,6 +92,3 @@ def _difference(fields: _Counts, base: _Counts) -> dict[str, int]:
     if any(fields.get(name, 0) < count for name, count in base.items()):
         return dict(fields)
     return {name: count - base.get(name, 0) for name, count in fields.items()}
-
-
-_FIRST_FIELDS = [f"{FIRST_RESPONSE}:{bound:g}" for bound in (*FIRST_RESPONSE_BUCKETS_MS, float("inf"))]

@@ -39,10 +39,10 @@ def end_of(response: Response) -> ResponseEnd:
 
 
 class ResponseTally:
-    """Adds up one worker's responses of a model version; not thread-safe."""
+    """Adds one worker's responses of a model version to its `StatsTally`; not thread-safe."""
 
-    def __init__(self) -> None:
-        self._deltas: defaultdict[str, int] = defaultdict(int)
+    def __init__(self, deltas: defaultdict[str, int]) -> None:
+        self._deltas = deltas
 
     def responded(self, index: int, end: ResponseEnd, infer_ns: int) -> None:
         """Counts a response, `infer_ns` after the previous one."""
@@ -52,12 +52,6 @@ class ResponseTally:
         if end is ResponseEnd.SUCCESS:
             self._add(index, _INFER, infer_ns)
             self._add(index, _OUTPUT, 0)
-
-    def drain(self) -> dict[str, int]:
-        """Returns the counts since the last drain."""
-        deltas = {field: value for field, value in self._deltas.items() if value}
-        self._deltas.clear()
-        return deltas
 
     def _add(self, index: int, what: str, ns: int) -> None:
         self._deltas[f"{_COUNT}{index}:{what}"] += 1

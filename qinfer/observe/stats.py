@@ -15,7 +15,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from qinfer.errors import ErrorCode
-from qinfer.observe.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, LatencyTally
+from qinfer.observe import latencies
+from qinfer.observe.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, FIRST_RESPONSE_NS, field_of
 from qinfer.observe.responses import ResponseTally
 
 QUEUE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -142,15 +143,16 @@ class BatchTotals(NamedTuple):
 class StatsTally:
     """Adds up one worker's statistics of a model version; not thread-safe.
 
-    `is_streamed`: the model is decoupled, and `first_response` counts its first responses.
+    `is_streamed`: the model is decoupled, and `first_response` counts its first responses. Triton's summaries and its
+    histogram are off unless `with_summaries` and `with_histogram` are set.
     """
 
     def __init__(self) -> None:
         self.max_rows = 0
         self.is_streamed = False
-        self.latencies: LatencyTally | None = None
-        self.responses = ResponseTally()
+        self.with_summaries = self.with_histogram = False
         self._deltas: defaultdict[str, int] = defaultdict(int)
+        self.responses = ResponseTally(self._deltas)
         self._counts = {name: [0] * (len(BOUNDS[name]) + 1) for name in (QUEUE, EXECUTION, BATCH, ASSEMBLE, FILL)}
         self._sizes: dict[int, list[int]] = {}
         self._last_s = 0.0
@@ -186,10 +188,15 @@ class StatsTally:
         if self.max_rows:
             counts[FILL][bisect_left(FILL_BUCKETS, rows / self.max_rows)] += 1
             deltas[FILL_PERMILLE] += 1000 * rows // self.max_rows
-        if self.latencies is not None:
-            self.latencies.executed(queue_ns, input_ns, infer_ns, output_ns)
-            if not self.is_streamed:
-                self.latencies.first_responses([waited_ns + input_ns + infer_ns for waited_ns in queue_ns])
+        if self.with_summaries:
+            for which, ns in ((latencies.INPUT, input_ns), (latencies.INFER, infer_ns), (latencies.OUTPUT, output_ns)):
+                deltas[field_of(which, ns)] += requests
+            for item_ns in queue_ns:
+                deltas[field_of(latencies.QUEUE, item_ns)] += 1
+                deltas[field_of(latencies.REQUEST, item_ns + batch_ns)] += 1
+        if self.with_histogram and not self.is_streamed:
+            for item_ns in queue_ns:
+                self.first_response(item_ns + input_ns + infer_ns)
         size = self._sizes.get(rows)
         if size is None:
             size = self._sizes[rows] = [0, 0, 0, 0]
@@ -204,9 +211,10 @@ class StatsTally:
         self._deltas[SUCCESS_NS] += ns
 
     def first_response(self, ns: int) -> None:
-        """Counts a stream's first response, `ns` after enqueueing."""
-        if self.latencies is not None:
-            self.latencies.first_responses([ns])
+        """Counts a first response, `ns` after enqueueing."""
+        if self.with_histogram:
+            self._deltas[_FIRST_FIELDS[bisect_left(FIRST_RESPONSE_BUCKETS_MS, ns / 1e6)]] += 1
+            self._deltas[FIRST_RESPONSE_NS] += ns
 
     def retried(self, count: int) -> None:
         """Counts requests that are executed again."""
@@ -238,9 +246,6 @@ class StatsTally:
             deltas.update((field, count) for field, count in fields if count)
             counts[:] = [0] * len(counts)
         deltas.update(sizes)
-        deltas.update(self.responses.drain())
-        if self.latencies is not None:
-            deltas.update(self.latencies.drain())
         if self._last_s:
             deltas[LAST_INFERENCE_MS] = int(self._last_s * 1000)
             self._last_s = 0.0
@@ -269,6 +274,12 @@ class ModelCounts:
         """Adds to a field of a model version."""
         self._deltas[model, version][field] += count
 
+    def published(self, model: str, version: int, ns: int) -> None:
+        """Counts the answers of a batch."""
+        deltas = self._deltas[model, version]
+        deltas[_PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)]] += 1
+        deltas[PUBLISH_NS] += ns
+
     def merge(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
         """Adds counts of a `StatsTally`."""
         add(self._deltas[model, version], deltas)
@@ -278,15 +289,6 @@ class ModelCounts:
         drained = {key: dict(deltas) for key, deltas in self._deltas.items()}
         self._deltas.clear()
         return drained
-
-
-class RefusalTally(ModelCounts):
-    """Adds up the requests that one gateway ended."""
-
-    def refused(self, model: str, version: int, reason: str, seconds: float) -> None:
-        """Counts a request that no worker counts."""
-        self.add(model, version, REFUSALS + reason)
-        self.add(model, version, FAIL_NS, int(seconds * 1e9))
 
 
 class Objective(NamedTuple):
@@ -316,6 +318,11 @@ class Durations:
         self.late = 0
         self.exemplars: dict[int, Exemplar] = {}
 
+    def add(self, seconds: float) -> None:
+        """Counts a duration."""
+        self.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
+        self.total_s += seconds
+
 
 class GatewayTally:
     """Counts the requests of one gateway, on its event loop.
@@ -326,7 +333,7 @@ class GatewayTally:
 
     def __init__(self, process: str = "") -> None:
         self.in_flight: Callable[[], int] = lambda: 0
-        self.refusals = RefusalTally()
+        self.refusals = ModelCounts()
         self.process = process
         self.durations: dict[tuple[str, int], Durations] = {}
         self.failures: dict[tuple[str, int, str], int] = {}
@@ -364,7 +371,8 @@ class GatewayTally:
     def count_ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
         """Counts a request that this gateway ended; `started_s` is monotonic."""
         seconds = 0.0 if started_s is None else time.monotonic() - started_s
-        self.refusals.refused(model, version, reason, seconds)
+        self.refusals.add(model, version, REFUSALS + reason)
+        self.refusals.add(model, version, FAIL_NS, int(seconds * 1e9))
 
     def _series(self, key: tuple[str, int]) -> Durations:
         if (series := self.durations.get(key)) is None:
@@ -372,16 +380,6 @@ class GatewayTally:
             if key in self.objectives:
                 series.within_s = self.objectives[key].latency_s
         return series
-
-
-class PublishTally(ModelCounts):
-    """Adds up one worker's time of publishing."""
-
-    def published(self, model: str, version: int, ns: int) -> None:
-        """Counts the answers of a batch."""
-        deltas = self._deltas[model, version]
-        deltas[_PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)]] += 1
-        deltas[PUBLISH_NS] += ns
 
 
 def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
@@ -420,4 +418,5 @@ def bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:
 
 
 _BATCH_FIELDS = (BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS)
+_FIRST_FIELDS = bucket_fields(FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS)
 _PUBLISH_FIELDS = bucket_fields(PUBLISH, STEP_BUCKETS_S)

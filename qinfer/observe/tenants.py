@@ -3,13 +3,12 @@
 The first tenants have their own series until the gateway restarts; all others share one, which bounds their number.
 """
 
-from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
-from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
+from qinfer.observe.stats import Durations
 
 OTHERS = "(others)"
 """Tenants without their own series."""
@@ -25,17 +24,13 @@ class TenantTally:
         self._named: dict[str, str] = {}
         self._requests: Counter[tuple[str, str]] = Counter()
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._durations: dict[str, Durations] = {}
+        self._durations: defaultdict[str, Durations] = defaultdict(Durations)
 
     def count_answered(self, tenant: str, model: str, seconds: float) -> None:
         """Counts a request with outputs."""
         name = self._tenant_label(tenant)
         self._requests[name, model] += 1
-        series = self._durations.get(name)
-        if series is None:
-            series = self._durations[name] = Durations()
-        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
-        series.total_s += seconds
+        self._durations[name].add(seconds)
 
     def accepted(self, tenant: str, model: str) -> None:
         """Counts a request stored for later execution."""

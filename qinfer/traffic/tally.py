@@ -16,8 +16,7 @@ Answers of the response cache have no time.
 """
 
 import math
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
-from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
+from qinfer.observe.stats import Durations
 from qinfer.traffic.canary import BY_HAND, DEADLINE, NO_DATA, Trial, count_names
 from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role
 from qinfer.traffic.routing import Endpoints
@@ -227,7 +226,7 @@ class TargetTally:
         self.process = process
         self._requests: Counter[Key] = Counter()
         self._failures: Counter[tuple[Key, str]] = Counter()
-        self._durations: dict[Key, Durations] = {}
+        self._durations: defaultdict[Key, Durations] = defaultdict(Durations)
         self.observed = ObservedTrials()
         self._shadows: Counter[tuple[Key, ShadowOutcome]] = Counter()
 
@@ -240,7 +239,7 @@ class TargetTally:
         self._requests[key] += 1
         if tenant is not None and (on_trial := self.observed.by_target.get(key)) is not None:
             on_trial.count_answered(seconds, response, tenant)
-        self._time(key, seconds)
+        self._durations[key].add(seconds)
 
     def failed(self, key: Key, reason: str, tenant: str | None = "", given_s: float = math.inf) -> None:
         """Counts a request without outputs; without a tenant, it is no evidence.
@@ -256,16 +255,9 @@ class TargetTally:
         """Counts a request that had waited for another target: no evidence."""
         self._requests[key] += 1
         if response.failure is None:
-            self._time(key, seconds)
+            self._durations[key].add(seconds)
         else:
             self._failures[key, response.failure.code] += 1
-
-    def _time(self, key: Key, seconds: float) -> None:
-        series = self._durations.get(key)
-        if series is None:
-            series = self._durations[key] = Durations()
-        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
-        series.total_s += seconds
 
     def requests(self, endpoint: str, model: str, version: int) -> int:
         """Returns a version's requests from an endpoint."""

@@ -188,24 +188,19 @@ class Pusher:
         for ending, entry in pairs:
             if time.monotonic() > ends_s:
                 break
-            if (each := await self._make(board, ending, entry)) is not None:
-                made.append(each)
+            try:
+                made.append(Made(ending, entry, await self._item(board, ending, entry)))
+            except (StudioAway, DeliveryError):
+                raise
+            except StudioFailed as error:
+                await self._try_later(board, ending, entry, error)
+            except QinferError as error:
+                await self._fail(board, ending, entry, error.message, LabelFailure.NOT_PREDICTED)
+            except Exception as error:  # the others continue
+                about = {"request_id": entry.request_id, "model": board.model}
+                logger.exception("prediction can't be made", extra=about)
+                await self._fail(board, ending, entry, Failure.from_error(error).message, LabelFailure.NOT_PREDICTED)
         return made
-
-    async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
-        """Makes the prediction of an ended request; if that fails, moves the task on and returns `None`."""
-        try:
-            return Made(ending, entry, await self._item(board, ending, entry))
-        except (StudioAway, DeliveryError):
-            raise
-        except StudioFailed as error:
-            await self._try_later(board, ending, entry, error)
-        except QinferError as error:
-            await self._fail(board, ending, entry, error.message, LabelFailure.NOT_PREDICTED)
-        except Exception as error:  # the others continue
-            logger.exception("prediction can't be made", extra={"request_id": entry.request_id, "model": board.model})
-            await self._fail(board, ending, entry, Failure.from_error(error).message, LabelFailure.NOT_PREDICTED)
-        return None
 
     async def _item(self, board: Board, ending: Ending, entry: LabelTask) -> dict[str, Any]:
         record = ending.record

@@ -24,7 +24,7 @@ from qinfer.models.state import SCALED_DOWN, SCALED_UP
 from qinfer.models.store import ControlStore
 from qinfer.observe import model_metrics
 from qinfer.observe.catalogue import MetricScope
-from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render, render_openmetrics
+from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render
 from qinfer.observe.host import HostMeter, read_use
 from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
@@ -224,7 +224,7 @@ class Reporting:
         wanted = self._wanted(snapshot)
         more = [one for tally in (self.tenants, self.targets) if tally is not None for one in tally.families()]
         shown = shown_metrics(self._tally, snapshot, scopes, wanted, more=more)
-        text = await asyncio.to_thread(render_openmetrics if openmetrics else render, shown)
+        text = await asyncio.to_thread(render, shown, as_openmetrics=openmetrics)
         return text, OPENMETRICS_TYPE if openmetrics else ""
 
     async def _shares_of_tenants(self, snapshot: MetricsSnapshot) -> Sequence[Family]:

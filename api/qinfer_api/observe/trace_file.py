@@ -1,7 +1,12 @@
-"""Triton's trace extension: settings (§1.16), sampling and files."""
+"""Triton's trace extension: settings (§1.16), sampling and files.
+
+Tensors (level `TENSORS`) are copied while a request is handled, only their first bytes, and formatted in a thread.
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/trace.md
+"""
 
 import asyncio
 import itertools
+import json
 import logging
 import os
 import re
@@ -14,11 +19,12 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from qinfer.core.messages import CalledTensor
 from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.models.shared_settings import FOLLOW_EVERY_S, TRACE, Value, of_group
 from qinfer.models.store import ControlStore
-from qinfer_api.observe.trace_tensors import Taken, weight_of, written
+from qinfer.tensors import DATATYPES, Tensor, iter_bytes, to_numpy
 
 START: dict[str, Value] = {
     "trace_level": ["OFF"],
@@ -133,6 +139,53 @@ def _number(name: str, text: str, least: int, most: int) -> str:
     if not least <= number <= most:
         raise InvalidRequest(f"Unable to parse '{name}', value is out of range [ {least}, {most} ], got: {text[:100]}")
     return str(number)
+
+
+INPUT, OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
+
+MOST_BYTES = 64 * 1024
+"""The most bytes of a tensor that a trace keeps."""
+
+Taken = list[tuple[str, Tensor]]
+
+
+def copy_tensors(activity: str, tensors: Sequence[Tensor]) -> Taken:
+    """Copies the beginnings of tensors."""
+    return [(activity, Tensor(t.name, t.datatype, t.shape, bytes(memoryview(t.data)[:MOST_BYTES]))) for t in tensors]
+
+
+def called(tensors: Sequence[CalledTensor]) -> Taken:
+    """Returns a call's tensors."""
+    return [(OUTPUT if t.is_output else INPUT, Tensor(t.name, t.datatype, t.shape, t.data)) for t in tensors]
+
+
+def weight_of(taken: Taken) -> int:
+    """Returns how many plain traces take the same memory."""
+    return sum(len(tensor.data) for _, tensor in taken) // 256
+
+
+def written(number: int, activity: str, tensor: Tensor) -> dict[str, Any]:
+    """Returns a tensor in Triton's format."""
+    shown = {
+        "name": tensor.name,
+        "data": ",".join(_elements(tensor)),
+        "shape": ",".join(map(str, tensor.shape)),
+        "dtype": tensor.datatype,
+    }
+    return {"id": number, "activity": activity, "tensor": shown}
+
+
+def _elements(tensor: Tensor) -> list[str]:
+    if tensor.datatype == "BYTES":
+        found: list[str] = []
+        with suppress(InvalidRequest):
+            for element in iter_bytes(tensor.data):
+                found.append(json.dumps(bytes(element).decode(errors="replace"), ensure_ascii=False))  # noqa: PERF401
+        return found
+    size = DATATYPES[tensor.datatype].itemsize
+    count = len(tensor.data) // size
+    array = to_numpy(Tensor(tensor.name, tensor.datatype, (count,), tensor.data[: count * size]))
+    return list(map(str, array.astype("u1") if tensor.datatype == "BOOL" else array))
 
 
 logger = logging.getLogger(__name__)

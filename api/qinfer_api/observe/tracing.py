@@ -48,8 +48,19 @@ from qinfer_api.dispatcher import Dispatcher, Ending
 from qinfer_api.http.call import FastCall, FastConnection
 from qinfer_api.http.head import RequestHead
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.observe.trace_file import CallTrace, Sampling, Stamps, TraceFile, start_of
-from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, called, copy_tensors, weight_of
+from qinfer_api.observe.trace_file import (
+    INPUT,
+    OUTPUT,
+    CallTrace,
+    Sampling,
+    Stamps,
+    Taken,
+    TraceFile,
+    called,
+    copy_tensors,
+    start_of,
+    weight_of,
+)  # fmt: skip
 from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from qinfer.backends.base import Batch, Context
 from qinfer.batching.streams import StreamedExecution, Window
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit
 from qinfer.errors import Cancelled, InferenceFailed, OutputMismatch
-from qinfer.observe.latencies import LatencyTally
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from tests.support.open_streams import StreamBench, outputs
@@ -263,7 +262,7 @@ async def test_a_failure_ends_only_its_own_stream() -> None:
 async def test_responses_are_counted_by_index() -> None:
     """As Triton tells them (reference §1.13); the histogram has the first response of each request."""
     bench = StreamBench()
-    bench.tally.latencies = LatencyTally(summaries=False, histogram=True)
+    bench.tally.with_histogram = True
     execution = bench.execution(2)
 
     execution.respond(0, outputs(3), final=False)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.observe import latencies
 from qinfer.observe.exposition import render
-from qinfer.observe.latencies import LatencyTally, SlidingWindow, quantiles
+from qinfer.observe.latencies import SlidingWindow, quantiles
 from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer_api.observe.metrics import MetricsSnapshot, shown_metrics
@@ -38,7 +38,7 @@ nv_inference_first_response_histogram_ms_bucket{model="m",version="1",le="+Inf"}
 def counting(*, summaries: bool = False, histogram: bool = False) -> StatsTally:
     """Returns what counts latencies too."""
     tally = StatsTally()
-    tally.latencies = LatencyTally(summaries=summaries, histogram=histogram)
+    tally.with_summaries, tally.with_histogram = summaries, histogram
     return tally
 
 

@@ -16,9 +16,9 @@ from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
-from qinfer.observe.exposition import render, render_openmetrics
+from qinfer.observe.exposition import render
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
-from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTally, add
+from qinfer.observe.stats import GatewayTally, ModelCounts, Objective, StatsTally, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
@@ -242,7 +242,7 @@ def everything() -> tuple[GatewayTally, MetricsSnapshot]:
     fields |= {"job_put_off:store_unavailable": 3}
     fields |= {"label_queued": 9, "label_pushed": 2, "label_failed:refused": 1}
     fields |= {"cache_hit_count": 2, "cache_hit_ns": 9000, "cache_miss_count": 1, "cache_miss_ns": 4000}
-    publishing = PublishTally()
+    publishing = ModelCounts()
     publishing.published("m", 1, 3_000_000)
     add(fields, publishing.drain()["m", 1])
     return tally, MetricsSnapshot(
@@ -403,9 +403,8 @@ def test_openmetrics_is_what_its_parser_takes() -> None:
     tally.count_answered("m", 1, 0.3)
     tally.traced("m", 1, 0.3, "0af7651916cd43dd8448eb211c80319c")
 
-    page = render_openmetrics(
-        shown_metrics(tally, snapshot, wanted=MetricsChoice(quantiles=(0.5,), histogram=True))
-    ).decode()
+    wanted = MetricsChoice(quantiles=(0.5,), histogram=True)
+    page = render(shown_metrics(tally, snapshot, wanted=wanted), as_openmetrics=True).decode()
     families = {family.name: family for family in openmetrics.text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
 
     shown = families["qinfer_request_duration_seconds"].samples

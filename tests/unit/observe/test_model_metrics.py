@@ -1,6 +1,6 @@
 """Metrics of models in several processes and workers, shown as those of one server."""
 
-from qinfer.observe.exposition import render, render_openmetrics
+from qinfer.observe.exposition import render
 from qinfer.observe.model_metrics import ModelSeries, families, merged
 
 
@@ -53,7 +53,7 @@ def test_openmetrics_has_them_too() -> None:
     shown = families([series("counter", 2, name="seen_total"), series("counter", 1)])
 
     assert render(shown).decode().splitlines()[1:3] == ["# TYPE seen_total counter", 'seen_total{a="1"} 2']
-    assert render_openmetrics(shown).decode().splitlines() == [
+    assert render(shown, as_openmetrics=True).decode().splitlines() == [
         "# HELP seen ", "# TYPE seen counter", 'seen_total{a="1"} 2.0',
         "# HELP own ", "# TYPE own unknown", 'own{a="1"} 1.0', "# EOF",
     ]  # fmt: skip

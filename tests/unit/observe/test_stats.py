@@ -1,13 +1,15 @@
 """What workers count, and how it adds up."""
 
+import time
 from collections import Counter
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.observe import stats
-from qinfer.observe.stats import RefusalTally, StatsTally, buckets
+from qinfer.observe.stats import GatewayTally, StatsTally, buckets
 
 NS = 1_000_000_000
 
@@ -39,20 +41,21 @@ def test_an_execution_is_counted_as_triton_does() -> None:
     }
 
 
-def test_what_gateways_end_is_counted_by_version() -> None:
+def test_what_gateways_end_is_counted_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once; apart from what fails in workers."""
-    tally = RefusalTally()
-    tally.refused("m", 1, "queue_full", 0.0)
-    tally.refused("m", 1, "cancelled", 0.5)
-    tally.refused("m", 2, "queue_full", 0.25)
+    monkeypatch.setattr(time, "monotonic", lambda: 10.0)
+    tally = GatewayTally()
+    tally.count_ended("m", 1, "queue_full")
+    tally.count_ended("m", 1, "cancelled", 9.5)
+    tally.count_ended("m", 2, "queue_full", 9.75)
 
-    drained = tally.drain()
+    drained = tally.refusals.drain()
 
     assert drained == {
         ("m", 1): {"refusals:queue_full": 1, "refusals:cancelled": 1, stats.FAIL_NS: NS // 2},
         ("m", 2): {"refusals:queue_full": 1, stats.FAIL_NS: NS // 4},
     }
-    assert tally.drain() == {}
+    assert tally.refusals.drain() == {}
     assert stats.failure_count(drained["m", 1] | {"failures:inference_failed": 3, "retries": 9}) == 5
 
 

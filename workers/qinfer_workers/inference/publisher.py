@@ -24,7 +24,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull, QuotaExceeded
-from qinfer.observe.stats import PublishTally, StatsTally
+from qinfer.observe.stats import ModelCounts, StatsTally
 from qinfer.queue.entries import (
     CHUNK_BYTES,
     STORED_TTL_S,
@@ -283,7 +283,7 @@ class Publisher:
         self._keeper = keeper
         self._tasks = tasks
         self._spans = spans
-        self.durations = PublishTally()
+        self.durations = ModelCounts()
         self._open: set[asyncio.Task[None]] = set()
         self._published: list[WorkItem] = []
         self._loop = asyncio.get_running_loop()

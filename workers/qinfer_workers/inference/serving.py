@@ -9,7 +9,6 @@ from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import QinferError
 from qinfer.models.routes import NAMES, lanes_of
-from qinfer.observe.latencies import latency_tally
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
@@ -85,7 +84,8 @@ class Serving:
 
     def __init__(self, batcher: LaneBatcher, metrics: MetricsSettings) -> None:
         self.batcher = batcher
-        batcher.tally.latencies = latency_tally(metrics)
+        batcher.tally.with_summaries = metrics.summary_latencies
+        batcher.tally.with_histogram = metrics.histogram_latencies
         self.lanes = self._own()
         self.quiet = asyncio.Event()
         self.quiet.set()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from qinfer.tensors import Tensor, from_numpy, pack_bytes
-from qinfer_api.observe import trace_tensors
-from qinfer_api.observe.trace_tensors import INPUT, copy_tensors, weight_of, written
+from qinfer_api.observe import trace_file
+from qinfer_api.observe.trace_file import INPUT, copy_tensors, weight_of, written
 
 
 def data_of(tensor: Tensor) -> str:
@@ -35,7 +35,7 @@ def test_every_kind_of_tensor(tensor: Tensor, data: str) -> None:
 
 def test_of_large_tensors_the_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole elements only; what is kept holds no larger buffer."""
-    monkeypatch.setattr(trace_tensors, "MOST_BYTES", 10)
+    monkeypatch.setattr(trace_file, "MOST_BYTES", 10)
     numbers = from_numpy("x", np.arange(1000, dtype="<f4"))
     texts = Tensor("x", "BYTES", (3,), pack_bytes([b"ab", b"cdefgh", b"i"]))
 

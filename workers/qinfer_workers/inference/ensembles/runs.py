@@ -12,7 +12,6 @@ from qinfer.core.messages import Failure, Response, Timing
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import EnsemblePlan
-from qinfer.observe.latencies import latency_tally
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
 from qinfer_workers.inference.ensembles.insistent import RetryingSteps
@@ -39,7 +38,8 @@ class NestedCounts(ModelCounts):
         tally = self._tallies.get((ensemble, version))
         if tally is None:
             tally = self._tallies[ensemble, version] = StatsTally()
-            tally.latencies = latency_tally(self._metrics)
+            tally.with_summaries = self._metrics.summary_latencies
+            tally.with_histogram = self._metrics.histogram_latencies
         return tally
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:

@@ -12,7 +12,6 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.errors import QinferError
-from qinfer.observe.latencies import latency_tally
 from qinfer_workers.inference.ensembles.runs import RunParts
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.executor import ThreadExecutor
@@ -55,7 +54,8 @@ class SequenceServices:
         before = self._services.get(key)
         ensemble = None if loaded.plan is None else partial(EnsembleSteps, model, loaded.plan, self._ensembles)
         service = SequenceService(model, self._parts, loaded.latency, loaded.initial_states, ensemble)
-        service.batcher.tally.latencies = latency_tally(self._parts.metrics)
+        service.batcher.tally.with_summaries = self._parts.metrics.summary_latencies
+        service.batcher.tally.with_histogram = self._parts.metrics.histogram_latencies
         self._services[key] = service
         self._hashes[key] = loaded.executed_hash
         service.start()
