@@ -3,12 +3,13 @@
 The first tenants have their own series until the gateway restarts; all others share one, which bounds their number.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
-from qinfer.observe.stats import Durations
+from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
 
 OTHERS = "(others)"
 """Tenants without their own series."""
@@ -30,7 +31,9 @@ class TenantTally:
         """Counts a request with outputs."""
         name = self._tenant_label(tenant)
         self._requests[name, model] += 1
-        self._durations[name].add(seconds)
+        series = self._durations[name]
+        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
+        series.total_s += seconds
 
     def accepted(self, tenant: str, model: str) -> None:
         """Counts a request stored for later execution."""
