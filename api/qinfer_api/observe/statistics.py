@@ -97,9 +97,7 @@ class ModelStats(msgspec.Struct, frozen=True):
 class Statistics:
     """Reads the statistics of models, after awaiting `added`; an endpoint has the statistics of its stable target."""
 
-    def __init__(
-        self, catalog: Catalog, store: ControlStore, added: Callable[[str], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, catalog: Catalog, store: ControlStore, added: Callable[[str], Awaitable[None]]) -> None:
         self.endpoints: Endpoints | None = None
         self._catalog = catalog
         self._store = store
@@ -111,8 +109,7 @@ class Statistics:
         if self.endpoints is not None:
             model, version = self.endpoints.stable(model, version)
         wanted = self._all() if not model else [(model, v) for v in self._versions(model, version)]
-        if self._added is not None:
-            await self._added(model)
+        await self._added(model)
         found = await self._store.all_stats(wanted)
         return [
             model_statistics(asked or which[0], which[1], fields, self._memory(*which))

@@ -12,7 +12,7 @@ from qinfer.errors import InvalidRequest, ResultNotFound
 from qinfer.jobs.check import ERROR_COLUMNS
 from qinfer.jobs.job import TEXT_FORMATS, JobSpec
 from qinfer.jobs.manifest import Manifest, decode_manifest
-from qinfer.labeling.values import Array
+from qinfer.labeling.results import Array
 
 _PLAN = "_plan.json"
 _ROWS = 2048

@@ -1,5 +1,7 @@
 """Statistics in the shape of Triton's extension."""
 
+from unittest.mock import AsyncMock
+
 import msgspec
 import pytest
 
@@ -85,7 +87,7 @@ async def statistics(store: ControlStore) -> Statistics:
     """`m` with versions 1 (ready) and 2 (not), `other` with version 1, `away` without a worker."""
     await store.add_stats("m", 1, worked())
     catalog = await stub_catalog(store, {"m": {1: True, 2: False}, "other": {1: True}, "away": {1: False}})
-    return Statistics(catalog, store)
+    return Statistics(catalog, store, AsyncMock())
 
 
 async def test_all_ready_versions_are_told(statistics: Statistics) -> None:
@@ -125,7 +127,7 @@ async def test_memory_is_added_up_over_workers_and_by_device(store: ControlStore
         await store.heartbeat(WorkerRecord(id=f"w{number}", started_at=0.0, models={}, memory=memory), 60)
     await catalog.refresh()
 
-    (found,) = await Statistics(catalog, store).model_statistics("m", 1)
+    (found,) = await Statistics(catalog, store, AsyncMock()).model_statistics("m", 1)
 
     assert msgspec.to_builtins(found.memory_usage) == [
         {"type": "CPU", "id": 0, "byte_size": 11},
