@@ -10,7 +10,6 @@ All keys share a hash tag for the script. A bridge's entry is `<expiry in ms> <n
 hand>`.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +31,6 @@ PAUSED_MS = "paused_ms"
 """`paused_s` in milliseconds."""
 REFUSED, REPLIED, UNROUTABLE = "refused:", "replied:", "unroutable:"
 """Prefixes of counts by code, state and place: `refused:<error code>`, …"""
-
-_COUNTING = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -84,9 +81,8 @@ class RouteTotals:
 
 
 def count(counts: dict[str, int], key: str, by: int = 1) -> None:
-    """Adds to a count, thread-safe: a decrease would look like a restart."""
-    with _COUNTING:
-        counts[key] = counts.get(key, 0) + by
+    """Adds to a count."""
+    counts[key] = counts.get(key, 0) + by
 
 
 class BridgeCollector(Collector):

@@ -83,10 +83,12 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
 class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
     """Messages published together.
 
-    Once `left` is 0, `ending_id` is confirmed or `receipt` acknowledged; a `failed` group is tried again.
+    Once `left` is 0, `ending_id` of final `state` is confirmed or `receipt` acknowledged; a `failed` group is tried
+    again.
     """
 
     ending_id: str = ""
+    state: str = ""
     receipt: Receipt | None = None
     left: int = 0
     failed: bool = False
