@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 
 from qinfer.bridge.reports import BridgeReport, BridgeReports, ReportSequence, RouteTally, RouteTotals, count
 from qinfer.errors import BrokerUnavailable
-from qinfer.queue.clients import admin_client
 from qinfer_workers.bridge.program import report
 from tests.support.servers.servers import Database
 
@@ -22,7 +21,7 @@ class WeakReports(BridgeReports):
     """
 
     def __init__(self, database: Database, fails: int = 0, forgets: int = 0) -> None:
-        super().__init__(admin_client(database.settings))
+        super().__init__(database.store().client)
         self.fails, self.forgets = fails, forgets
         self.asked = asyncio.Semaphore(0)
 
@@ -56,7 +55,6 @@ async def reported(reports: WeakReports, work: Callable[[RouteTally], Awaitable[
             await reports.asked.acquire()
         await work(tally)
         stop.set()
-    await reports.close()
     return tally
 
 
