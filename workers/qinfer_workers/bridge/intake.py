@@ -107,11 +107,11 @@ class Consumer(Link[MessageSource]):
             while self._waiting and time.monotonic() >= self._retry_at_s and not self._stopping.is_set():
                 await self._accept_batch()
         while self._done or not self._finished:
-            await self._in_thread(link.acknowledge, self._taken_done(link))
-            if not self._done:
-                self._some_done.clear()
-                if not self._finished:
-                    await self._some_done.wait()
+            self._some_done.clear()
+            if done := self._taken_done(link):
+                await self._in_thread(link.acknowledge, done)
+            elif not self._finished:
+                await self._some_done.wait()
 
     def _connected(self, *, is_up: bool) -> None:
         super()._connected(is_up=is_up)

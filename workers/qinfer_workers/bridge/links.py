@@ -119,43 +119,31 @@ class LinkPublisher(Link[MessageSink]):
 
     async def _use_link(self, link: MessageSink) -> None:
         try:
-            await self._send_again(link)
+            again = list(self._unsettled)
+            if self._is_careful:
+                for message in again:
+                    await self._publish_alone(link, message)
+                self._is_careful, again = False, []
             while not self._is_over:
-                posted, self._inbox = self._inbox, []
+                posted, self._inbox = again + self._inbox, []
+                again = []
                 self._unsettled.update(dict.fromkeys(posted))
-                if await self._exchange(link, posted):
+                if self._report_settled(await self._in_thread(link.exchange, posted, _SETTLE_S)):
                     self._works()
         except MessageRefused:
             self._is_careful = True
             raise
 
-    async def _send_again(self, sink: MessageSink) -> None:
-        """Publishes one at a time if an unknown message ended a connection."""
-        left = list(self._unsettled)
-        if not self._is_careful:
-            await self._in_thread(sink.send, left)
-            return
-        for message in left:
-            posted = [message]
-            try:
-                while message in self._unsettled:
-                    await self._exchange(sink, posted)
-                    posted = []
-            except MessageRefused:
-                self._report_settled(SettledMessages(refused=[message]))
-                self._backoff.reset()
-                raise
-        self._is_careful = False
-
-    async def _exchange(self, sink: MessageSink, posted: Sequence[Outgoing]) -> bool:
-        """Publishes, and waits for outcomes; returns whether there are some."""
-
-        def exchange() -> SettledMessages:
-            if posted:
-                sink.send(posted)
-            return sink.wait_settled(_SETTLE_S)
-
-        return self._report_settled(await self._in_thread(exchange))
+    async def _publish_alone(self, sink: MessageSink, message: Outgoing) -> None:
+        posted = [message]
+        try:
+            while message in self._unsettled:
+                self._report_settled(await self._in_thread(sink.exchange, posted, _SETTLE_S))
+                posted = []
+        except MessageRefused:
+            self._report_settled(SettledMessages(refused=[message]))
+            self._backoff.reset()
+            raise
 
     def _report_settled(self, settled: SettledMessages) -> bool:
         for messages in settled:

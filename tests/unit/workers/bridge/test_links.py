@@ -24,10 +24,8 @@ class FakeSink:
     def confirm(self, settled: SettledMessages | None) -> None:
         self._news.put(settled)
 
-    def send(self, messages: Sequence[Outgoing]) -> None:
+    def exchange(self, messages: Sequence[Outgoing], timeout_s: float) -> SettledMessages:
         self.sent += messages
-
-    def wait_settled(self, timeout_s: float) -> SettledMessages:
         try:
             settled = self._news.get(timeout=min(timeout_s, 0.05))
         except queue.Empty:
@@ -84,7 +82,8 @@ class PickySink(FakeSink):
         super().__init__()
         self._bad = bad
 
-    def wait_settled(self, timeout_s: float) -> SettledMessages:
+    def exchange(self, messages: Sequence[Outgoing], timeout_s: float) -> SettledMessages:
+        self.sent += messages
         if self._bad in self.sent:
             raise MessageRefused("too large")
         taken, self.sent = self.sent, []

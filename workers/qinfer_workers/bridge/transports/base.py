@@ -1,6 +1,6 @@
-"""The ports to other queues, sources and sinks. Each serves one thread.
+"""The ports to other queues, sources and sinks. Each is used in one thread.
 
-A link is one connection: an exception other than `MessageRefused` shows that it is broken, and a `LinkThread` opens
+A link is one connection: an exception other than `MessageRefused` shows that it is broken, and a `Link` opens
 another one, with a new epoch.
 """
 
@@ -20,11 +20,11 @@ class MessageSource(Protocol):
     epoch: int
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
-        """Waits for messages or `wake`; also acknowledges, and sends heartbeats."""
+        """Waits for messages or `wake`; also sends heartbeats."""
         ...
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Acknowledges messages, maybe later; drops receipts of other connections."""
+        """Acknowledges messages of this connection."""
         ...
 
     def wake(self) -> None:
@@ -32,7 +32,7 @@ class MessageSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Acknowledges settled messages, and closes the connection."""
+        """Closes the connection."""
         ...
 
 
@@ -47,16 +47,15 @@ class SettledMessages(NamedTuple):
 class MessageSink(Protocol):
     """A connection that publishes."""
 
-    def send(self, messages: Sequence[Outgoing]) -> None:
-        """Publishes without waiting for confirms."""
-        ...
+    def exchange(self, messages: Sequence[Outgoing], timeout_s: float) -> SettledMessages:
+        """Publishes, and waits for outcomes, also of earlier messages, or `wake`; each message is settled once.
 
-    def wait_settled(self, timeout_s: float) -> SettledMessages:
-        """Waits for outcomes or `wake`; each message is settled once. Raises `MessageRefused`."""
+        Raises `MessageRefused`.
+        """
         ...
 
     def wake(self) -> None:
-        """Ends a `wait_settled` soon; for other threads."""
+        """Ends an `exchange` soon; for other threads."""
         ...
 
     def close(self) -> None:

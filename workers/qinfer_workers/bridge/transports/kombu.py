@@ -112,9 +112,8 @@ class KombuSource:
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
         """Implements `MessageSource.acknowledge`."""
         for receipt in receipts:
-            if receipt.epoch == self.epoch:
-                self._channel.basic_ack(receipt.tag)
-                self._outstanding.discard(str(receipt.tag))
+            self._channel.basic_ack(receipt.tag)
+            self._outstanding.discard(str(receipt.tag))
 
     def wake(self) -> None:
         """Ends a wait."""
@@ -144,34 +143,26 @@ class KombuSink:
         self._client = client
         self._channel: Any = client.channel()
         self._awake = threading.Event()
-        self._taken: list[Outgoing] = []
-        self._refused: list[Outgoing] = []
         self._broken: Exception | None = None
         for queue in queues:
             self._channel.queue_declare(queue, durable=True)
 
-    def send(self, messages: Sequence[Outgoing]) -> None:
-        """Implements `MessageSink.send`."""
+    def exchange(self, messages: Sequence[Outgoing], timeout_s: float) -> SettledMessages:
+        """Implements `MessageSink.exchange`."""
+        if self._broken is not None:
+            raise self._broken  # the next connection sends the other messages
+        taken: list[Outgoing] = []
         for message in messages:
-            if self._broken is not None:
-                return  # the next connection sends the other messages
             try:
                 self._publish(message)
-                self._taken.append(message)
+                taken.append(message)
             except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
                 self._broken = error
-                self._refused.append(message)
-
-    def wait_settled(self, timeout_s: float) -> SettledMessages:
-        """Implements `MessageSink.wait_settled`."""
-        settled = SettledMessages(self._taken, self._refused)
-        if not any(settled):
-            if self._broken is not None:
-                raise self._broken
+                return SettledMessages(taken, [message])
+        if not messages:
             self._awake.wait(timeout_s)
-        self._awake.clear()
-        self._taken, self._refused = [], []
-        return settled
+            self._awake.clear()
+        return SettledMessages(taken)
 
     def wake(self) -> None:
         """Ends a wait."""

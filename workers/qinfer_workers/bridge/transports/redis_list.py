@@ -114,14 +114,13 @@ class ListSource:
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
         """Implements `MessageSource.acknowledge`."""
-        done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
-        if done:
-            # no transaction: a full Redis refuses it; a leftover lease is harmless
-            with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hdel(self._taken, *done)
-                pipe.zrem(self._leases, *done)
-                pipe.execute()
-            self._outstanding_bytes -= sum(self._outstanding.pop(tag, 0) for tag in done)
+        done = [str(receipt.tag) for receipt in receipts]
+        # no transaction: a full Redis refuses it; a leftover lease is harmless
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hdel(self._taken, *done)
+            pipe.zrem(self._leases, *done)
+            pipe.execute()
+        self._outstanding_bytes -= sum(self._outstanding.pop(tag, 0) for tag in done)
 
     def wake(self) -> None:
         """Ends a wait."""
