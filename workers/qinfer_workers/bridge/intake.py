@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from qinfer.bridge.reports import RouteTally
+from qinfer.bridge.reports import ACCEPTED, PAUSED_MS, RECEIVED, REPEATED, UNIDENTIFIED, RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
 from qinfer.queue.entries import Acceptance, AcceptOutcome
@@ -135,7 +135,7 @@ class Consumer(Link[MessageSource]):
         if done:
             link.acknowledge(done)
         if messages := link.receive(wait_s):
-            self._tally.received += len(messages)
+            self._tally.counts[RECEIVED] += len(messages)
             self._tally.unacknowledged += len(messages)
             self._held += messages
             self._works()
@@ -158,12 +158,12 @@ class Consumer(Link[MessageSource]):
                 logger.exception("a message could not be read", extra={"route": self._route})
                 refused.append((message, QinferError("internal error; the bridge's log has more")))
         self._held = []
-        self._tally.unidentified += sum(not work.is_identified for work in works)
+        self._tally.counts[UNIDENTIFIED] += sum(not work.is_identified for work in works)
         return works, refused
 
     async def _accept_batch(self) -> None:
         if self._paused_at_s:
-            self._tally.paused_s += time.monotonic() - self._paused_at_s
+            self._tally.counts[PAUSED_MS] += round(1000 * (time.monotonic() - self._paused_at_s))
             self._paused_at_s = 0.0
         batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
         results = await self._accept([work.acceptance for work in batch])
@@ -175,7 +175,7 @@ class Consumer(Link[MessageSource]):
             if isinstance(result, AcceptOutcome):
                 if result.body_hash == work.acceptance.body_hash:
                     self._done.append(work.message.receipt)
-                    self._tally.accepted += result.is_new
+                    self._tally.counts[ACCEPTED] += result.is_new
                     repeated += not result.is_new
                 else:
                     refused.append((work.message, Conflict(_ID_USED)))
@@ -185,7 +185,7 @@ class Consumer(Link[MessageSource]):
                 left.append(work)
                 problem = result
         if repeated:
-            self._tally.repeated += repeated
+            self._tally.counts[REPEATED] += repeated
             self._again()
         if refused:
             self._refuse(refused)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from qinfer.bridge.reports import RouteTally, count
+from qinfer.bridge.reports import REFUSED, REPLIED, UNROUTABLE, RouteTally
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.queue.deliveries import outbox
 from qinfer.queue.entries import RequestState, reply_address
@@ -122,7 +122,7 @@ class BridgeRoute:
 
     def _refuse(self, refused: Sequence[Refused]) -> None:
         for _, error in refused:
-            count(self.tally.refused, error.code.value)
+            self.tally.counts[REFUSED + error.code.value] += 1
         self._publish([each for message, error in refused for each in refusal(self.options, message, error)])
 
     def _publish_rendered(self, rendered: Sequence[RenderedEnd]) -> None:
@@ -155,7 +155,7 @@ class BridgeRoute:
         for message in settled.taken:
             self._settle_one(message, confirmed, done)
         for message in settled.unroutable:
-            count(self.tally.unroutable, message.place.value)
+            self.tally.counts[UNROUTABLE + message.place.value] += 1
             if message.place is not Destination.REPLY:  # its caller is gone; other queues may yet be made
                 message.group.failed = True
                 self._lost.failed(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
@@ -187,7 +187,7 @@ class BridgeRoute:
         if group.failed:
             self._endings.drop(group.ending_id)
         else:
-            count(self.tally.replied, group.state)
+            self.tally.counts[REPLIED + group.state] += 1
             confirmed.append(group.ending_id)
 
 

@@ -168,7 +168,7 @@ async def test_what_is_not_the_messages_fault_is_tried_again(problem: QinferErro
         one.problems.clear()
         await eventually(lambda: one.done() == [1])
 
-    assert one.tally.paused_s > 0
+    assert one.tally.counts["paused_ms"] > 0
 
 
 @pytest.mark.parametrize("problem", [InvalidRequest("notes"), PayloadTooLarge("large")])
@@ -187,7 +187,7 @@ async def test_an_id_with_another_body_is_refused_and_a_repetition_is_told() -> 
         await eventually(lambda: one.done() == [1, 2])
 
     assert ["used before" in error.message for _, error in one.refused] == [True]
-    assert (one.tally.accepted, one.tally.repeated) == (1, 1)
+    assert (one.tally.counts["accepted"], one.tally.counts["repeated"]) == (1, 1)
     assert one.repeated.is_set()
 
 
@@ -201,7 +201,7 @@ async def test_what_is_read_is_accepted_and_what_is_done_is_acknowledged() -> No
             (b"bad", "bad"),
             (b"bug", "internal error; the bridge's log has more"),
         ]
-        assert (one.tally.received, one.tally.unidentified, one.tally.unacknowledged) == (4, 1, 2)
+        assert (one.tally.counts["received"], one.tally.counts["unidentified"], one.tally.unacknowledged) == (4, 1, 2)
         one.consumer.done([Receipt(1, 3), Receipt(0, 2)])
         await eventually(lambda: one.done() == [1, 4, 3])
         assert one.tally.unacknowledged == 1
@@ -216,7 +216,7 @@ async def test_messages_are_accepted_in_order_and_in_batches() -> None:
 
     assert one.done() == list(range(1, 601))
     assert one.batches == [MOST_AT_ONCE, MOST_AT_ONCE, 600 - 2 * MOST_AT_ONCE]
-    assert (one.tally.accepted, one.tally.repeated) == (600, 0)
+    assert (one.tally.counts["accepted"], one.tally.counts["repeated"]) == (600, 0)
 
 
 async def test_a_full_lane_is_tried_again_with_less_when_there_may_be_room() -> None:
@@ -286,7 +286,7 @@ async def test_messages_wait_for_their_model() -> None:
     async with desk() as one:
         one.is_known = False
         one.source.put(b"r1")
-        await eventually(lambda: one.tally.received == 1)
+        await eventually(lambda: one.tally.counts["received"] == 1)
         assert one.accepted == []
         one.is_known = True
         await eventually(lambda: one.done() == [1])
