@@ -101,8 +101,15 @@ def identity(message: SourceMessage, id_header: str | None) -> bytes:
     if message.reply_to and message.correlation_id:
         return message.correlation_id
     if id_header is not None and (value := message.headers.get(id_header)) not in (None, "", b""):
-        return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+        return id_bytes(value)
     return message.broker_id
+
+
+def id_bytes(value: object) -> bytes:
+    """Returns an id of any type as bytes; `None` = empty."""
+    if value is None:
+        return b""
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 def request_id(route: str, message_id: bytes, model: str) -> str:

@@ -10,7 +10,7 @@ outbox only once its reply is confirmed. After a crash, both are delivered again
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from qinfer_workers.bridge.links import LinkPublisher
 from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, Receipt
 from qinfer_workers.bridge.reading import Reader
 from qinfer_workers.bridge.rendering import RenderedEnd, refusal, render
-from qinfer_workers.bridge.transports.base import MessageSink, SettledMessages
+from qinfer_workers.bridge.transports.base import SettledMessages
 from qinfer_workers.bridge.transports.kombu import open_sink, open_source
 from qinfer_workers.bridge.versions import RouteVersions
 
@@ -101,22 +101,19 @@ class BridgeRoute:
         logger.info("route stopped", extra={"route": self.options.name})
 
     def _make_publishers(self) -> dict[bool, LinkPublisher]:
-        options, source = self.options, self.options.source
-        fixed = [options.sink.routing_key] if options.sink.declare and not options.sink.exchange else []
-        queues = [queue for queue in fixed if queue]
+        """Returns the publishers of predictions, and of dead letters (`True`)."""
+        options, source, sink = self.options, self.options.source, self.options.sink
+        queues = [sink.routing_key] if sink.declare and sink.routing_key and not sink.exchange else []
         dead_letters = [options.dead_letters] if source.declare else []
 
-        def made(
-            connection: str, url: str, of: Mapping[str, Any], queues: Sequence[str], exchange: str = ""
-        ) -> LinkPublisher:
-            connect: Callable[[], MessageSink] = partial(open_sink, url, of, queues, exchange)
-            return LinkPublisher(options.name, connection, connect, self._on_settled, self.tally)
+        def made(connection: str, *words: Any) -> LinkPublisher:
+            return LinkPublisher(options.name, connection, partial(open_sink, *words), self._on_settled, self.tally)
 
         if options.sink_url == options.source_url:
-            both = made("sink", options.sink_url, options.sink_options, queues + dead_letters, options.sink.exchange)
+            both = made("sink", options.sink_url, options.sink_options, queues + dead_letters, sink.exchange)
             return {False: both, True: both}
         return {
-            False: made("sink", options.sink_url, options.sink_options, queues, options.sink.exchange),
+            False: made("sink", options.sink_url, options.sink_options, queues, sink.exchange),
             True: made("dead_letters", options.source_url, source.options, dead_letters),
         }
 

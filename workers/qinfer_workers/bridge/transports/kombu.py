@@ -13,7 +13,7 @@ from kombu import Connection
 
 from qinfer_workers.bridge.bodies.content import COMPRESSION_HEADER
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
+from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage, id_bytes
 from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSink, AmqpSource, missing_queues
 from qinfer_workers.bridge.transports.base import MessageSink, MessageSource, SettledMessages
 from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
@@ -219,10 +219,10 @@ def _delivered(receipt: Receipt, message: Any) -> SourceMessage:
         content_type=_text_or_empty(message.content_type),
         content_encoding=_text_or_empty(message.content_encoding),
         headers=message.headers if isinstance(message.headers, dict) else {},
-        message_id=_id(properties.get("message_id")),
-        correlation_id=_id(properties.get("correlation_id")),
-        reply_to=_id(properties.get("reply_to")),
-        broker_id=_id(_broker_id(properties)),
+        message_id=id_bytes(properties.get("message_id")),
+        correlation_id=id_bytes(properties.get("correlation_id")),
+        reply_to=id_bytes(properties.get("reply_to")),
+        broker_id=id_bytes(_broker_id(properties)),
         broken="the message's body can't be unpacked" if message.errors else "",
     )
 
@@ -236,12 +236,6 @@ def _broker_id(properties: Any) -> object:
 
 def _text_or_empty(value: object) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _id(value: object) -> bytes:
-    if value is None:
-        return b""
-    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 def _release(client: Connection, channel: Any) -> None:

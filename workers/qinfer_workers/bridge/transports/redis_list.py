@@ -25,7 +25,7 @@ from kombu import Connection
 from qinfer.errors import SettingsError
 from qinfer.queue.router import load_script, ttl_ms
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Receipt, SourceMessage
+from qinfer_workers.bridge.messages import Receipt, SourceMessage, id_bytes
 
 _PACKAGE = "qinfer_workers.bridge.transports"
 _TAKE = load_script("take", "now_ms", package=_PACKAGE).text
@@ -205,13 +205,9 @@ def delivered(receipt: Receipt, tag: bytes, text: bytes) -> SourceMessage:
         content_type=envelope.content_type or "",
         content_encoding=envelope.content_encoding or "",
         headers=envelope.headers or {},
-        message_id=_id(about.message_id),
-        correlation_id=_id(about.correlation_id),
-        reply_to=_id(about.reply_to),
+        message_id=id_bytes(about.message_id),
+        correlation_id=id_bytes(about.correlation_id),
+        reply_to=id_bytes(about.reply_to),
         broker_id=about.delivery_tag.encode() or tag,
         broken=broken,
     )
-
-
-def _id(text: str | None) -> bytes:
-    return (text or "").encode("utf-8", "surrogatepass")
