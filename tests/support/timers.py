@@ -1,5 +1,6 @@
 """A clock whose timers fire when a test moves it."""
 
+import asyncio
 from collections.abc import Callable
 
 
@@ -40,3 +41,9 @@ class Timer:
     def cancel(self) -> None:
         """Unsets it."""
         self.cancelled = True
+
+
+async def settle_loop() -> None:
+    """Returns once every coroutine that can go on without a timer has gone on."""
+    for _ in range(100):
+        await asyncio.sleep(0)

@@ -1,6 +1,5 @@
 """How responses of an ensemble leave a worker: those that end in one turn of the event loop, together."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock, stub_spec
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
+from tests.support.timers import settle_loop
 
 INPUT = from_numpy("x", np.zeros((1, 2), "<f4"))
 OUTPUT = from_numpy("y", np.zeros((1, 2), "<f4"))
@@ -80,12 +80,13 @@ async def test_what_ends_in_one_turn_leaves_together() -> None:
     scene = Scene()
     for request_id in "abc":
         scene.send(request_id)
+    await settle_loop()
 
     scene.end(2)
     scene.end(0)
-    await asyncio.sleep(0)
+    await settle_loop()
     scene.end(1)
-    await asyncio.sleep(0)
+    await settle_loop()
 
     assert scene.left == [["c", "a"], ["b"]]
 
@@ -93,6 +94,7 @@ async def test_what_ends_in_one_turn_leaves_together() -> None:
 async def test_whoever_waits_until_it_is_idle_finds_all_responses_gone() -> None:
     scene = Scene()
     scene.send("a")
+    await settle_loop()
     scene.end(0)
 
     await scene.batcher.pause_batching()

@@ -24,6 +24,7 @@ from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import FakeClock, stub_spec
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
+from tests.support.timers import settle_loop
 
 ID = SequenceId("", 5)
 OUTPUT = from_numpy("y", np.zeros((1, 2), "<f4"))
@@ -51,10 +52,11 @@ class Open:
     def took(self, nbytes: int) -> None:
         raise AssertionError("no step is decoupled", nbytes)
 
-    def answer(self, error: QinferError | None = None) -> None:
+    async def answer(self, error: QinferError | None = None) -> None:
         failure = None if error is None else Failure.from_error(error)
         response = Response(request_id="s", outputs=() if failure else (OUTPUT,), failure=failure)
         self._sink.deliver(msgspec.structs.replace(response, model=self.model if self.is_executed else ""))
+        await settle_loop()
 
 
 class Way:
@@ -102,7 +104,9 @@ class Scene:
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
         """Is of no interest."""
 
-    def send(self, number: int, *, deliveries: int = 1, end: bool = False, deadline_s: float = 1e12) -> PendingStep:
+    async def send(
+        self, number: int, *, deliveries: int = 1, end: bool = False, deadline_s: float = 1e12
+    ) -> PendingStep:
         """Sends a step to the ensemble."""
         request = InferRequest(
             model="e",
@@ -126,6 +130,7 @@ class Scene:
         )
         self.steps.add_step(step)
         self.steps.pump()
+        await settle_loop()
         return step
 
     def counts(self) -> list[int]:
@@ -140,9 +145,9 @@ async def scene() -> Scene:
 
 async def test_stateful_models_get_flags_and_numbers(scene: Scene) -> None:
     for number in (1, 2):
-        scene.send(number, end=number == 2)
+        await scene.send(number, end=number == 2)
         for _ in range(3):
-            scene.opened[-1].answer()
+            await scene.opened[-1].answer()
 
     assert [one.model for one in scene.opened] == ["before", "state", "behind"] * 2
     assert [one.request.sequence for one in scene.opened[:3]] == [None, Flags(5, start=True, step=1), None]
@@ -152,33 +157,33 @@ async def test_stateful_models_get_flags_and_numbers(scene: Scene) -> None:
 
 
 async def test_one_step_of_a_sequence_at_a_time(scene: Scene) -> None:
-    scene.send(1)
-    scene.send(2)
+    await scene.send(1)
+    await scene.send(2)
     assert (len(scene.opened), scene.steps.waiting, scene.steps.executing) == (1, 1, 1)
 
     for _ in range(3):
-        scene.opened[-1].answer()
+        await scene.opened[-1].answer()
 
     assert [one.model for one in scene.opened[3:]] == ["before"]
     assert (scene.steps.waiting, scene.steps.executing) == (0, 1)
 
 
 async def test_a_failure_behind_a_stateful_model_has_changed_it(scene: Scene) -> None:
-    step = scene.send(1)
+    step = await scene.send(1)
     for error in (None, None, InferenceFailed("no")):
-        scene.opened[-1].answer(error)
+        await scene.opened[-1].answer(error)
 
     assert scene.done[0][1].failure is not None
     assert (scene.counts(), step.changes_failing) == ([1], True)
 
 
 async def test_a_failure_before_a_stateful_model_has_not(scene: Scene) -> None:
-    scene.send(1)
-    scene.opened[-1].answer(InferenceFailed("no"))
+    await scene.send(1)
+    await scene.opened[-1].answer(InferenceFailed("no"))
     assert scene.counts() == [0]
 
-    scene.send(2)
-    scene.opened[-1].answer()
+    await scene.send(2)
+    await scene.opened[-1].answer()
 
     assert "must specify the START flag" in str(scene.done[-1][1].failure)
 
@@ -188,17 +193,17 @@ async def test_whoever_takes_over_goes_on_with_the_numbers(scene: Scene) -> None
     scene.steps.drop(ID)
     scene.steps.adopt(ID, 9, state)
 
-    scene.send(10)
-    scene.opened[-1].answer()
+    await scene.send(10)
+    await scene.opened[-1].answer()
 
     assert scene.opened[-1].request.sequence == Flags(5, step=8)
 
 
 async def test_a_refused_step_has_no_number(scene: Scene) -> None:
-    scene.send(1)
-    scene.opened[-1].answer()
+    await scene.send(1)
+    await scene.opened[-1].answer()
     scene.opened[-1].is_taken = scene.opened[-1].is_executed = False
-    scene.opened[-1].answer(QueueFull("full"))
+    await scene.opened[-1].answer(QueueFull("full"))
 
     assert (scene.counts(), scene.ended) == ([0], [])
 
@@ -207,12 +212,12 @@ async def test_a_refused_step_has_no_number(scene: Scene) -> None:
 async def test_an_answer_that_comes_before_the_word_that_a_step_was_taken(
     scene: Scene, error: QinferError | None
 ) -> None:
-    scene.send(1)
-    scene.opened[-1].answer()
+    await scene.send(1)
+    await scene.opened[-1].answer()
     scene.opened[-1].is_taken = False
-    scene.opened[-1].answer(error)
+    await scene.opened[-1].answer(error)
     if error is None:
-        scene.opened[-1].answer()
+        await scene.opened[-1].answer()
 
     assert (scene.counts(), scene.ended) == ([1], [])
 
@@ -220,10 +225,10 @@ async def test_an_answer_that_comes_before_the_word_that_a_step_was_taken(
 @pytest.mark.parametrize("error", [SequenceLost("gone"), DeadlineExceeded("late")])
 async def test_failures_that_end_a_sequence(scene: Scene, error: QinferError) -> None:
     """No further step is run; the error is of the kind that the step had."""
-    scene.send(1)
-    scene.send(2)
-    scene.opened[-1].answer()
-    scene.opened[-1].answer(error)
+    await scene.send(1)
+    await scene.send(2)
+    await scene.opened[-1].answer()
+    await scene.opened[-1].answer(error)
 
     ((step, ended),) = scene.ended
     assert (step.place.number, type(ended)) == (1, type(error))
@@ -232,27 +237,27 @@ async def test_failures_that_end_a_sequence(scene: Scene, error: QinferError) ->
 
 async def test_a_failure_of_a_step_that_may_have_come_further_before(scene: Scene) -> None:
     """Its worker has died, and nobody knows whether the stateful model has got it."""
-    scene.send(1, deliveries=2)
+    await scene.send(1, deliveries=2)
     assert not scene.opened[-1].is_near
 
-    scene.opened[-1].answer(InferenceFailed("no"))
+    await scene.opened[-1].answer(InferenceFailed("no"))
 
     assert [type(error) for _, error in scene.ended] == [InferenceFailed]
 
 
 async def test_a_step_that_is_too_late(scene: Scene) -> None:
-    scene.send(1, deadline_s=0.0)
+    await scene.send(1, deadline_s=0.0)
 
     assert [type(error) for _, error in scene.ended] == [DeadlineExceeded]
     assert scene.opened == []
 
 
 async def test_what_is_dropped_is_not_answered(scene: Scene) -> None:
-    step = scene.send(1)
-    scene.send(2)
+    step = await scene.send(1)
+    await scene.send(2)
 
     scene.steps.drop(ID)
-    scene.opened[-1].answer()
+    await scene.opened[-1].answer()
     await scene.steps.pause_batching()
 
     assert step.lost
@@ -262,9 +267,10 @@ async def test_what_is_dropped_is_not_answered(scene: Scene) -> None:
 
 async def test_a_pause_begins_nothing(scene: Scene) -> None:
     scene.steps.hold()
-    scene.send(1)
+    await scene.send(1)
     assert scene.opened == []
 
     scene.steps.resume_batching()
+    await settle_loop()
 
     assert len(scene.opened) == 1

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +25,8 @@ from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor, from_numpy
 from qinfer_workers.inference.calls.caller import WorkerCaller
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner, PlannedAgain
-from qinfer_workers.inference.ensembles.run import EnsembleResponses, EnsembleRun, Outcome, StepHandle
+from qinfer_workers.inference.ensembles.run import EnsembleResponses, EnsembleRun, StepFailed
+from qinfer_workers.inference.ensembles.steps import StepHandle, StepWay
 from qinfer_workers.inference.executor import InstanceBorrower
 
 T = TypeVar("T")
@@ -101,11 +101,11 @@ class EnsembleExecutor:
         self.spec = planned.plan.spec
         self._planned = planned
         self._planner = parts.planner
-        self._steps = BulkSteps(parts.caller)
         self._clock = clock
+        self._way = StepWay(BulkSteps(parts.caller), clock.now_s)
         self._lease = Lease(Entry(Lane(model.spec.name, model.version), "0-0"), "", b"")
         self._loop = asyncio.get_running_loop()
-        self._open: dict[EnsembleRun, asyncio.Future[Outcome]] = {}
+        self._open: set[asyncio.Task[tuple[Tensor, ...]]] = set()
         self._is_stopped = False
 
     def lend(self, borrower: InstanceBorrower, done: Callable[[InstanceBorrower], None]) -> None:
@@ -123,10 +123,8 @@ class EnsembleExecutor:
     def stop(self) -> None:
         """Ends all batches."""
         self._is_stopped = True
-        for run, ended in self._open.items():
-            run.stop()
-            if not ended.done():
-                ended.set_result(Failure.from_error(Cancelled(_LEFT)))
+        for running in self._open:
+            running.cancel()
 
     async def run(self, batch: Batch) -> tuple[Tensor, ...]:
         """Runs a batch on the event loop."""
@@ -141,7 +139,7 @@ class EnsembleExecutor:
             item = self._item(batch.requests[number], 1, inputs)
             answer: tuple[Tensor, ...] | QinferError = ()
             try:
-                await self._run_request(item, partial(_RowResponses, ctx, number))
+                await self._run_request(item, _RowResponses(ctx, number))
             except QinferError as error:
                 answer = error
             with suppress(Cancelled):  # the row has failed
@@ -149,34 +147,30 @@ class EnsembleExecutor:
 
         await asyncio.gather(*[row(number) for number in range(len(batch.requests))])
 
-    async def _run_request(
-        self, item: WorkItem, responses: Callable[[Callable[[], None]], EnsembleResponses] | None = None
-    ) -> tuple[Tensor, ...]:
+    async def _run_request(self, item: WorkItem, responses: EnsembleResponses | None = None) -> tuple[Tensor, ...]:
         if self._is_stopped:
             raise Cancelled(_LEFT)
-        ended: asyncio.Future[Outcome] = self._loop.create_future()
-
-        def end(outcome: Outcome = ()) -> None:
-            if not ended.done():
-                ended.set_result(outcome)
-
-        way = None if responses is None else responses(end)
-        plan, now_s = self._planned.plan, self._clock.now_s
-        run = EnsembleRun(item, plan, self._steps, now_s, lambda _, __, outcome: end(outcome), way)
-        self._open[run] = ended
+        running = self._loop.create_task(EnsembleRun(item, self._planned.plan, self._way, responses).run())
+        self._open.add(running)
+        failure: Failure | None = None
         try:
-            run.submit_first_steps()
-            outcome = await ended
+            outputs = await running
+        except StepFailed as failed:
+            failure = failed.failure
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                raise
+            failure = Failure.from_error(Cancelled(_LEFT))
         finally:
-            run.stop()
-            del self._open[run]
+            running.cancel()
+            self._open.discard(running)
         if not await self._planner.is_current(self._planned):
             raise Cancelled(_CHANGED)
-        if not isinstance(outcome, Failure):
-            return outcome
-        if outcome.retryable or outcome.code in _LATER:
-            raise Cancelled(outcome.message)
-        raise InferenceFailed(outcome.message)
+        if failure is None:
+            return outputs
+        if failure.retryable or failure.code in _LATER:
+            raise Cancelled(failure.message)
+        raise InferenceFailed(failure.message)
 
     def _item(self, request: InferRequest, rows: int, arrays: Mapping[str, Array]) -> WorkItem:
         now_s = self._clock.now_s()
@@ -200,16 +194,18 @@ class EnsembleExecutor:
 
 
 class _RowResponses:
-    def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
+    def __init__(self, ctx: Context, number: int) -> None:
         self._ctx = ctx
         self._number = number
-        self._left = left
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
         """Offers the outputs; the caller sends the final response once all count."""
         del final
         try:
             self._ctx.offer(self._number, outputs, final=False)
-        except Cancelled:
-            self._left()
+        except Cancelled as error:
+            raise StepFailed(Failure.from_error(error)) from None
         return True
+
+    async def room(self) -> None:
+        """Returns: there is always room."""

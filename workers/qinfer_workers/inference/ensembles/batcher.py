@@ -80,7 +80,7 @@ class EnsembleBatcher:
                 self.fail([item], DeadlineExceeded(TIMED_OUT))
                 continue
             self._held_bytes += _nbytes(item)
-            self._runs.start_run(item, self._parts.way_of(item))
+            self._runs.start_run(item)
         self._update_gates()
 
     async def fetchable(self) -> None:

@@ -1,14 +1,16 @@
-"""One request of an ensemble on its way through the steps, driven by answers, without a task or a thread.
+"""One request of an ensemble on its way through the steps: a coroutine, with a task for each further step at a time.
 
-Each response of a decoupled step becomes a branch (`_Branch`) that goes through the steps behind it; responses are sent
-in the step's order. A response is taken when its branch has left, so that the step's window bounds the responses here.
-Names and shapes of tensors change between the steps; bytes are never copied.
+    _pass ─▶ _run_steps ─▶ _answer (one step) … ─▶ outputs
+                  └─▶ _stream (a decoupled step) ─▶ _part (one response) ─▶ _pass (the steps behind it)
+
+Responses of a decoupled step are sent in its order: each part waits until the one before it has left. A response is
+taken when its part has left, so that the step's window bounds the responses here. Names and shapes of tensors change
+between the steps; bytes are never copied.
 """
 
+import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -16,51 +18,35 @@ import msgspec
 from qinfer.batching.execution import WorkItem, due
 from qinfer.core.call_chain import extended
 from qinfer.core.messages import Failure, OutgoingRequest, ResourceHolder, Response, Scalar, SequenceFlags, Timing
-from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, InvalidRequest, OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch, QinferError
 from qinfer.models.ensemble_checks import fit, refit
 from qinfer.models.ensemble_graph import EnsemblePlan, Flow, PlanStep
 from qinfer.models.spec import Reshape
-from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor, element_count
+from qinfer_workers.inference.ensembles.steps import StepCall, StepWay
 
 MAX_BRANCHES = 16
-
-
-class StepHandle(Protocol):
-    """A submitted step."""
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the queue has the sequence's step."""
-        ...
-
-    def cancel(self) -> None:
-        """Cancels the step unless it has begun."""
-        ...
-
-    def took(self, nbytes: int) -> None:
-        """Reports bytes taken of responses."""
-        ...
-
-
-class StepSubmitter(Protocol):
-    """Submits steps to their models."""
-
-    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
-        """Submits a step; the sink gets its answer or failure later."""
-        ...
 
 
 class EnsembleResponses(Protocol):
     """Takes a decoupled ensemble's responses, except a failure or an empty last response."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response, or returns false without room: call `EnsembleRun.go_on` later."""
+        """Sends a response, or returns false without room."""
+        ...
+
+    async def room(self) -> None:
+        """Waits for room."""
         ...
 
 
-Outcome = tuple[Tensor, ...] | Failure
-"""The outputs (none if decoupled), or the failure."""
+class StepFailed(Exception):
+    """The failure that ends a request; `within` are the positions of nested ensembles that failed."""
+
+    def __init__(self, failure: Failure, within: tuple[int, ...] = ()) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.within = within
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -94,123 +80,151 @@ class StepTimes(msgspec.Struct):
         return self.input_ns + self.infer_ns + self.output_ns
 
 
-class _Branch:
-    """The way of a request through one stage of the plan.
-
-    `failure` ends it behind earlier responses; its numbers are failed nested ensembles. `source` is the decoupled step
-    at the stage's end, `came` its responses without a branch, `parts` earlier branches.
-    """
-
-    __slots__ = ("came", "failure", "flow", "nbytes", "open", "parts", "source")
-
-    def __init__(self, flow: Flow[Value], nbytes: int = 0) -> None:
-        self.flow = flow
-        self.open: dict[int, StepHandle] = {}
-        self.failure: tuple[Failure, tuple[int, ...]] | None = None
-        self.source: tuple[int, StepHandle] | None = None
-        self.came: deque[Response] = deque()
-        self.parts: deque[_Branch] = deque()
-        self.nbytes = nbytes
-
-    @property
-    def is_at_its_end(self) -> bool:
-        return len(self.parts) == 1 and not (self.came or self.open or self.failure)
-
-    def cancel(self) -> None:
-        for submitted in self.open.values():
-            submitted.cancel()
-        self.open.clear()
-
-    def stop(self) -> None:
-        self.cancel()
-        for part in self.parts:
-            part.stop()
-        self.parts.clear()
-        self.came.clear()
-
-
 class EnsembleRun:
-    """Runs one request of an ensemble.
-
-    `ended` is called once, unless it is stopped. `nested` and `failed_in` are positions of nested ensembles.
-    """
-
-    __slots__ = (
-        "_ended", "_is_over", "_item", "_most", "_now_s", "_responses", "_root", "_steps", "failed_in",
-        "nested", "parameters", "plan", "spent",
-    )  # fmt: skip
+    """Runs one request of an ensemble; `nested` are the times of nested ensembles by position."""
 
     def __init__(
-        self,
-        item: WorkItem,
-        plan: EnsemblePlan,
-        steps: StepSubmitter,
-        now_s: Callable[[], float],
-        ended: "Callable[[EnsembleRun, WorkItem, Outcome], None]",
-        responses: EnsembleResponses | None = None,
+        self, item: WorkItem, plan: EnsemblePlan, way: StepWay, responses: EnsembleResponses | None = None
     ) -> None:
+        self.item = item
         self.plan = plan
         self.spent = StepTimes(time.perf_counter_ns())
         self.nested: dict[int, StepTimes] = {}
         self.failed_in: tuple[int, ...] = ()
         self.parameters: Mapping[str, Scalar] = {}
-        self._item = item
-        self._steps = steps
-        self._now_s = now_s
-        self._ended = ended
+        self._way = way
         self._responses = responses
-        self._most = plan.spec.max_inflight or MAX_BRANCHES
-        self._root = _Branch(plan.flow(item.request.outputs))
-        self._is_over = False
+        self._in_flight = 0
+        """Open decoupled steps, and their responses that have not left."""
 
-    def submit_first_steps(self) -> None:
-        """Submits the first steps."""
-        spec = self.plan.spec
-        rows = self._item.rows if spec.max_batch_size else 0
-        given = {tensor.name: Value(tensor, rows) for tensor in self._item.request.inputs}
-        self._submit_all(self._root, self._root.flow.start(given))
-        self.go_on()
+    async def run(self) -> tuple[Tensor, ...]:
+        """Returns the outputs, none if the ensemble is decoupled; raises `StepFailed`."""
+        rows = self.item.rows if self.plan.spec.max_batch_size else 0
+        given = {tensor.name: Value(tensor, rows) for tensor in self.item.request.inputs}
+        flow: Flow[Value] = self.plan.flow(self.item.request.outputs)
+        try:
+            return await self._pass(flow, flow.start(given), 0, None)
+        except StepFailed as failed:
+            self.failed_in = failed.within
+            raise
+        finally:
+            self.spent.end_ns = time.perf_counter_ns()
 
-    def stop(self) -> None:
-        """Ends the run without an answer."""
-        self._is_over = True
-        self._root.stop()
+    async def _pass(
+        self, flow: Flow[Value], ready: list[int], stage: int, turn: "asyncio.Future[None] | None"
+    ) -> tuple[Tensor, ...]:
+        """Goes through a stage and those behind it; sends responses after `turn`."""
+        source = await self._run_steps(flow, ready)
+        if source is not None:
+            await self._stream(flow, source, turn)
+            return ()
+        if turn is not None:
+            await turn
+        if self._responses is None:
+            return self._unary(flow)
+        # As in Triton, a response is final if nothing else is in flight.
+        while not self._responses.send(self._outputs(flow), final=self._in_flight == stage):
+            await self._responses.room()
+        return ()
 
-    def go_on(self) -> None:
-        """Sends ready responses; ends after the last."""
-        if not self._is_over and self._has_left(self._root) and not self._is_over:
-            self._over(())
+    async def _run_steps(self, flow: Flow[Value], ready: list[int]) -> int | None:
+        """Runs the steps of a stage; returns its decoupled step, the last one."""
+        running: dict[asyncio.Task[Mapping[str, Value] | StepFailed], int] = {}
+        try:
+            while True:
+                if not running and len(ready) == 1:
+                    (number,) = ready
+                    if self.plan.steps[number].model.decoupled:
+                        return number
+                    ready = flow.put(number, _made(await self._answer(flow, number)))
+                    continue
+                for number in ready:
+                    running[asyncio.create_task(self._answer(flow, number))] = number
+                if not running:
+                    return None
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                ready = []
+                for task in done:
+                    ready += flow.put(running.pop(task), _made(task.result()))
+        finally:
+            for task in running:
+                task.cancel()
 
-    def stepped(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
-        """Takes a step's answer, and submits the next steps."""
-        if self._is_over or not response.final or branch.open.pop(number, None) is None:
-            return
+    async def _answer(self, flow: Flow[Value], number: int) -> Mapping[str, Value] | StepFailed:
         step = self.plan.steps[number]
+        try:
+            with self._open(flow, number) as call:
+                response = await call.first()
+                while not response.final:
+                    response = await call.next()
+        except QinferError as error:
+            return self._failed(step, Failure.from_error(error))
         if response.failure is not None:
-            self._fail(branch, step, response.failure)
-        else:
-            self._spend(step, response.timing)
-            made = {tensor.name: Value(tensor, rows, response.parameters) for tensor in response.outputs}
-            self._submit_all(branch, branch.flow.put(number, made))
-        self.go_on()
+            return self._failed(step, response.failure)
+        self._spend(step, response.timing)
+        return {tensor.name: Value(tensor, call.rows, response.parameters) for tensor in response.outputs}
 
-    def streamed(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
-        """Takes a response of a decoupled step."""
-        del rows  # a response may have another number
-        if self._is_over or number not in branch.open:
-            return
+    async def _stream(self, flow: Flow[Value], number: int, turn: "asyncio.Future[None] | None") -> None:
+        step, room = self.plan.steps[number], asyncio.Semaphore(self.plan.spec.max_inflight or MAX_BRANCHES)
+        self._in_flight += 1
+        try:
+            call = self._open(flow, number)
+        except QinferError as error:
+            raise self._failed(step, Failure.from_error(error)) from None
+        try:
+            with call:
+                async with asyncio.TaskGroup() as parts:
+                    response = await call.first()
+                    if turn is not None:  # the parts of an earlier response go first
+                        await turn
+                    turn = None
+                    while response.failure is None:
+                        if response.outputs or not response.final:
+                            self._in_flight += 1
+                            await room.acquire()
+                            left = asyncio.get_running_loop().create_future()
+                            parts.create_task(self._part(call, number, response, turn, left, room))
+                            turn = left
+                        if response.final:
+                            self._in_flight -= 1
+                            self._spend(step, response.timing)
+                            break
+                        response = await call.next()
+                    else:
+                        call.close()
+                    if turn is not None:
+                        await turn
+                    if response.failure is not None:
+                        raise self._failed(step, response.failure)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _part(
+        self,
+        call: StepCall,
+        number: int,
+        response: Response,
+        turn: "asyncio.Future[None] | None",
+        left: "asyncio.Future[None]",
+        room: asyncio.Semaphore,
+    ) -> None:
         step = self.plan.steps[number]
-        if response.failure is not None:
-            if response.final:
-                del branch.open[number]
-            self._fail(branch, step, response.failure)
-        else:
-            if response.outputs or not response.final:
-                branch.came.append(response)
-            if response.final:
-                del branch.open[number]
-                self._spend(step, response.timing)
-        self.go_on()
+        flow: Flow[Value] = self.plan.flow(self.item.request.outputs, step.stage + 1)
+        is_batched = step.model.max_batch_size > 0
+        made = {
+            tensor.name: Value(tensor, tensor.shape[0] if is_batched and tensor.shape else 0, response.parameters)
+            for tensor in response.outputs
+        }
+        try:
+            await self._pass(flow, flow.receive(number, made), step.stage + 1, turn)
+        except StepFailed:
+            if turn is not None:  # responses before it leave
+                await turn
+            raise
+        self._in_flight -= 1
+        call.took(response.nbytes)
+        room.release()
+        left.set_result(None)
 
     def _spend(self, step: PlanStep, timing: Timing | None) -> None:
         now_ns = time.perf_counter_ns()
@@ -218,63 +232,14 @@ class EnsembleRun:
         for position in step.within:
             self.nested[position].add(timing, now_ns)
 
-    def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
-        """Returns whether all responses have left; the first failure ends the run.
-
-        As in Triton, a response is final if nothing else is in flight.
-        """
-        self._branch_off(branch)
-        while branch.parts:
-            part = branch.parts[0]
-            if not self._has_left(part, is_last=is_last and branch.is_at_its_end):
-                return False
-            branch.parts.popleft()
-            assert branch.source is not None, "parts are of its responses"
-            branch.source[1].took(part.nbytes)
-            self._branch_off(branch)
-        if branch.failure is not None:
-            failure, self.failed_in = branch.failure
-            self._over(failure)
-            return False
-        if branch.open:
-            return False
-        return branch.source is not None or self._send_outputs(branch, is_last=is_last)
-
-    def _branch_off(self, branch: _Branch) -> None:
-        while branch.came and len(branch.parts) < self._most:
-            response = branch.came.popleft()
-            assert branch.source is not None, "it is its response"
-            number, _ = branch.source
-            step = self.plan.steps[number]
-            flow: Flow[Value] = self.plan.flow(self._item.request.outputs, step.stage + 1)
-            part = _Branch(flow, response.nbytes)
-            branch.parts.append(part)
-            is_batched = step.model.max_batch_size > 0
-            made = {
-                t.name: Value(t, t.shape[0] if is_batched and t.shape else 0, response.parameters)
-                for t in response.outputs
-            }
-            self._submit_all(part, flow.receive(number, made))
-
-    def _submit_all(self, branch: _Branch, ready: list[int]) -> None:
-        for number in ready:
-            step = self.plan.steps[number]
-            for position in step.within:
-                if position not in self.nested:
-                    self.nested[position] = StepTimes(time.perf_counter_ns())
-            try:
-                self._submit(branch, number, step)
-            except QinferError as error:
-                self._fail(branch, step, Failure.from_error(error))
-                return
-
-    def _submit(self, branch: _Branch, number: int, step: PlanStep) -> None:
-        timeout_s = self._item.deadline_s - self._now_s()
-        if timeout_s <= 0:
-            raise DeadlineExceeded(TIMED_OUT)
-        asked, model, dims = self._item.request, step.model, step.dims
+    def _open(self, flow: Flow[Value], number: int) -> StepCall:
+        asked, step = self.item.request, self.plan.steps[number]
+        model, dims = step.model, step.dims
+        for position in step.within:
+            if position not in self.nested:
+                self.nested[position] = StepTimes(time.perf_counter_ns())
         batched = model.max_batch_size > 0
-        taken = branch.flow.step_inputs(number)
+        taken = flow.step_inputs(number)
         if step.reshapes:
             taken = reshaped(taken, step.reshapes)
         inputs = tuple([renamed(value, name, dims[name], batched=batched) for name, value in taken])
@@ -295,48 +260,40 @@ class EnsembleRun:
         )
         if asked.holders:  # a model called the ensemble, and its instance waits
             request.holders = extended([asked.holders], ResourceHolder("", asked.model, {}, asked.version))
-        take = self.streamed if model.decoupled else self.stepped
-        submitted = self._steps.submit_step(step, request, _StepSink(partial(take, branch, number), rows), timeout_s)
-        branch.open[number] = submitted
-        if model.decoupled:
-            branch.source = number, submitted
+        return StepCall(self._way, step, request, self.item.deadline_s, rows)
 
-    def _send_outputs(self, branch: _Branch, *, is_last: bool) -> bool:
-        """Returns whether the run continues."""
-        spec, flow = self.plan.spec, branch.flow
+    def _outputs(self, flow: Flow[Value]) -> tuple[Tensor, ...]:
+        spec, made = self.plan.spec, flow.outputs()
         dims = {output.name: output.dims for output in spec.outputs}
-        batched, made = spec.max_batch_size > 0, flow.outputs()
         if self.plan.reshapes:
             try:
                 made = reshaped(made, self.plan.reshapes)
             except InvalidRequest as mismatch:
-                self._over(Failure.from_error(OutputMismatch(f"in ensemble '{spec.name}', {mismatch}")))
-                return False
-        outputs = tuple(renamed(value, name, dims[name], batched=batched) for name, value in made)
-        self.parameters = _of_sequence(self._item.request.sequence, [value for _, value in made])
-        if self._responses is not None:
-            return self._responses.send(outputs, final=is_last)
-        asked = due(self._item.request)
+                error = OutputMismatch(f"in ensemble '{spec.name}', {mismatch}")
+                raise StepFailed(Failure.from_error(error)) from None
+        self.parameters = _of_sequence(self.item.request.sequence, [value for _, value in made])
+        return tuple(renamed(value, name, dims[name], batched=spec.max_batch_size > 0) for name, value in made)
+
+    def _unary(self, flow: Flow[Value]) -> tuple[Tensor, ...]:
+        outputs, asked = self._outputs(flow), due(self.item.request)
         if missing := [name for name in flow.missing() if name in asked]:
             error = InferenceFailed(
-                f"in ensemble '{spec.name}', unexpected deadlock, output '{missing[0]}' is not set while no more "
-                "ensemble steps can be made"
+                f"in ensemble '{self.plan.spec.name}', unexpected deadlock, output '{missing[0]}' is not set while no "
+                "more ensemble steps can be made"
             )
-            self._over(Failure.from_error(error))
-        else:
-            self._over(outputs)
-        return False
+            raise StepFailed(Failure.from_error(error))
+        return outputs
 
-    def _fail(self, branch: _Branch, step: PlanStep, failure: Failure) -> None:
+    def _failed(self, step: PlanStep, failure: Failure) -> StepFailed:
         """The code of the failure stays, as in Triton."""
-        branch.cancel()
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
-        branch.failure = Failure(failure.code, text, failure.retryable), step.within
+        return StepFailed(Failure(failure.code, text, failure.retryable), step.within)
 
-    def _over(self, outcome: Outcome) -> None:
-        self.stop()
-        self.spent.end_ns = time.perf_counter_ns()
-        self._ended(self, self._item, outcome)
+
+def _made(answer: "Mapping[str, Value] | StepFailed") -> Mapping[str, Value]:
+    if isinstance(answer, StepFailed):
+        raise answer
+    return answer
 
 
 def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
@@ -350,18 +307,6 @@ def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Sc
         if value.parameters and (other := {name: value.parameters[name] for name in told if name in value.parameters}):
             told |= {"sequence_start": False, "sequence_end": False, **other}
     return told
-
-
-class _StepSink:
-    __slots__ = ("_rows", "_take")
-    no_stream = ""
-
-    def __init__(self, take: Callable[[Response, int], None], rows: int) -> None:
-        self._take = take
-        self._rows = rows
-
-    def deliver(self, response: Response) -> None:
-        self._take(response, self._rows)
 
 
 def renamed(value: Value, name: str, dims: tuple[int, ...], *, batched: bool) -> Tensor:

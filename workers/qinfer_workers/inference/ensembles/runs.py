@@ -1,6 +1,7 @@
 """The requests of an ensemble version that are in progress in a worker; their owner publishes the responses."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
@@ -10,16 +11,18 @@ from qinfer.batching.execution import Execution, Responder, WorkItem, due
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response, Timing
 from qinfer.core.settings_sections import MetricsSettings
-from qinfer.errors import OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
-from qinfer_workers.inference.ensembles.insistent import RetryingSteps
-from qinfer_workers.inference.ensembles.limits import StepLimits
-from qinfer_workers.inference.ensembles.run import EnsembleRun, Outcome, StepSubmitter, StepTimes
+from qinfer.tensors import Tensor
+from qinfer_workers.inference.ensembles.run import EnsembleRun, StepFailed, StepTimes
+from qinfer_workers.inference.ensembles.steps import AWAY, OF_STORED, StepLimits, StepNumbers, StepSubmitter, StepWay
 from qinfer_workers.inference.ensembles.streams import StreamedResponses
-from qinfer_workers.inference.ensembles.traces import RunTrace
+from qinfer_workers.inference.ensembles.traces import LEFT
 from qinfer_workers.inference.tracing import Spans
+
+logger = logging.getLogger(__name__)
 
 STEP_FAILED = "step_failed"
 """Triton's OTHER (reference §4)."""
@@ -81,10 +84,6 @@ class RunParts(NamedTuple):
     nested: NestedCounts
     follow: Callable[[], Awaitable[None]]
 
-    def way_of(self, item: WorkItem) -> StepSubmitter:
-        """Returns a request's way of steps: a suspect's use the queue, so that a crash is counted."""
-        return RetryingSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
-
 
 class Runs:
     """Requests in progress; `answered` gets each ended one, with the response to publish, if any."""
@@ -96,11 +95,10 @@ class Runs:
         parts: RunParts,
         answered: Callable[[WorkItem, Response | None], None],
     ) -> None:
+        self._parts = parts
         self._clock, self._nested = parts.clock, parts.nested
         self._answered = answered
-        self._runs: dict[WorkItem, EnsembleRun] = {}
-        self._streamed: dict[WorkItem, StreamedResponses] = {}
-        self._traces: dict[WorkItem, RunTrace] = {}
+        self._runs: dict[WorkItem, tuple[EnsembleRun, asyncio.Task[None]]] = {}
         self.tally = StatsTally()
         self.completed = 0
         self.replace(model, plan)
@@ -109,9 +107,7 @@ class Runs:
         """Continues with another generation; current requests keep theirs."""
         self._model = model
         self._plan = plan
-        most = plan.spec.max_inflight
-        call_later = asyncio.get_running_loop().call_later
-        self._limits = StepLimits(most, self._clock.now_s, call_later) if most else None
+        self._limits = StepLimits(plan.spec.max_inflight) if plan.spec.max_inflight else None
         self._responder = Responder(model.spec, model.version, model.observer)
 
     def __len__(self) -> int:
@@ -123,74 +119,75 @@ class Runs:
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
         """The versions that requests run."""
-        return self._plan.versions.union(*[run.plan.versions for run in self._runs.values()])
+        return self._plan.versions.union(*[run.plan.versions for run, _ in self._runs.values()])
 
-    def start_run(self, item: WorkItem, steps: StepSubmitter) -> None:
-        """Begins a request."""
-        streamed = self._open_stream(item)
-        recorded = self._recorded(item, steps if self._limits is None else self._limits.over(steps))
-        run = self._runs[item] = EnsembleRun(item, self._plan, recorded, self._clock.now_s, self._on_run_end, streamed)
+    def start_run(self, item: WorkItem, numbers: StepNumbers | None = None) -> None:
+        """Begins a request; the steps of a suspect use the queue, so that a crash is counted."""
+        spans = self._model.observer
+        way = StepWay(
+            self._parts.far if item.alone else self._parts.near,
+            self._clock.now_s,
+            AWAY if item.request.reply_to else OF_STORED,
+            self._limits,
+            spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None,
+            numbers,
+        )
+        table, streamed = self._model.streams, None
+        if table is not None:
+            streamed = StreamedResponses(table, item, self._responder, self._count_stream, self._cancel_run)
+        run = EnsembleRun(item, self._plan, way, streamed)
+        self._runs[item] = run, asyncio.get_running_loop().create_task(self._run(run, way, streamed))
         if streamed is not None:
             streamed.follow(run)
-        run.submit_first_steps()
 
     def stop(self, item: WorkItem) -> None:
         """Ends a request without an answer."""
-        self._runs[item].stop()
-        self._remove_run(item)
+        _, task = self._runs.pop(item)
+        task.cancel()
 
     def failures(self, items: Sequence[WorkItem], error: QinferError) -> list[Response]:
         """Returns the responses to requests that fail before they begin."""
         return self._responder.failures(items, error, self._clock.now_s(), self.tally)
-
-    def _recorded(self, item: WorkItem, steps: StepSubmitter) -> StepSubmitter:
-        spans = self._model.observer
-        trace = spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None
-        if trace is None:
-            return steps
-        self._traces[item] = trace
-        return trace.over(steps)
-
-    def _open_stream(self, item: WorkItem) -> StreamedResponses | None:
-        table = self._model.streams
-        if table is None:
-            return None
-        streamed = StreamedResponses(table, item, self._responder, self._count_stream, self._cancel_run)
-        self._streamed[item] = streamed
-        return streamed
 
     def _cancel_run(self, item: WorkItem) -> None:
         if item in self._runs:
             self.stop(item)
             self._answered(item, None)
 
-    def _on_run_end(self, run: EnsembleRun, item: WorkItem, outcome: Outcome) -> None:
-        failure = outcome if isinstance(outcome, Failure) else None
-        if item in self._traces:
-            self._traces[item].set_failure(failure)
-        streamed = self._streamed.get(item)
-        self._remove_run(item)
+    async def _run(self, run: EnsembleRun, way: StepWay, streamed: StreamedResponses | None) -> None:
+        outputs: tuple[Tensor, ...] = ()
+        failure: Failure | None = LEFT
+        try:
+            outputs = await run.run()
+            failure = None
+        except StepFailed as failed:
+            failure = failed.failure
+        except Exception:  # the boundary: no request may wait for ever
+            logger.exception("ensemble failed")
+            failure = Failure.from_error(InferenceFailed("the ensemble failed; the worker's log says why"))
+        finally:
+            if way.trace is not None:
+                way.trace.close(failure)
+        del self._runs[run.item]
         self.completed += 1
         if streamed is not None:
             streamed.send_final(failure)
-            self._answered(item, None)
+            self._answered(run.item, None)
         else:
-            self._answered(item, self._response(run, item, outcome))
+            self._answered(run.item, self._response(run, outputs, failure))
 
-    def _response(self, run: EnsembleRun, item: WorkItem, outcome: Outcome) -> Response:
-        waited_ns = self._waited_ns(run, item)
-        failure = outcome if isinstance(outcome, Failure) else None
-        if not isinstance(outcome, Failure):
-            problem = self._responder.problem(outcome, due(item.request), item.rows)
-            if problem is not None:
-                failure = Failure.from_error(OutputMismatch(f"in ensemble '{self._model.spec.name}', {problem}"))
-        self._count_request(run, item, waited_ns, failure)
+    def _response(self, run: EnsembleRun, outputs: tuple[Tensor, ...], failure: Failure | None) -> Response:
+        item = run.item
+        waited_ns = self._waited_ns(run)
+        if failure is None and (problem := self._responder.problem(outputs, due(item.request), item.rows)) is not None:
+            failure = Failure.from_error(OutputMismatch(f"in ensemble '{self._model.spec.name}', {problem}"))
+        self._count_request(run, waited_ns, failure)
         spent = run.spent
         return Response(
             request_id=item.request.id,
             model=self._model.spec.name,
             version=self._model.version,
-            outputs=outcome if failure is None and not isinstance(outcome, Failure) else (),
+            outputs=outputs if failure is None else (),
             failure=failure,
             attempt=item.lease.deliveries,
             timing=Timing(waited_ns, spent.input_ns, spent.infer_ns, spent.output_ns, item.rows),
@@ -198,23 +195,24 @@ class Runs:
             called=() if item.request.calls is None else item.request.calls.ended,
         )
 
-    def _waited_ns(self, run: EnsembleRun, item: WorkItem) -> int:
+    def _waited_ns(self, run: EnsembleRun) -> int:
         lasted_ns = (run.spent.end_ns or time.perf_counter_ns()) - run.spent.begin_ns
-        return max(int((self._clock.now_s() - item.enqueued_s) * 1e9) - lasted_ns, 0)
+        return max(int((self._clock.now_s() - run.item.enqueued_s) * 1e9) - lasted_ns, 0)
 
-    def _count_stream(self, run: EnsembleRun, item: WorkItem, response: Response) -> None:
+    def _count_stream(self, run: EnsembleRun, response: Response) -> None:
         timing = response.timing or Timing()
         self.tally.responses.responded(response.index, end_of(response), timing.infer_ns)
         if not response.index and response.failure is None:
             self.tally.first_response(timing.queue_ns + timing.infer_ns)
         if response.final:
             run.spent.end_ns = run.spent.end_ns or time.perf_counter_ns()
-            self._count_request(run, item, self._waited_ns(run, item), response.failure)
+            self._count_request(run, self._waited_ns(run), response.failure)
 
-    def _count_request(self, run: EnsembleRun, item: WorkItem, waited_ns: int, failure: Failure | None) -> None:
+    def _count_request(self, run: EnsembleRun, waited_ns: int, failure: Failure | None) -> None:
+        rows = run.item.rows
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
         if failure is None:
-            _count_success(self.tally, item.rows, run.spent, waited_ns, begin_s)
+            _count_success(self.tally, rows, run.spent, waited_ns, begin_s)
         else:
             self.tally.failed(STEP_FAILED)
             self.tally.spent_failing(waited_ns + run.spent.end_ns - run.spent.begin_ns)
@@ -222,16 +220,10 @@ class Runs:
             one = run.plan.nested[position]
             tally = self._nested.tally(one.ensemble, one.version)
             if failure is None:
-                _count_success(tally, item.rows, spent, 0, begin_s)
+                _count_success(tally, rows, spent, 0, begin_s)
             elif position in run.failed_in:
                 tally.failed(STEP_FAILED)
                 tally.spent_failing(run.spent.end_ns - spent.begin_ns)
-
-    def _remove_run(self, item: WorkItem) -> None:
-        del self._runs[item]
-        self._streamed.pop(item, None)
-        if item in self._traces:
-            self._traces.pop(item).close()
 
 
 def _count_success(tally: StatsTally, rows: int, spent: StepTimes, waited_ns: int, begin_s: float) -> None:

@@ -18,7 +18,7 @@ from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.sequences.batcher import StepOutlet
 from qinfer.batching.sequences.execution import States
 from qinfer.batching.sequences.steps import PendingStep
-from qinfer.core.messages import OutgoingRequest, Response
+from qinfer.core.messages import Response
 from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.errors import (
     LEFT,
@@ -31,14 +31,13 @@ from qinfer.errors import (
     SequenceEnded,
     SequenceLost,
 )
-from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep
+from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.models.sequence_spec import MAX_ENSEMBLE_SEQUENCES
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.sequences.records import SequenceId, start_missing
-from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy, to_numpy
-from qinfer_workers.inference.ensembles.run import StepHandle, StepSubmitter
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
+from qinfer_workers.inference.ensembles.steps import StepCall
 
 _STATE = "steps"
 _ENDINGS: dict[str, type[QinferError]] = {
@@ -186,7 +185,7 @@ class EnsembleSteps:
         if step.deadline_s <= self._parts.clock.now_s():
             self._break(kept, step, DeadlineExceeded(TIMED_OUT))
             return
-        kept.running = _NumberedSteps(self._parts.way_of(step), step, kept.counts)
+        kept.running = _NumberedSteps(step, kept.counts)
         self._runs.start_run(step, kept.running)
         self._update_idle()
 
@@ -222,27 +221,24 @@ class EnsembleSteps:
 
 
 class _NumberedSteps:
-    def __init__(self, steps: StepSubmitter, item: PendingStep, counts: dict[str, int]) -> None:
+    def __init__(self, item: PendingStep, counts: dict[str, int]) -> None:
         self.item = item
-        self._steps = steps
         self._counts = counts
-        self._submitted: dict[str, _NumberedStep] = {}
+        self._calls: dict[str, StepCall] = {}
 
     @property
     def are_known(self) -> bool:
-        return all(step.is_known for step in self._submitted.values())
+        return all(call.is_known for call in self._calls.values())
 
     def are_all(self, stateful: Sequence[str]) -> bool:
-        return all(model in self._submitted and self._submitted[model].is_taken for model in stateful)
+        return all(model in self._calls and self._calls[model].is_taken for model in stateful)
 
     def counts(self) -> dict[str, int]:
-        taken = [model for model, step in self._submitted.items() if step.is_taken]
+        taken = [model for model, call in self._calls.items() if call.is_taken]
         return self._counts | {model: self._counts[model] + 1 for model in taken}
 
-    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
-        if not step.model.is_stateful:
-            return self._steps.submit_step(step, request, sink, timeout_s)
-        model, flags = step.model.name, self.item.request.sequence
+    def add(self, call: StepCall) -> None:
+        model, flags, request = call.step.model.name, self.item.request.sequence, call.request
         assert flags is not None, "a step has flags"
         number = self._counts[model] + 1
         if number == 1 and not self.item.start:
@@ -250,39 +246,4 @@ class _NumberedSteps:
         request.sequence = Flags(flags.callers_id, start=self.item.start, end=flags.end, step=number)
         if self.item.start:
             request.step_key = f"{self.item.request.id}/{model}"
-        numbered = self._submitted[model] = _NumberedStep(sink)
-        try:
-            numbered.submitted = self._steps.submit_step(step, request, numbered, timeout_s)
-        except QinferError:
-            del self._submitted[model]
-            raise
-        return numbered
-
-
-class _NumberedStep:
-    no_stream = ""
-
-    def __init__(self, sink: ResponseSink) -> None:
-        self.submitted: StepHandle
-        self._sink = sink
-        self._has_ended = self._is_answered = False
-
-    @property
-    def is_taken(self) -> bool:
-        return self._is_answered or self.submitted.is_taken
-
-    @property
-    def is_known(self) -> bool:
-        return self._has_ended or self.is_taken
-
-    def deliver(self, response: Response) -> None:
-        self._has_ended = True
-        # An answer may arrive before the note that the step was taken; only workers' answers name the model.
-        self._is_answered = response.failure is None or bool(response.model)
-        self._sink.deliver(response)
-
-    def cancel(self) -> None:
-        self.submitted.cancel()
-
-    def took(self, nbytes: int) -> None:
-        self.submitted.took(nbytes)
+        self._calls[model] = call

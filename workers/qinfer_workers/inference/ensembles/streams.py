@@ -1,8 +1,9 @@
 """The responses of a decoupled ensemble to one request, as a stream of the worker.
 
-The loop can't wait for room: the run keeps what does not fit, and goes on when the caller takes.
+A response that does not fit waits in its run until the caller takes others.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +26,7 @@ class StreamedResponses:
         table: WorkerStreams,
         item: WorkItem,
         responder: Responder,
-        counted: Callable[[EnsembleRun, WorkItem, Response], None],
+        counted: Callable[[EnsembleRun, Response], None],
         dropped: Callable[[WorkItem], None],
     ) -> None:
         self.responder = responder
@@ -34,6 +35,7 @@ class StreamedResponses:
         self._counted = counted
         self._dropped = dropped
         self._begin_ns = time.perf_counter_ns()
+        self._has_room = asyncio.Event()
         self._run: EnsembleRun
         self._stream = table.open(item, self)
 
@@ -53,6 +55,11 @@ class StreamedResponses:
         self._dropped(self._item)
         return False
 
+    async def room(self) -> None:
+        """Waits until the caller has taken responses."""
+        await self._has_room.wait()
+        self._has_room.clear()
+
     def send_final(self, failure: Failure | None) -> None:
         """Sends the final response, at most once."""
         with suppress(Cancelled, OutputMismatch):
@@ -67,10 +74,10 @@ class StreamedResponses:
     def count(self, stream: ItemStream, response: Response) -> None:
         """Counts a response."""
         del stream
-        self._counted(self._run, self._item, response)
+        self._counted(self._run, response)
 
     def _took(self, nbytes: int) -> None:
         if nbytes:
-            self._run.go_on()
+            self._has_room.set()
         else:
             self._dropped(self._item)

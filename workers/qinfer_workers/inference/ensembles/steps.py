@@ -1,0 +1,219 @@
+"""A step of an ensemble's request, from its submission to its last response: `StepCall`.
+
+While Redis is away, a step is submitted again until the deadline, so that an outage does not fail the request; steps of
+asynchronous requests also while a model is overloaded. Answers of earlier submissions are dropped; a numbered step of a
+sequence executes once.
+"""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from qinfer.core.messages import Failure, OutgoingRequest, Response
+from qinfer.core.retry import pause_s
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, ErrorCode, QinferError
+from qinfer.models.ensemble_graph import PlanStep
+from qinfer.submission.pending import ResponseSink
+from qinfer_workers.inference.ensembles.traces import LEFT, RunTrace, StepSpan
+
+_FIRST_S, _LAST_S = 0.05, 1.0
+AWAY = frozenset({ErrorCode.BROKER_UNAVAILABLE.value})
+OF_STORED = AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.value}
+
+
+class StepHandle(Protocol):
+    """A submitted step."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the queue has the sequence's step."""
+        ...
+
+    def cancel(self) -> None:
+        """Cancels the step unless it has begun."""
+        ...
+
+    def took(self, nbytes: int) -> None:
+        """Reports bytes taken of responses."""
+        ...
+
+
+class StepSubmitter(Protocol):
+    """Submits steps to their models."""
+
+    def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
+        """Submits a step; the sink gets its answer or failure later."""
+        ...
+
+
+class StepNumbers(Protocol):
+    """Numbers the steps of stateful models."""
+
+    def add(self, call: "StepCall") -> None:
+        """Sets the sequence of a step's request."""
+        ...
+
+
+class StepLimits:
+    """The bound on the requests of each step in flight in a worker (`max_inflight_requests`).
+
+    As in Triton, it holds for the whole process (core #482).
+    """
+
+    def __init__(self, most: int) -> None:
+        self._slots = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(most))
+
+    async def enter(self, step: PlanStep, timeout_s: float) -> None:
+        """Waits for room, in order of arrival."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._slots[id(step)].acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(TIMED_OUT) from None
+
+    def leave(self, step: PlanStep) -> None:
+        """Makes room for another request."""
+        self._slots[id(step)].release()
+
+
+class StepWay(NamedTuple):
+    """The way of a request's steps; a step is submitted again after failures with codes `retried`."""
+
+    steps: StepSubmitter
+    now_s: Callable[[], float]
+    retried: frozenset[str] = frozenset()
+    limits: StepLimits | None = None
+    trace: RunTrace | None = None
+    numbers: StepNumbers | None = None
+
+
+class StepCall:
+    """A step that is awaited; leaving its block cancels the step unless it has ended."""
+
+    __slots__ = (
+        "_came", "_handle", "_has_begun", "_has_ended", "_has_slot", "_is_answered", "_span", "_until_s", "_waiter",
+        "_was_taken", "_way", "request", "rows", "step",
+    )  # fmt: skip
+    no_stream = ""
+
+    def __init__(self, way: StepWay, step: PlanStep, request: OutgoingRequest, until_s: float, rows: int = 0) -> None:
+        self.step = step
+        self.request = request
+        self.rows = rows
+        self._way = way
+        self._until_s = until_s
+        self._came: deque[Response] = deque()
+        self._waiter: asyncio.Future[Response] | None = None
+        self._handle: StepHandle | None = None
+        self._span: StepSpan | None = None
+        self._has_begun = self._has_ended = self._has_slot = self._is_answered = self._was_taken = False
+        if way.numbers is not None and step.model.is_stateful:
+            way.numbers.add(self)
+
+    def __enter__(self) -> "StepCall":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a stateful model has received, or will receive, the step."""
+        return self._is_answered or self._was_taken or (self._handle is not None and self._handle.is_taken)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `is_taken` is final."""
+        return not self._has_begun or self._has_ended or self.is_taken
+
+    async def first(self) -> Response:
+        """Submits the step; returns its first response, or why it failed."""
+        way, step, queue_timeout_s = self._way, self.step, self.request.timeout_s
+        if way.trace is not None:
+            self._span = way.trace.begin(step, self.request)
+        if way.limits is not None:
+            try:
+                await way.limits.enter(step, self._until_s - way.now_s())
+            except DeadlineExceeded as error:
+                return self._passed(Response(request_id="", failure=Failure.from_error(error)))
+            self._has_slot = True
+        for failures in range(1, 2**31):
+            response = await self._submit()
+            failure = response.failure
+            if failure is None or failure.code not in way.retried:
+                break
+            self._was_taken = self.is_taken
+            wait_s = pause_s(failures, _FIRST_S, _LAST_S)
+            if way.now_s() + wait_s >= self._until_s:
+                if way.retried == OF_STORED:  # it would have waited longer
+                    response = msgspec.structs.replace(response, failure=_EXPIRED)
+                break
+            self._handle = None
+            await asyncio.sleep(wait_s)
+            # The earlier submission has changed these.
+            self.request = msgspec.structs.replace(
+                self.request, generation=0, attempt=0, timeout_s=queue_timeout_s, payload=False
+            )
+        return self._passed(response)
+
+    async def next(self) -> Response:
+        """Returns the next response."""
+        return self._passed(await self._receive())
+
+    def took(self, nbytes: int) -> None:
+        """Reports bytes taken of responses."""
+        if self._handle is not None:
+            self._handle.took(nbytes)
+
+    def close(self) -> None:
+        """Cancels the step unless it has ended."""
+        if not self._has_ended and self._handle is not None:
+            self._handle.cancel()
+        self._release(LEFT)
+
+    def deliver(self, response: Response) -> None:
+        """Takes a response of the submitted step."""
+        if self._waiter is None or self._waiter.done():
+            self._came.append(response)
+        else:
+            self._waiter.set_result(response)
+
+    async def _submit(self) -> Response:
+        left_s = self._until_s - self._way.now_s()
+        if left_s <= 0:
+            return Response(request_id="", failure=_EXPIRED)
+        self._has_begun = True
+        try:
+            self._handle = self._way.steps.submit_step(self.step, self.request, self, left_s)
+        except QinferError as error:
+            return Response(request_id="", failure=Failure.from_error(error))
+        return await self._receive()
+
+    async def _receive(self) -> Response:
+        if self._came:
+            return self._came.popleft()
+        self._waiter = asyncio.get_running_loop().create_future()
+        return await self._waiter
+
+    def _passed(self, response: Response) -> Response:
+        if response.final:
+            # An answer may arrive before the note that the step was taken; only workers' answers name the model.
+            self._is_answered = response.failure is None or bool(response.model)
+            self._was_taken, self._has_ended = self.is_taken, True
+            self._handle = self._waiter = None  # breaks a reference cycle
+            self._release(response.failure)
+        return response
+
+    def _release(self, failure: Failure | None) -> None:
+        if self._has_slot and self._way.limits is not None:
+            self._has_slot = False
+            self._way.limits.leave(self.step)
+        if self._span is not None:
+            self._span.end(failure)
+            self._span = None
+
+
+_EXPIRED = Failure.from_error(DeadlineExceeded(TIMED_OUT))
