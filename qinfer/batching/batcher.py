@@ -21,6 +21,8 @@ from qinfer.backends.base import Batch
 from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, strings_of, takes_long
 from qinfer.batching.execution import Execution, ModelCaller, Observer, Responder, WorkItem
+from qinfer.batching.limited import LOOK_S as LOOK_AT_TURN_S
+from qinfer.batching.limited import LimitedInstances, Turns
 from qinfer.batching.nested import NestedRequests
 from qinfer.batching.policy import NEVER_S, FetchGate, FreeSlots, LatencyModel, LentInstances, Rules
 from qinfer.batching.streams import StreamedExecution, WorkerStreams
@@ -112,8 +114,8 @@ class Executor(Protocol):
 class LoadedModel:
     """A model version at one generation, loaded into instances.
 
-    Only decoupled models have `streams`. `begun`, if the model has a `max_queue_size`, gets the requests of a beginning
-    execution.
+    Only decoupled models have `streams`, and only models that need resources `limited`. `begun`, if the model has a
+    `max_queue_size`, gets the requests of a beginning execution.
     """
 
     spec: ModelSpec
@@ -123,6 +125,7 @@ class LoadedModel:
     caller: ModelCaller | None = None
     observer: Observer | None = None
     streams: WorkerStreams | None = None
+    limited: LimitedInstances | None = None
     initial_states: tuple[Tensor, ...] = ()
     begun: Callable[[Sequence[WorkItem]], None] | None = None
 
@@ -145,12 +148,6 @@ class Outlet(Protocol):
 
 class Batcher:
     """Batches a version's requests; instants are on Redis' clock."""
-
-    keeps_for_calls = True
-    """Whether requests of calling models go first (`NestedRequests`)."""
-
-    places_ahead = True
-    """Whether a batch may be formed while all instances are busy."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -187,6 +184,8 @@ class Batcher:
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}
         self._ahead: Sequence[WorkItem] = ()  # placed ahead, for `begun`
+        # Its batches wait for resources instead of being placed ahead, and callers lend theirs instead of instances.
+        self._turns = None if model.limited is None else Turns(model.limited, self._on_turn)
         self._pump()
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
@@ -223,7 +222,10 @@ class Batcher:
         more = 0 < self._asked_count <= len(items)
         self._asked_count = 0
         self._has_looked, self._look_until_s, self._asked_at_s = not more, NEVER_S, NEVER_S
-        if self.keeps_for_calls and [True for item in items if item.request.holders]:
+        if self._turns is not None:
+            self._turns.end_fetch(is_empty=not items)
+            items = self._refuse_endless(items, self._turns)
+        elif [True for item in items if item.request.holders]:
             items = self._take_nested(items)
         if items and not self._rules.prefetch:
             items = self._delay(items)
@@ -246,6 +248,8 @@ class Batcher:
     def plan_fetch(self) -> tuple[int, float]:
         """Returns how many entries to fetch, and how long to wait."""
         batches = max(self._idle_count(), 1)
+        if self._turns is not None:
+            self._turns.begin_fetch()
         if not self._rules.merge:
             count = max(batches - len(self._pending), 1)
         else:
@@ -330,6 +334,8 @@ class Batcher:
 
     def _idle_count(self) -> int:
         """Returns the number of idle instances, below 0 if a batch is placed ahead."""
+        if self._turns is not None and self._turns.wanted:
+            return min(self._free_count, self._turns.ready)
         if self._nested.depth == 1:
             return self._free_count
         return max(min(self._free_count, self._nested.count_free(0, self.expected_ends, self.model.executor.count)), 0)
@@ -372,12 +378,13 @@ class Batcher:
 
     def _slots(self) -> FreeSlots:
         idle = self._idle_count()
-        return FreeSlots(max(idle, 0), 1 if idle >= 0 and self.places_ahead and self._may_be_ahead else 0)
+        return FreeSlots(max(idle, 0), 1 if idle >= 0 and self._turns is None and self._may_be_ahead else 0)
 
     def _pump(self, now_s: float | None = None, *, more: bool = False) -> None:
         """Starts and expires due items, then sets fetch gate and timer."""
         now_s = self._clock.now_s() if now_s is None else now_s
         wake_at_s = NEVER_S
+        self._line_up(now_s)
         self._drop_lost()
         if now_s >= self._ahead_until_s:
             self._recall()
@@ -411,10 +418,12 @@ class Batcher:
         self._timer = None if wait_s == NEVER_S else self._loop.call_later(max(wait_s, 0.0), self._pump)
         while self._unanswered:
             self._answer_items(self._responder, self._unanswered.pop(0))
+        self._line_up(now_s)
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
-        if self._lent.count and not (self._idle_count() > 0 or self.expected_ends or self.paused):
-            return self._wait_for_instance(now_s)
+        """Lets the worker fetch or not; returns when to decide again."""
+        if self._turns is not None and not (self._lent.count or self._turns.waits):
+            self._lent.reset()
         gate = self._decide_gate(now_s, wake_at_s)
         if gate.gives_back:
             if gate.recalls:
@@ -429,7 +438,14 @@ class Batcher:
         return gate.again_at_s
 
     def _decide_gate(self, now_s: float, wake_at_s: float) -> FetchGate:
-        idle = self._idle_count()
+        """Returns the gate of the first rule that applies."""
+        idle, turns = self._idle_count(), self._turns
+        if turns is not None and turns.looks_until_s and not self._has_waiting:
+            return FetchGate(now_s, 0.0, again_at_s=turns.looks_until_s)
+        if turns is not None and turns.waits:
+            return self._wait_for_instance(now_s, has_room=self._next_has_room)
+        if self._lent.count and not (idle > 0 or self.expected_ends or self.paused):
+            return self._wait_for_instance(now_s)
         if self.paused or (idle <= 0 and not self._latency.known):
             return policy.CLOSED
         if idle > 0:
@@ -437,14 +453,51 @@ class Batcher:
         ends_s, usual_s = self.expected_ends.values(), self._latency.estimate_s(1)
         return policy.decide_gate(now_s, ends_s, usual_s, is_placed=idle < 0, fetches_ahead=self._fetches_ahead)
 
-    def _wait_for_instance(self, now_s: float) -> float:
+    def _wait_for_instance(self, now_s: float, *, has_room: bool = True) -> FetchGate:
         is_open, again_at_s = self._lent.decide_fetch(now_s, len(self._pending) + len(self._bisection))
-        (self._fetchable.set if is_open else self._fetchable.clear)()
         # A fetch ends before the requests are given back: it would not see them.
-        self._fetch_wait_s = max(again_at_s - now_s, 0.001)
-        if self._lent.is_overdue:
-            self._give_back()
-        return again_at_s
+        wait_s = max(again_at_s - now_s, 0.001)
+        open_at_s = now_s if is_open and has_room else NEVER_S
+        return FetchGate(open_at_s, wait_s, again_at_s, gives_back=self._lent.is_overdue)
+
+    @property
+    def _has_waiting(self) -> bool:
+        return bool(self._pending or self._bisection)
+
+    def _on_turn(self) -> None:
+        self._lent.reset()
+        if self._turns is not None and not (self._has_waiting or self._turns.looks_until_s):
+            self._turns.looks_until_s = self._clock.now_s() + LOOK_AT_TURN_S
+        self._pump()
+
+    def _line_up(self, now_s: float) -> None:
+        """Lets as many instances wait for resources as batches are due."""
+        turns = self._turns
+        if turns is None:
+            return
+        if now_s >= turns.looks_until_s:
+            turns.looks_until_s = 0.0
+        count = self._count_due(now_s)
+        if not (self._has_waiting or self.paused):
+            count = int(self._lent.is_overdue or turns.looks_until_s > 0)
+        items = [*self._pending, *(item for batch in self._bisection for item in batch)]
+        turns.line_up(items, min(count, self._free_count))
+
+    def _count_due(self, now_s: float) -> int:
+        if self._bisection:
+            return len(self._bisection)
+        if not policy.decide(self._pending, now_s, FreeSlots(1), self._rules, self._latency).run:
+            return 0
+        return -(-self._waiting_rows // self._rules.max_rows) if self._rules.merge else len(self._pending)
+
+    def _refuse_endless(self, items: Sequence[WorkItem], turns: Turns) -> list[WorkItem]:
+        kept: list[WorkItem] = []
+        for item in items:
+            if reason := turns.refusal(item):
+                self.fail([item], InferenceFailed(reason))
+            else:
+                kept.append(item)
+        return kept
 
     def _start_batch(self, items: list[WorkItem], now_s: float, *, apart: bool = False) -> None:
         begin_ns = time.perf_counter_ns()
@@ -612,7 +665,11 @@ class Batcher:
         return items
 
     def _give_back(self) -> None:
-        items = self._take_waiting()
+        turns, kept = self._turns, list[WorkItem]()
+        if turns is not None and not self.paused:
+            kept = [item for item in self._pending if turns.holds(item)]
+            self._pending = [item for item in self._pending if item not in kept]
+        items, self._pending = self._take_waiting(), kept
         if self.paused:
             items, self._nested.waiting = [*self._nested.waiting, *items], []
         if items and not self._rules.prefetch:

@@ -1,11 +1,13 @@
 """The batcher of a limited model, beside another model that holds the resource both need."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
+from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Execution
-from qinfer.batching.limited import LOOK_S, LimitedBatcher
+from qinfer.batching.limited import LOOK_S
 from qinfer.batching.policy import PATIENCE_S
 from qinfer.batching.rate_limiter import Ledger, LimitedInstance, Resource
 from qinfer.core.messages import ResourceHolder
@@ -57,7 +59,9 @@ class LimitedScene(Scene):
         self.limited = LimitedBench()
         super().__init__(Bench(), delay_s=delay_s)
         self.bench = self.limited
-        self.batcher = LimitedBatcher(self.model(self.limited), self.clock, self.limited, self.latency)
+        self.batcher = Batcher(
+            replace(self.model(self.limited), limited=self.limited), self.clock, self.limited, self.latency
+        )
 
     @property
     def waits(self) -> bool:

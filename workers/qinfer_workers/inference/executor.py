@@ -28,7 +28,6 @@ SHORT_S = 0.0005
 _LEAVE_S = 10.0
 _threads: "WeakSet[threading.Thread]" = WeakSet()
 
-_Done = Callable[[Execution], None]
 T = TypeVar("T")
 
 
@@ -124,15 +123,14 @@ class ThreadExecutor:
         execution.run(self._instances[instance])
         return True
 
-    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Queues an execution for any instance, or its own if pinned."""
+    def start(self, execution: Execution | InstanceBorrower, done: Callable[..., None], instance: int = 0) -> None:
+        """Queues an execution for any instance, or its own if pinned; calls `done` on the loop afterwards."""
         self._running += 1
         self._queues[instance].put((execution, done))
 
     def lend(self, borrower: InstanceBorrower, done: Callable[[InstanceBorrower], None]) -> None:
-        """Lends the next free instance; calls `done` on the loop afterwards."""
-        self._running += 1
-        self._queues[0].put((borrower, done))
+        """Lends the next free instance."""
+        self.start(borrower, done)
 
     def _on_job_end(self, ended: Execution | InstanceBorrower, done: Callable[..., None]) -> None:
         self._running -= 1

@@ -7,6 +7,7 @@ bound to instances, are formed first. A lent instance holds its resources.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from qinfer.backends.base import Backend
 from qinfer.batching.execution import Execution, new_batch_id
@@ -97,7 +98,7 @@ class LimitedExecutor(ThreadExecutor):
         del execution, expected_s, instance
         return False
 
-    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
+    def start(self, execution: Execution | InstanceBorrower, done: _Done, instance: int = 0) -> None:
         """Executes on a ready instance."""
         del instance
         self._begin((execution, done), self._ready_instances()[0])
@@ -149,15 +150,14 @@ class LimitedExecutor(ThreadExecutor):
             self.turn()
 
     def _begin(self, work: _Work, instance: LimitedInstance) -> None:
-        job, _ = work
+        job, done = work
         self.ledger.begin(instance, job.batch_id if isinstance(job, Execution) else new_batch_id())
         self._executing[job] = instance
-        self._running += 1
-        self._queues[self._limited.index(instance)].put(work)
+        super().start(job, partial(self._on_end, done), self._limited.index(instance))
 
-    def _on_job_end(self, ended: Execution | InstanceBorrower, done: _Done) -> None:
+    def _on_end(self, done: _Done, ended: Execution | InstanceBorrower) -> None:
         self._end(ended, has_executed=True)
-        super()._on_job_end(ended, done)
+        done(ended)
 
     def _end(self, ended: Execution | InstanceBorrower, *, has_executed: bool) -> None:
         self.ledger.end(self._executing.pop(ended), has_executed=has_executed)
@@ -173,14 +173,14 @@ class LimitedExecutor(ThreadExecutor):
 class StepExecutor(LimitedExecutor):
     """The executor of a model with sequences."""
 
-    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Executes once the instance has its resources; fails if its callers hold them."""
+    def start(self, execution: Execution | InstanceBorrower, done: _Done, instance: int = 0) -> None:
+        """Executes steps once the instance has its resources; fails if their callers hold them."""
+        assert isinstance(execution, Execution), "no instance of sequences is lent"
         callers = list({holder.token: holder for item in execution.items for holder in item.request.holders}.values())
         if reason := self.refusal(callers):
             execution.error = error = InferenceFailed(reason)
             execution.answers = [error for _ in execution.items]
-            self._running += 1
-            self._loop.call_soon(ThreadExecutor._on_job_end, self, execution, done)
+            self._loop.call_soon(done, execution)
             return
         self._staged[self._limited[instance]] = execution, done
         self.ledger.wait(self._limited[instance], callers)

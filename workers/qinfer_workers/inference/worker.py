@@ -16,7 +16,6 @@ from typing import Any
 
 from qinfer.batching.batcher import Batcher, Executor, LoadedModel
 from qinfer.batching.execution import WorkItem
-from qinfer.batching.limited import LimitedBatcher
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.streams import WorkerStreams
@@ -204,6 +203,7 @@ class Worker:
             caller=self._caller,
             observer=self.spans,
             streams=self._streams if spec.decoupled else None,
+            limited=executor if isinstance(executor, LimitedExecutor) and not pinned else None,
             initial_states=loaded.initial_states,
             begun=self._begun if spec.batching is not None and spec.batching.is_bounded else None,
         )
@@ -215,7 +215,7 @@ class Worker:
         if loaded.plan is not None:
             self._serve_ensemble(model, loaded, serving)
             return
-        kind = IterativeBatcher if pinned else LimitedBatcher if isinstance(executor, LimitedExecutor) else Batcher
+        kind = IterativeBatcher if pinned else Batcher
         if serving is not None and type(serving.batcher) is kind:
             batcher = serving.batcher
             batcher.add_items([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
