@@ -83,6 +83,8 @@ class StepTimes(msgspec.Struct):
 class EnsembleRun:
     """Runs one request of an ensemble; `nested` are the times of nested ensembles by position."""
 
+    __slots__ = ("_in_flight", "_responses", "_way", "failed_in", "item", "nested", "parameters", "plan", "spent")
+
     def __init__(
         self, item: WorkItem, plan: EnsemblePlan, way: StepWay, responses: EnsembleResponses | None = None
     ) -> None:

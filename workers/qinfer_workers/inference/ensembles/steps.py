@@ -105,7 +105,7 @@ class StepCall:
         self.rows = rows
         self._way = way
         self._until_s = until_s
-        self._came: deque[Response] = deque()
+        self._came: deque[Response] | None = None
         self._waiter: asyncio.Future[Response] | None = None
         self._handle: StepHandle | None = None
         self._span: StepSpan | None = None
@@ -141,8 +141,12 @@ class StepCall:
                 return self._passed(Response(request_id="", failure=Failure.from_error(error)))
             self._has_slot = True
         for failures in range(1, 2**31):
-            response = await self._submit()
-            failure = response.failure
+            failure = self._submit()
+            if failure is None:
+                response = await self._received()
+                failure = response.failure
+            else:
+                response = Response(request_id="", failure=failure)
             if failure is None or failure.code not in way.retried:
                 break
             self._was_taken = self.is_taken
@@ -161,7 +165,7 @@ class StepCall:
 
     async def next(self) -> Response:
         """Returns the next response."""
-        return self._passed(await self._receive())
+        return self._passed(await self._received())
 
     def took(self, nbytes: int) -> None:
         """Reports bytes taken of responses."""
@@ -177,26 +181,28 @@ class StepCall:
     def deliver(self, response: Response) -> None:
         """Takes a response of the submitted step."""
         if self._waiter is None or self._waiter.done():
+            if self._came is None:
+                self._came = deque()
             self._came.append(response)
         else:
             self._waiter.set_result(response)
 
-    async def _submit(self) -> Response:
+    def _submit(self) -> Failure | None:
         left_s = self._until_s - self._way.now_s()
         if left_s <= 0:
-            return Response(request_id="", failure=_EXPIRED)
+            return _EXPIRED
         self._has_begun = True
         try:
             self._handle = self._way.steps.submit_step(self.step, self.request, self, left_s)
         except QinferError as error:
-            return Response(request_id="", failure=Failure.from_error(error))
-        return await self._receive()
+            return Failure.from_error(error)
+        return None
 
-    async def _receive(self) -> Response:
+    def _received(self) -> "asyncio.Future[Response]":
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
         if self._came:
-            return self._came.popleft()
-        self._waiter = asyncio.get_running_loop().create_future()
-        return await self._waiter
+            waiter.set_result(self._came.popleft())
+        return waiter
 
     def _passed(self, response: Response) -> Response:
         if response.final:
