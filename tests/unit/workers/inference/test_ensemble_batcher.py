@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import WorkItem
@@ -32,6 +33,9 @@ class Scene:
             replace(stub_spec("e"), steps=(EnsembleStep("m", 0, {"x": "x"}, {"y": "y"}),)),
             lambda _: ResolvedModel(stub_spec("m"), 1),
         )
+        self.bug: Exception | None = None
+        self.failures: list[str] = []
+        self.cancelled = 0
         model = LoadedModel(spec=made.spec, version=1, generation=1, executor=NoInstances())
         parts = RunParts(ServerClock(FakeClock(1.0), 0.0), self, self, NestedCounts(MetricsSettings()), self._follow)
         self.sinks: list[ResponseSink] = []
@@ -44,11 +48,13 @@ class Scene:
 
     def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> "Scene":
         del step, request, timeout_s
+        if self.bug is not None:
+            raise self.bug
         self.sinks.append(sink)
         return self
 
     def cancel(self) -> None:
-        """Is of no interest."""
+        self.cancelled += 1
 
     def took(self, nbytes: int) -> None:
         raise AssertionError("no step is decoupled", nbytes)
@@ -56,6 +62,7 @@ class Scene:
     def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         assert [item.request.id for item in items] == [response.request_id for response in responses]
         self.left.append([response.request_id for response in responses])
+        self.failures += [response.failure.message for response in responses if response.failure is not None]
 
     def give_back(self, items: Sequence[WorkItem]) -> None:
         raise AssertionError("nothing is given back", items)
@@ -63,13 +70,13 @@ class Scene:
     def delay(self, items: Sequence[WorkItem]) -> None:
         raise AssertionError("nothing is delayed", items)
 
-    def send(self, request_id: str) -> None:
+    def send(self, request_id: str) -> WorkItem:
         """Has the ensemble begin a request."""
         request = InferRequest(model="e", id=request_id, reply_to="reply:g", inputs=(INPUT,))
         lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
-        self.batcher.add_items(
-            [WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)]
-        )
+        item = WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)
+        self.batcher.add_items([item])
+        return item
 
     def end(self, number: int) -> None:
         """Answers the step of a request."""
@@ -100,3 +107,29 @@ async def test_whoever_waits_until_it_is_idle_finds_all_responses_gone() -> None
     await scene.batcher.pause_batching()
 
     assert scene.left == [["a"]]
+
+
+async def test_a_bug_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """A request that only waits for its deadline would hold its place."""
+    scene = Scene()
+    scene.bug = ValueError("a bug")
+    scene.send("a")
+
+    await scene.batcher.pause_batching()
+
+    assert scene.failures == ["the ensemble failed; the worker's log says why"]
+    assert "a bug" in caplog.text
+
+
+async def test_a_lost_request_is_not_answered() -> None:
+    scene = Scene()
+    items = [scene.send(request_id) for request_id in "ab"]
+    await settle_loop()
+
+    scene.end(0)
+    for item in items:
+        scene.batcher.lost(item)
+    await scene.batcher.pause_batching()
+    await settle_loop()
+
+    assert (scene.left, scene.cancelled) == ([], 2)

@@ -392,3 +392,16 @@ async def test_nothing_goes_on_after_a_stop(scene: Scene) -> None:
     step.answer(1)
     source.give(2)
     assert (await scene.left(), scene.running.cancelled(), len(scene.opened)) == ([], True, 2)
+
+
+async def test_a_stop_while_a_response_leaves(scene: Scene) -> None:
+    """The parts behind it wait for it, and the request waits for the last of them."""
+    source = await scene.source()
+    source.give(1, 2, final=True)
+    first, _ = await scene.open("twice")
+
+    first.answer(1)
+    scene.running.cancel()
+    await settle_loop()
+
+    assert scene.running.cancelled()

@@ -1,5 +1,6 @@
 """Steps of stateful ensembles: the numbers that their stateful models get, and when a sequence can't go on."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -74,12 +75,17 @@ class Way:
 class Scene:
     """An ensemble of models one behind the other, and what becomes of the steps of its sequence 5."""
 
-    def __init__(self, *models: str) -> None:
+    def __init__(self, *models: str, are_parallel: bool = False) -> None:
         tensors = ["x", *[f"t{index}" for index in range(1, len(models))], "y"]
         steps = tuple(
             EnsembleStep(name, 0, {"x": tensors[index]}, {"y": tensors[index + 1]}) for index, name in enumerate(models)
         )
-        made = plan_ensemble(replace(stub_spec("e"), steps=steps), lambda step: ResolvedModel(spec_of(step.model), 1))
+        spec = replace(stub_spec("e"), steps=steps)
+        if are_parallel:
+            steps = tuple(EnsembleStep(name, 0, {"x": "x"}, {"y": name}) for name in models)
+            outputs = tuple(replace(spec.outputs[0], name=name) for name in models)
+            spec = replace(spec, steps=steps, outputs=outputs)
+        made = plan_ensemble(spec, lambda step: ResolvedModel(spec_of(step.model), 1))
         self.opened: list[Open] = []
         self.done: list[tuple[PendingStep, Response]] = []
         self.ended: list[tuple[PendingStep, QinferError]] = []
@@ -274,3 +280,30 @@ async def test_a_pause_begins_nothing(scene: Scene) -> None:
     await settle_loop()
 
     assert len(scene.opened) == 1
+
+
+async def test_a_failure_beside_a_step_whose_fate_is_unknown() -> None:
+    """Steps side by side are submitted at once; one that fails cancels the others."""
+    scene = Scene("before", "state", are_parallel=True)
+    scene.steps.adopt(ID, 0, None)
+    await scene.send(1)
+    plain, stateful = sorted(scene.opened, key=lambda one: one.model)
+    stateful.is_taken = False
+
+    await plain.answer(InferenceFailed("no"))
+
+    assert [type(error) for _, error in scene.ended] == [InferenceFailed]
+    assert stateful.is_cancelled
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_a_failure_beside_a_step_that_was_answered(*, is_taken: bool) -> None:
+    scene = Scene("before", "state", are_parallel=True)
+    scene.steps.adopt(ID, 0, None)
+    await scene.send(1)
+    plain, stateful = sorted(scene.opened, key=lambda one: one.model)
+    stateful.is_taken = is_taken
+
+    await asyncio.gather(stateful.answer(), plain.answer(InferenceFailed("no")))
+
+    assert (scene.counts(), scene.ended) == ([1], [])

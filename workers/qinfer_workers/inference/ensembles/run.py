@@ -113,7 +113,7 @@ class EnsembleRun:
             self.spent.end_ns = time.perf_counter_ns()
 
     async def _pass(
-        self, flow: Flow[Value], ready: list[int], stage: int, turn: "asyncio.Future[None] | None"
+        self, flow: Flow[Value], ready: list[int], stage: int, turn: asyncio.Event | None
     ) -> tuple[Tensor, ...]:
         """Goes through a stage and those behind it; sends responses after `turn`."""
         source = await self._run_steps(flow, ready)
@@ -121,7 +121,7 @@ class EnsembleRun:
             await self._stream(flow, source, turn)
             return ()
         if turn is not None:
-            await turn
+            await turn.wait()
         if self._responses is None:
             return self._unary(flow)
         # As in Triton, a response is final if nothing else is in flight.
@@ -166,7 +166,7 @@ class EnsembleRun:
         self._spend(step, response.timing)
         return {tensor.name: Value(tensor, call.rows, response.parameters) for tensor in response.outputs}
 
-    async def _stream(self, flow: Flow[Value], number: int, turn: "asyncio.Future[None] | None") -> None:
+    async def _stream(self, flow: Flow[Value], number: int, turn: asyncio.Event | None) -> None:
         step, room = self.plan.steps[number], asyncio.Semaphore(self.plan.spec.max_inflight or MAX_BRANCHES)
         self._in_flight += 1
         try:
@@ -178,13 +178,13 @@ class EnsembleRun:
                 async with asyncio.TaskGroup() as parts:
                     response = await call.first()
                     if turn is not None:  # the parts of an earlier response go first
-                        await turn
+                        await turn.wait()
                     turn = None
                     while response.failure is None:
                         if response.outputs or not response.final:
                             self._in_flight += 1
                             await room.acquire()
-                            left = asyncio.get_running_loop().create_future()
+                            left = asyncio.Event()
                             parts.create_task(self._part(call, number, response, turn, left, room))
                             turn = left
                         if response.final:
@@ -195,7 +195,7 @@ class EnsembleRun:
                     else:
                         call.close()
                     if turn is not None:
-                        await turn
+                        await turn.wait()
                     if response.failure is not None:
                         raise self._failed(step, response.failure)
         except BaseExceptionGroup as group:
@@ -206,8 +206,8 @@ class EnsembleRun:
         call: StepCall,
         number: int,
         response: Response,
-        turn: "asyncio.Future[None] | None",
-        left: "asyncio.Future[None]",
+        turn: asyncio.Event | None,
+        left: asyncio.Event,
         room: asyncio.Semaphore,
     ) -> None:
         step = self.plan.steps[number]
@@ -221,12 +221,12 @@ class EnsembleRun:
             await self._pass(flow, flow.receive(number, made), step.stage + 1, turn)
         except StepFailed:
             if turn is not None:  # responses before it leave
-                await turn
+                await turn.wait()
             raise
         self._in_flight -= 1
         call.took(response.nbytes)
         room.release()
-        left.set_result(None)
+        left.set()
 
     def _spend(self, step: PlanStep, timing: Timing | None) -> None:
         now_ns = time.perf_counter_ns()

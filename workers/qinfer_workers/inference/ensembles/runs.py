@@ -168,7 +168,8 @@ class Runs:
         finally:
             if way.trace is not None:
                 way.trace.close(failure)
-        del self._runs[run.item]
+        if self._runs.pop(run.item, None) is None:
+            return  # it was stopped while it ended
         self.completed += 1
         if streamed is not None:
             streamed.send_final(failure)
