@@ -22,7 +22,7 @@ from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, strings_of, takes_long
 from qinfer.batching.execution import Execution, ModelCaller, Observer, Responder, WorkItem
 from qinfer.batching.limited import LOOK_S as LOOK_AT_TURN_S
-from qinfer.batching.limited import LimitedInstances, Turns
+from qinfer.batching.limited import LimitedInstances, ResourceTurns
 from qinfer.batching.nested import NestedRequests
 from qinfer.batching.policy import NEVER_S, FetchGate, FreeSlots, LatencyModel, LentInstances, Rules
 from qinfer.batching.streams import StreamedExecution, WorkerStreams
@@ -184,8 +184,7 @@ class Batcher:
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}
         self._ahead: Sequence[WorkItem] = ()  # placed ahead, for `begun`
-        # Its batches wait for resources instead of being placed ahead, and callers lend theirs instead of instances.
-        self._turns = None if model.limited is None else Turns(model.limited, self._on_turn)
+        self._turns = None if model.limited is None else ResourceTurns(model.limited, self._on_turn)
         self._pump()
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
@@ -471,7 +470,7 @@ class Batcher:
         self._pump()
 
     def _line_up(self, now_s: float) -> None:
-        """Lets as many instances wait for resources as batches are due."""
+        """Lets an instance for each due batch wait for resources."""
         turns = self._turns
         if turns is None:
             return
@@ -490,7 +489,7 @@ class Batcher:
             return 0
         return -(-self._waiting_rows // self._rules.max_rows) if self._rules.merge else len(self._pending)
 
-    def _refuse_endless(self, items: Sequence[WorkItem], turns: Turns) -> list[WorkItem]:
+    def _refuse_endless(self, items: Sequence[WorkItem], turns: ResourceTurns) -> list[WorkItem]:
         kept: list[WorkItem] = []
         for item in items:
             if reason := turns.refusal(item):

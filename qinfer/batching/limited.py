@@ -37,13 +37,13 @@ class LimitedInstances(Protocol):
         ...
 
 
-class Turns:
+class ResourceTurns:
     """The place of a batcher in the rate limiter's line."""
 
     def __init__(self, instances: LimitedInstances, changed: Callable[[], None]) -> None:
         self.wanted = 0
         self.looks_until_s = 0.0
-        """The end of the reservation for a fetch; 0 = none."""
+        """The end of a fetch's reservation, or 0."""
         self._is_looking = False
         self._instances = instances
         instances.turn = changed
@@ -55,28 +55,28 @@ class Turns:
 
     @property
     def waits(self) -> bool:
-        """Whether batches wait for resources, and none may begin."""
+        """Whether batches wait, and may not begin."""
         return self.wanted > 0 and not self._instances.ready
 
     def line_up(self, items: Sequence[WorkItem], count: int) -> None:
-        """Lets `count` instances wait for the resources of batches of items."""
+        """Lets `count` instances wait."""
         self.wanted = max(count, 0)
         callers = {holder.token: holder for item in items for holder in item.request.holders}
         self._instances.want(self.wanted, list(callers.values()) if self.wanted else ())
 
     def begin_fetch(self) -> None:
-        """Notes whether the fetch begins while resources are reserved; an earlier one may have missed requests."""
+        """Notes whether resources are reserved; an earlier fetch may have missed requests."""
         self._is_looking = self.looks_until_s > 0
 
     def end_fetch(self, *, is_empty: bool) -> None:
-        """Ends the reservation if a fetch within it has ended."""
+        """Ends the reservation after a fetch within it."""
         if self._is_looking or not is_empty:
             self.looks_until_s = 0.0
 
     def refusal(self, item: WorkItem) -> str:
-        """Returns why an item would wait for its own callers, or ""."""
+        """Returns why an item would wait for its callers, or ""."""
         return self._instances.refusal(item.request.holders) if item.request.holders else ""
 
     def holds(self, item: WorkItem) -> bool:
-        """Returns whether an item's callers hold resources that others in the lane may wait for."""
+        """Returns whether its callers hold resources that others in the lane may wait for."""
         return self._instances.ledger.holds(item.request.holders)

@@ -8,14 +8,13 @@ import asyncio
 from collections.abc import Sequence
 
 from qinfer.batching.batcher import LoadedModel, Outlet
-from qinfer.batching.execution import Execution, WorkItem
+from qinfer.batching.execution import WorkItem
 from qinfer.batching.policy import NEVER_S
 from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.ensemble_graph import EnsemblePlan
-from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Lane
-from qinfer_workers.inference.ensembles.runs import RunParts, Runs
+from qinfer_workers.inference.ensembles.runs import EnsembleRuns, RunParts
 
 MAX_REQUESTS = 256
 
@@ -23,64 +22,35 @@ MAX_BYTES = 256 * 2**20
 """The input bytes of held requests above which no more requests are fetched."""
 
 
-class EnsembleBatcher:
+class EnsembleBatcher(EnsembleRuns):
     """Holds the requests of an ensemble."""
 
     def __init__(self, model: LoadedModel, plan: EnsemblePlan, parts: RunParts, outlet: Outlet) -> None:
-        self.model = model
-        self._parts = parts
+        super().__init__(model, plan, parts)
         self._outlet = outlet
-        self._runs = Runs(model, plan, parts, self._on_request_end)
         self._answers: list[tuple[WorkItem, Response]] = []
         self._call_soon = asyncio.get_running_loop().call_soon
         self._held_bytes = 0
-        self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
-        self.tally: StatsTally = self._runs.tally
-        self.paused = False
-        self.expected_ends: dict[Execution, float] = {}
+        self._fetchable = asyncio.Event()
         self._update_gates()
-
-    def replace_plan(self, model: LoadedModel, plan: EnsemblePlan) -> None:
-        """Continues with another generation; current requests keep theirs."""
-        self.model = model
-        self._runs.replace(model, plan)
-
-    @property
-    def completed(self) -> int:
-        """Requests that have ended."""
-        return self._runs.completed
-
-    @property
-    def executing(self) -> int:
-        """Requests in progress."""
-        return len(self._runs)
 
     @property
     def has_work(self) -> bool:
         """Whether requests are here; any thread."""
         return not self._idle.is_set()
 
-    @property
-    def versions(self) -> frozenset[tuple[str, int]]:
-        """The versions that requests run."""
-        return self._runs.versions
-
-    def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: models are shared with other requests."""
-        return 0.0
-
     def classify(self, item: WorkItem) -> None:
         """Does nothing: ensembles don't batch."""
 
     def add_items(self, items: Sequence[WorkItem]) -> None:
         """Begins items."""
-        now_s = self._parts.clock.now_s()
+        now_s = self._clock.now_s()
         for item in items:
             if item.deadline_s <= now_s:
                 self.fail([item], DeadlineExceeded(TIMED_OUT))
                 continue
             self._held_bytes += _nbytes(item)
-            self._runs.start_run(item)
+            self.start_run(item)
         self._update_gates()
 
     async def fetchable(self) -> None:
@@ -104,22 +74,17 @@ class EnsembleBatcher:
         """Ends an item whose lease is lost."""
         item.lose()
         if item in self._runs:
-            self._runs.stop(item)
+            self.stop(item)
             self._release_item(item)
 
     def fail(self, items: Sequence[WorkItem], error: QinferError) -> None:
         """Answers items with an error."""
-        self._outlet.publish_responses(items, self._runs.failures(items, error))
+        self._outlet.publish_responses(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     def hold(self) -> None:
         """Stops fetching."""
-        self.paused = True
+        super().hold()
         self._update_gates()
-
-    async def pause_batching(self) -> None:
-        """Stops fetching, and waits for the requests in progress."""
-        self.hold()
-        await self._idle.wait()
 
     async def idle(self) -> None:
         """Waits until no request is here."""
@@ -130,8 +95,8 @@ class EnsembleBatcher:
         self.paused = False
         self._update_gates()
 
-    def _on_request_end(self, item: WorkItem, response: Response | None) -> None:
-        """Responses of one loop turn leave together, though their requests began apart."""
+    def answered(self, item: WorkItem, response: Response | None) -> None:
+        """Collects the responses of one loop turn, which leave together, though their requests began apart."""
         if response is not None:
             if not self._answers:
                 self._call_soon(self._hand_over)

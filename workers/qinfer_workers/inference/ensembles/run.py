@@ -1,11 +1,10 @@
-"""One request of an ensemble on its way through the steps: a coroutine, with a task for each further step at a time.
+"""One request of an ensemble on its way through the steps, as a coroutine.
 
     _pass ─▶ _run_steps ─▶ _answer (one step) … ─▶ outputs
                   └─▶ _stream (a decoupled step) ─▶ _part (one response) ─▶ _pass (the steps behind it)
 
-Responses of a decoupled step are sent in its order: each part waits until the one before it has left. A response is
-taken when its part has left, so that the step's window bounds the responses here. Names and shapes of tensors change
-between the steps; bytes are never copied.
+Each part waits until the part before it has left. Only then is its response taken, so that the step's window bounds the
+responses here. Names and shapes of tensors change between the steps; bytes are never copied.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ class EnsembleResponses(Protocol):
 
 
 class StepFailed(Exception):
-    """The failure that ends a request; `within` are the positions of nested ensembles that failed."""
+    """The failure of a request; `within` = failed nested ensembles."""
 
     def __init__(self, failure: Failure, within: tuple[int, ...] = ()) -> None:
         super().__init__(failure.message)
@@ -81,7 +80,7 @@ class StepTimes(msgspec.Struct):
 
 
 class EnsembleRun:
-    """Runs one request of an ensemble; `nested` are the times of nested ensembles by position."""
+    """Runs one request; `nested` = times of nested ensembles by position."""
 
     __slots__ = ("_in_flight", "_responses", "_way", "failed_in", "item", "nested", "parameters", "plan", "spent")
 

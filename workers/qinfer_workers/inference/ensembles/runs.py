@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from qinfer.batching.batcher import LoadedModel
@@ -11,7 +12,7 @@ from qinfer.batching.execution import Execution, Responder, WorkItem, due
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response, Timing
 from qinfer.core.settings_sections import MetricsSettings
-from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, OutputMismatch
 from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
@@ -85,45 +86,59 @@ class RunParts(NamedTuple):
     follow: Callable[[], Awaitable[None]]
 
 
-class Runs:
-    """Requests in progress; `answered` gets each ended one, with the response to publish, if any."""
+class EnsembleRuns(ABC):
+    """Requests in progress, of callers (`EnsembleBatcher`) or of sequences (`EnsembleSteps`)."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        plan: EnsemblePlan,
-        parts: RunParts,
-        answered: Callable[[WorkItem, Response | None], None],
-    ) -> None:
+    def __init__(self, model: LoadedModel, plan: EnsemblePlan, parts: RunParts) -> None:
         self._parts = parts
-        self._clock, self._nested = parts.clock, parts.nested
-        self._answered = answered
+        self._clock = parts.clock
         self._runs: dict[WorkItem, tuple[EnsembleRun, asyncio.Task[None]]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.tally = StatsTally()
         self.completed = 0
-        self.replace(model, plan)
+        self.paused = False
+        self.expected_ends: dict[Execution, float] = {}
+        self.replace_plan(model, plan)
 
-    def replace(self, model: LoadedModel, plan: EnsemblePlan) -> None:
+    def replace_plan(self, model: LoadedModel, plan: EnsemblePlan) -> None:
         """Continues with another generation; current requests keep theirs."""
-        self._model = model
+        self.model = model
         self._plan = plan
         self._limits = StepLimits(plan.spec.max_inflight) if plan.spec.max_inflight else None
         self._responder = Responder(model.spec, model.version, model.observer)
 
-    def __len__(self) -> int:
-        return len(self._runs)
+    @abstractmethod
+    def answered(self, item: WorkItem, response: Response | None) -> None:
+        """Takes an ended request, with the response to publish, if any."""
 
-    def __contains__(self, item: WorkItem) -> bool:
-        return item in self._runs
+    @property
+    def executing(self) -> int:
+        """Requests in progress."""
+        return len(self._runs)
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
         """The versions that requests run."""
         return self._plan.versions.union(*[run.plan.versions for run, _ in self._runs.values()])
 
+    def speed_rps(self, *, at_best: bool = False) -> float:
+        """Returns 0: models are shared with other requests."""
+        return 0.0
+
+    def hold(self) -> None:
+        """Begins no more requests."""
+        self.paused = True
+
+    async def pause_batching(self) -> None:
+        """Begins no more requests, and waits for current requests."""
+        self.hold()
+        await self._idle.wait()
+
     def start_run(self, item: WorkItem, numbers: StepNumbers | None = None) -> None:
         """Begins a request; the steps of a suspect use the queue, so that a crash is counted."""
-        spans = self._model.observer
+        self._idle.clear()
+        spans = self.model.observer
         way = StepWay(
             self._parts.far if item.alone else self._parts.near,
             self._clock.now_s,
@@ -132,7 +147,7 @@ class Runs:
             spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None,
             numbers,
         )
-        table, streamed = self._model.streams, None
+        table, streamed = self.model.streams, None
         if table is not None:
             streamed = StreamedResponses(table, item, self._responder, self._count_stream, self._cancel_run)
         run = EnsembleRun(item, self._plan, way, streamed)
@@ -145,14 +160,10 @@ class Runs:
         _, task = self._runs.pop(item)
         task.cancel()
 
-    def failures(self, items: Sequence[WorkItem], error: QinferError) -> list[Response]:
-        """Returns the responses to requests that fail before they begin."""
-        return self._responder.failures(items, error, self._clock.now_s(), self.tally)
-
     def _cancel_run(self, item: WorkItem) -> None:
         if item in self._runs:
             self.stop(item)
-            self._answered(item, None)
+            self.answered(item, None)
 
     async def _run(self, run: EnsembleRun, way: StepWay, streamed: StreamedResponses | None) -> None:
         outputs: tuple[Tensor, ...] = ()
@@ -173,21 +184,21 @@ class Runs:
         self.completed += 1
         if streamed is not None:
             streamed.send_final(failure)
-            self._answered(run.item, None)
+            self.answered(run.item, None)
         else:
-            self._answered(run.item, self._response(run, outputs, failure))
+            self.answered(run.item, self._response(run, outputs, failure))
 
     def _response(self, run: EnsembleRun, outputs: tuple[Tensor, ...], failure: Failure | None) -> Response:
         item = run.item
         waited_ns = self._waited_ns(run)
         if failure is None and (problem := self._responder.problem(outputs, due(item.request), item.rows)) is not None:
-            failure = Failure.from_error(OutputMismatch(f"in ensemble '{self._model.spec.name}', {problem}"))
+            failure = Failure.from_error(OutputMismatch(f"in ensemble '{self.model.spec.name}', {problem}"))
         self._count_request(run, waited_ns, failure)
         spent = run.spent
         return Response(
             request_id=item.request.id,
-            model=self._model.spec.name,
-            version=self._model.version,
+            model=self.model.spec.name,
+            version=self.model.version,
             outputs=outputs if failure is None else (),
             failure=failure,
             attempt=item.lease.deliveries,
@@ -219,7 +230,7 @@ class Runs:
             self.tally.spent_failing(waited_ns + run.spent.end_ns - run.spent.begin_ns)
         for position, spent in run.nested.items():
             one = run.plan.nested[position]
-            tally = self._nested.tally(one.ensemble, one.version)
+            tally = self._parts.nested.tally(one.ensemble, one.version)
             if failure is None:
                 _count_success(tally, rows, spent, 0, begin_s)
             elif position in run.failed_in:

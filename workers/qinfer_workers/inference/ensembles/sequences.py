@@ -1,20 +1,19 @@
 """The sequences of a stateful ensemble in a worker, with the interface of a `SequenceBatcher`.
 
-    adopt, add_step ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
+    adopt, add_step ─▶ EnsembleRuns, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
 
 A step of the ensemble makes a step of each stateful model, with the same correlation id. The ensemble's state is the
 number of steps that each model has received: a step repeated after a crash has the same numbers, and gets the committed
 responses.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Execution, WorkItem
+from qinfer.batching.execution import WorkItem
 from qinfer.batching.sequences.batcher import StepOutlet
 from qinfer.batching.sequences.execution import States
 from qinfer.batching.sequences.steps import PendingStep
@@ -33,10 +32,9 @@ from qinfer.errors import (
 )
 from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.models.sequence_spec import MAX_ENSEMBLE_SEQUENCES
-from qinfer.observe.stats import StatsTally
 from qinfer.queue.sequences.records import SequenceId, start_missing
 from qinfer.tensors import from_numpy, to_numpy
-from qinfer_workers.inference.ensembles.runs import RunParts, Runs
+from qinfer_workers.inference.ensembles.runs import EnsembleRuns, RunParts
 from qinfer_workers.inference.ensembles.steps import StepCall
 
 _STATE = "steps"
@@ -56,33 +54,16 @@ class _EnsembleSequence:
         self.is_over = False
 
 
-class EnsembleSteps:
+class EnsembleSteps(EnsembleRuns):
     """Runs the sequences of an ensemble."""
 
     def __init__(self, model: LoadedModel, plan: EnsemblePlan, parts: RunParts, outlet: StepOutlet) -> None:
-        self.model = model
-        self._parts = parts
+        super().__init__(model, plan, parts)
         self._outlet = outlet
         self._stateful = plan.stateful
-        self._runs = Runs(model, plan, parts, self._on_step_end)
         self._kept: dict[SequenceId, _EnsembleSequence] = {}
         self._ready: dict[SequenceId, None] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.tally: StatsTally = self._runs.tally
-        self.paused = False
         self.waiting = 0
-        self.expected_ends: dict[Execution, float] = {}
-
-    @property
-    def completed(self) -> int:
-        """Steps that have ended."""
-        return self._runs.completed
-
-    @property
-    def executing(self) -> int:
-        """Steps in progress."""
-        return len(self._runs)
 
     @property
     def has_work(self) -> bool:
@@ -99,18 +80,9 @@ class EnsembleSteps:
         kept = self._kept.get(sequence)
         return kept is None or (kept.running is None and not kept.waiting)
 
-    @property
-    def versions(self) -> frozenset[tuple[str, int]]:
-        """The versions that sequences run."""
-        return self._runs.versions
-
     async def follow(self) -> None:
         """Waits until steps may be submitted."""
         await self._parts.follow()
-
-    def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: models are shared with other requests."""
-        return 0.0
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
         """Takes a newly owned sequence."""
@@ -142,7 +114,7 @@ class EnsembleSteps:
         self.waiting -= len(kept.waiting)
         if kept.running is not None:
             kept.running.item.lose()
-            self._runs.stop(kept.running.item)
+            self.stop(kept.running.item)
         self._update_idle()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
@@ -156,15 +128,6 @@ class EnsembleSteps:
         self.waiting -= len(broken)
         self._outlet.broken(broken[0], Cancelled(LEFT))
         return True
-
-    def hold(self) -> None:
-        """Begins no more steps."""
-        self.paused = True
-
-    async def pause_batching(self) -> None:
-        """Begins no more steps, and waits for current steps."""
-        self.hold()
-        await self._idle.wait()
 
     def resume_batching(self) -> None:
         """Runs steps again after `pause_batching`."""
@@ -182,14 +145,14 @@ class EnsembleSteps:
             return
         step = kept.waiting.popleft()
         self.waiting -= 1
-        if step.deadline_s <= self._parts.clock.now_s():
+        if step.deadline_s <= self._clock.now_s():
             self._break(kept, step, DeadlineExceeded(TIMED_OUT))
             return
         kept.running = _NumberedSteps(step, kept.counts)
-        self._runs.start_run(step, kept.running)
-        self._update_idle()
+        self.start_run(step, kept.running)
 
-    def _on_step_end(self, item: WorkItem, response: Response | None) -> None:
+    def answered(self, item: WorkItem, response: Response | None) -> None:
+        """Hands over an ended step, and begins the next of its sequence."""
         self._update_idle()
         assert isinstance(item, PendingStep), "it was admitted here"
         assert response is not None, "no stateful ensemble is decoupled"

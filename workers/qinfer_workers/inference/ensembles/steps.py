@@ -1,8 +1,8 @@
-"""A step of an ensemble's request, from its submission to its last response: `StepCall`.
+"""A step of an ensemble's request, from its submission to its last response.
 
-While Redis is away, a step is submitted again until the deadline, so that an outage does not fail the request; steps of
-asynchronous requests also while a model is overloaded. Answers of earlier submissions are dropped; a numbered step of a
-sequence executes once.
+It is submitted again, until the deadline, while Redis is away, so that an outage does not fail the request. Steps of
+asynchronous requests are also repeated while a model is overloaded. Answers of earlier submissions are dropped; a
+numbered step of a sequence executes once.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class StepLimits:
 
 
 class StepWay(NamedTuple):
-    """The way of a request's steps; a step is submitted again after failures with codes `retried`."""
+    """The way of a request's steps; failures `retried` are submitted again."""
 
     steps: StepSubmitter
     now_s: Callable[[], float]
@@ -91,7 +91,7 @@ class StepWay(NamedTuple):
 
 
 class StepCall:
-    """A step that is awaited; leaving its block cancels the step unless it has ended."""
+    """An awaited step; the end of its block cancels it."""
 
     __slots__ = (
         "_came", "_handle", "_has_begun", "_has_ended", "_has_slot", "_is_answered", "_span", "_until_s", "_waiter",
@@ -121,7 +121,7 @@ class StepCall:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a stateful model has received, or will receive, the step."""
+        """Whether the stateful model gets the step."""
         return self._is_answered or self._was_taken or (self._handle is not None and self._handle.is_taken)
 
     @property
@@ -130,7 +130,7 @@ class StepCall:
         return not self._has_begun or self._has_ended or self.is_taken
 
     async def first(self) -> Response:
-        """Submits the step; returns its first response, or why it failed."""
+        """Submits the step; returns its first response or failure."""
         way, step, queue_timeout_s = self._way, self.step, self.request.timeout_s
         if way.trace is not None:
             self._span = way.trace.begin(step, self.request)
