@@ -90,7 +90,7 @@ class Dispatcher:
         self._clock = SystemClock()
         self._new_id = IdFactory().ulid
         self.submission = Submission(delivery, catalog, limits, owner, self._on_response, self._on_failure)
-        self._ordering = Ordering(self.submission, limits.max_in_flight)
+        self.submission.outermost = Ordering(limits.max_in_flight).wrap
         self.endpoints = Endpoints(catalog)
         self.targets = TargetTally(self.endpoints, owner)
         self.access: AccessLog | None = None
@@ -183,9 +183,9 @@ class Dispatcher:
                 quota = context.principal.quota
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
-        served = self._catalog.asked(request.model, request.version)
+        entrance = self.submission.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
-        spec = served.spec
+        spec = entrance.spec
         if spec.decoupled and sink.no_stream:
             raise UnsupportedFeature(sink.no_stream)
         timeout_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
@@ -197,9 +197,8 @@ class Dispatcher:
         if request.endpoint and self.watched is not None:
             sink = to_endpoint = self.watched.watch(sink, request, _given_s(request, spec, timeout_s))
         sink = sink if self.access is None else self.access.noted(sink, context, request)
-        submit = self._ordering.submit if spec.preserves_order else self.submission.submit
         try:
-            pending = submit(served, request, sink, timeout_s, quota)
+            pending = entrance.submit(request, sink, timeout_s, quota)
         except QinferError as error:
             self._on_refusal(request, error, to_endpoint)
             raise

@@ -11,39 +11,34 @@ from weakref import WeakValueDictionary
 
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import QueueFull
-from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import FULL
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
-from qinfer.submission.submit import Submission
+from qinfer.submission.submit import Entrance, LaneEntrance
 
 
-class Ordering:
-    """Submits requests of models that preserve their order."""
+class OrderedEntrance(Entrance):
+    """The entrance of a model that preserves the order of its requests; at most `most` wait for their turn."""
 
-    def __init__(self, submission: Submission, max_in_flight: int) -> None:
-        self._submission = submission
-        self._max_in_flight = max_in_flight
-        self._orders: WeakValueDictionary[tuple[str, int], _Order] = WeakValueDictionary()
+    def __init__(self, inner: Entrance, order: "Order", most: int) -> None:
+        super().__init__(inner.served)
+        self._inner, self._order, self._most = inner, order, most
+
+    @property
+    def lane(self) -> LaneEntrance:
+        """See `Entrance.lane`."""
+        return self._inner.lane
 
     def submit(
-        self,
-        served: ServedVersion,
-        request: OutgoingRequest,
-        sink: ResponseSink,
-        timeout_s: float,
-        quota: Counter | None = None,
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
     ) -> PendingCall:
-        """Submits a request, as `Submission.submit` does."""
-        key = served.spec.name, served.version
-        order = self._orders.get(key)
-        if order is None:
-            order = self._orders[key] = _Order()
-        if len(order) >= self._max_in_flight:
+        """See `Entrance.submit`."""
+        order = self._order
+        if len(order) >= self._most:
             raise QueueFull(FULL)
-        place = OrderedSink(order, self._submission.pending, sink)
+        place = OrderedSink(order, self.lane.table, sink)
         order.append(place)
         try:
-            pending = place.pending = self._submission.submit(served, request, place, timeout_s, quota)
+            pending = place.pending = self._inner.submit(request, place, timeout_s, quota)
         except BaseException:
             place.give_up_place()
             raise
@@ -51,8 +46,29 @@ class Ordering:
         return pending
 
 
-class _Order(deque["OrderedSink"]):
+class Ordering:
+    """Wraps the entrances of models that preserve their order; the entrances of a version have one order."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._orders: WeakValueDictionary[tuple[str, int], Order] = WeakValueDictionary()
+
+    def wrap(self, entrance: Entrance) -> Entrance:
+        """Returns an entrance that answers in order, if the model asks for it."""
+        if not entrance.spec.preserves_order:
+            return entrance
+        key = entrance.spec.name, entrance.served.version
+        order = self._orders.get(key)
+        if order is None:
+            order = self._orders[key] = Order()
+        return OrderedEntrance(entrance, order, self._max_in_flight)
+
+
+class Order(deque["OrderedSink"]):
+    """The requests of a version in order."""
+
     def advance(self) -> None:
+        """Lets those answer whose turn it is."""
         while self and self[0].is_ready:
             self.popleft().take_turn()
         if self and (first := self[0].pending) is not None:
@@ -64,7 +80,7 @@ class OrderedSink(Inner):
 
     __slots__ = ("_came", "_has_left", "_inner", "_order", "_table", "pending")
 
-    def __init__(self, order: _Order, table: PendingRequests, inner: ResponseSink) -> None:
+    def __init__(self, order: Order, table: PendingRequests, inner: ResponseSink) -> None:
         self._order, self._table, self._inner = order, table, inner
         self._came: list[tuple[Callable[[PendingCall, Any], None], Response | Exception]] = []
         self._has_left = False

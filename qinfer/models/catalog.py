@@ -66,6 +66,7 @@ class ServedVersion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CatalogView:
     served: Mapping[tuple[str, int], ServedVersion] = field(default_factory=dict)
+    asked: Mapping[tuple[str, int], ServedVersion] = field(default_factory=dict)
     accepting: Mapping[tuple[str, int], ServedVersion] = field(default_factory=dict)
     capacities: Mapping[tuple[str, int], Capacity] = field(default_factory=dict)
     known: tuple[str, ...] = ()
@@ -77,7 +78,8 @@ class _CatalogView:
 class Catalog:
     """The models that accept requests.
 
-    Without a `queue`, gateways restore lost data. `missed` gets the seconds since the first failed refresh.
+    Without a `queue`, gateways restore lost data. `missed` gets the seconds since the first failed refresh, and `shown`
+    the versions of `asked`, in the same step in which they replace the last ones.
     """
 
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:
@@ -85,6 +87,7 @@ class Catalog:
         self._limits = limits
         self._guard = InstallationGuard(store, queue)
         self.missed: Callable[[float], None] = lambda _: None
+        self.shown: Callable[[Mapping[tuple[str, int], ServedVersion]], None] = lambda _: None
         self._is_whole = True
         self._beaten_by_s = 0.0
         self._view = _CatalogView()
@@ -114,8 +117,10 @@ class Catalog:
                 name: self._seen_versions.get(name, set()).union(statuses[name].versions if name in statuses else ())
                 for name in (*stored, *statuses)
             }
+            asked = {key: each for key, each in accepting.items() if each.wait_s} | served
             self._view = _CatalogView(
                 served=served,
+                asked=asked,
                 accepting=accepting,
                 capacities=capacities,
                 known=tuple(sorted(desired)),
@@ -123,6 +128,7 @@ class Catalog:
                 stored=stored,
                 workers=workers,
             )
+            self.shown(asked)
             self._refreshed = True
             self._started = self._started or have_begun(statuses.values())
 
@@ -168,12 +174,9 @@ class Catalog:
 
     def asked(self, model: str, version: int) -> ServedVersion:
         """Returns a version as `resolve`, or one that loads within `ServedVersion.wait_s`."""
-        view = self._view
-        served = view.served.get((model, version))
+        served = self._view.asked.get((model, version))
         if served is None:
-            served = view.accepting.get((model, version))
-            if served is None or not served.wait_s:
-                raise self._reason(model, version)
+            raise self._reason(model, version)
         return served
 
     def accepting(self, model: str, version: int) -> ServedVersion:

@@ -1,4 +1,4 @@
-"""The response cache, a step of `Submission`: a repeated request is answered without being executed (ADR 0021).
+"""The response cache, an entrance: a repeated request is answered without being executed (ADR 0021).
 
     request ─▶ key ─▶ in memory? ─▶ answered at once
                  └─▶ an execution of it in progress? ─▶ waits for that one
@@ -40,28 +40,24 @@ _Place = tuple[bytes, Lane, float]
 
 
 class Executes(Protocol):
-    """The part of `Submission` that executes."""
+    """The entrance behind the cache."""
 
-    pending: PendingRequests
+    served: ServedVersion
 
-    def submit(
-        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float
-    ) -> PendingCall:
+    def submit(self, request: OutgoingRequest, sink: Inner, timeout_s: float) -> PendingCall:
         """Puts a request into the queue."""
         ...
 
-    def admit(
-        self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float, *, tenant: str = ""
-    ) -> None:
+    def admit(self, request: OutgoingRequest, route: LaneRoute, timeout_s: float) -> None:
         """Refuses a request that may not wait."""
         ...
 
-    def prepare(self, request: OutgoingRequest, served: ServedVersion) -> None:
+    def prepare(self, request: OutgoingRequest) -> None:
         """Checks a request, and refuses it if too many are in flight."""
         ...
 
-    def new_id(self, served: ServedVersion) -> str:
-        """Returns a request id."""
+    def begin(self, request: OutgoingRequest, sink: ResponseSink, quota: Counter | None = None) -> PendingCall:
+        """Stamps id and version."""
         ...
 
 
@@ -69,15 +65,15 @@ class Flight(Inner):
     """An execution that equal requests wait for, and the sink of its response; `first` is its first caller."""
 
     __slots__ = (
-        "_cache", "callers", "ends_s", "first", "is_whole", "looked_ns", "pending", "place", "request", "served",
+        "_cache", "callers", "ends_s", "first", "inner", "is_whole", "looked_ns", "pending", "place", "request",
     )  # fmt: skip
 
     def __init__(
-        self, cache: "ResponseCache", place: _Place, served: ServedVersion, request: OutgoingRequest, first: PendingCall
+        self, cache: "ResponseCache", place: _Place, inner: Executes, request: OutgoingRequest, first: PendingCall
     ) -> None:
         self._cache = cache
         self.place = place
-        self.served = served
+        self.inner = inner
         self.request = request
         self.first = first
         self.callers: dict[PendingCall, None] = {first: None}
@@ -131,7 +127,6 @@ class ResponseCache:
         self._max_in_flight = max_in_flight
         self._call_soon = None if at_once else asyncio.get_running_loop().call_soon
         self._now_s: Callable[[], float] = SystemClock().monotonic_s
-        self._submission: Executes
         self._table: PendingRequests
         self._flights: dict[_Place, Flight] = {}
         self._unseen: list[Flight] = []
@@ -139,27 +134,25 @@ class ResponseCache:
         self._unwritten_bytes = 0
         self._work = asyncio.Event()
 
-    def serve(self, submission: Executes) -> None:
-        """Begins to serve a submission."""
-        self._submission, self._table = submission, submission.pending
+    def serve(self, table: PendingRequests) -> None:
+        """Begins to answer requests of a table."""
+        self._table = table
 
     def submit(
         self,
-        served: ServedVersion,
+        inner: Executes,
         request: OutgoingRequest,
         sink: ResponseSink,
         timeout_s: float,
         quota: Counter | None,
     ) -> PendingCall | None:
         """Answers a request or lets it wait; `None` if it can't be cached."""
-        started_s = self._now_s()
+        started_s, served = self._now_s(), inner.served
         key = response_key(request, served)
         if key is None:
             return None
-        spec = served.spec
-        request_id, version = self._submission.new_id(served), served.version
-        pending = PendingCall(request_id, request.client_id, spec.name, version, sink, started_s, quota=quota)
-        request.id, request.version = request_id, version
+        pending = inner.begin(request, sink, quota)
+        pending.started_s = started_s
         found = None if self._local is None else self._local.find(key)
         if found is not None:
             self._count_hit(pending)
@@ -172,7 +165,7 @@ class ResponseCache:
         place = (key, route.lane, 0.0 if served.routes.are_plain else request.timeout_s)
         flight = self._flights.get(place)
         if flight is None or flight.ends_s < started_s + timeout_s:
-            self._take_off(place, served, request, pending, timeout_s)
+            self._take_off(place, inner, request, pending, timeout_s)
             return pending
         if len(self._table) >= self._max_in_flight:
             raise QueueFull(FULL)
@@ -203,7 +196,7 @@ class ResponseCache:
             return
         callers, stored_ns = self._detach_flight(flight), 0
         is_whole = response.failure is None and flight.is_whole and not response.index
-        if is_whole and are_declared(response.outputs, flight.request, flight.served.spec):
+        if is_whole and are_declared(response.outputs, flight.request, flight.inner.served.spec):
             started_s = self._now_s()
             self._store(flight.place[0], response)
             stored_ns = _ns(self._now_s() - started_s)
@@ -233,17 +226,16 @@ class ResponseCache:
             self._table.cancel(pending)
 
     def _take_off(
-        self, place: _Place, served: ServedVersion, request: OutgoingRequest, pending: PendingCall, timeout_s: float
+        self, place: _Place, inner: Executes, request: OutgoingRequest, pending: PendingCall, timeout_s: float
     ) -> None:
         """Executes a request for all its callers, for up to twice the model's timeout because of later callers."""
-        spec, submission = served.spec, self._submission
+        served, spec = inner.served, inner.served.spec
         # It is cached for the requested version.
-        flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)
+        flight = Flight(self, place, inner, msgspec.structs.replace(request, moves=False), pending)
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
-        submission.prepare(flight.request, served)
+        inner.prepare(flight.request)
         # Admission uses the timeout of the caller, not that of the flight.
-        route = served.routes.for_priority(request.priority)
-        submission.admit(served, route, timeout_s, request.timeout_s, tenant=request.tenant)
+        inner.admit(request, served.routes.for_priority(request.priority), timeout_s)
         pending.shared = flight
         self._flights[place] = flight
         self._table.add(pending, pending.started_s + timeout_s)
@@ -261,7 +253,7 @@ class ResponseCache:
 
     def _execute(self, flight: Flight) -> None:
         left_s = max(flight.ends_s - self._now_s(), 0.001)
-        pending = self._submission.submit(flight.served, flight.request, flight, left_s)
+        pending = flight.inner.submit(flight.request, flight, left_s)
         if flight.callers:  # it has not failed already
             flight.pending = pending
 

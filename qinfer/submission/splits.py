@@ -5,30 +5,16 @@ theirs in order. A failed part, the whole's deadline, or a caller that leaves en
 bridges, labeling) are not split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import msgspec
 
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch, QinferError
-from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import MAX_PARTS, ModelSpec
-from qinfer.submission.pending import Inner, PendingCall, PendingRequests, ResponseSink
+from qinfer.submission.pending import Inner, PendingCall, PendingRequests
 from qinfer.tensors import Tensor, element_count, iter_bytes
-
-
-class Submits(Protocol):
-    """The part of `Submission` that splits need."""
-
-    pending: PendingRequests
-
-    def submit(
-        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float
-    ) -> PendingCall:
-        """Submits a part."""
-        ...
 
 
 class PartSink(Inner):
@@ -110,15 +96,18 @@ class Whole:
 
 
 def submit_parts(
-    submission: Submits, served: ServedVersion, request: OutgoingRequest, pending: PendingCall, timeout_s: float
+    submit: Callable[[OutgoingRequest, Inner, float], PendingCall],
+    table: PendingRequests,
+    parts: Sequence[OutgoingRequest],
+    pending: PendingCall,
+    timeout_s: float,
 ) -> None:
     """Submits the parts of a checked request; a refusal cancels the other parts."""
-    table, parts = submission.pending, parts_of(request, served.spec.max_batch_size)
     whole = pending.shared = Whole(table, pending, len(parts))
     table.add(pending, pending.started_s + timeout_s)
     try:
         for place, part in enumerate(parts):
-            whole.started(submission.submit(served, part, PartSink(whole, place), timeout_s))
+            whole.started(submit(part, PartSink(whole, place), timeout_s))
     except QinferError:
         whole.left(pending)
         table.remove(pending)

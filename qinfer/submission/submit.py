@@ -1,16 +1,23 @@
-"""Submission to the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
+"""The way into the queue: each served version has an *entrance*, composed once of what its configuration asks for.
 
-`Submission` serves callers that wait: a gateway's clients, and a worker's models that call other models. `prepare`
-serves stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid
-out again (`Layouts`). Large tensors travel beside the entry; the size of an entry is bounded, because lanes are limited
-by entries.
+    lane            room → checked, unless a request like it was → admitted → stamped → laid out → pending → queue
+    policy          a lane with priorities, queue timeouts, streams, or the wait for a worker
+    sequence        the step goes to its sequence instead of a lane
+    split(inner)    a request larger than a batch becomes parts, which `inner` takes
+    cache(inner)    a repeated request is answered; `inner` executes any other
+
+`Submission` holds what the entrances of a process share. When the catalog has refreshed, it replaces all entrances at
+once; requests in flight keep theirs. Callers that wait use `Entrance.submit`: a gateway's clients, and a worker's
+models that call other models. `prepare` serves stored requests (`/v1`, bridges), which `Requests.accept` enqueues.
+Similar requests are neither checked nor laid out again (`Layouts`). Large tensors travel beside the entry; the size of
+an entry is bounded, because lanes are limited by entries.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
 loaded is withdrawn after `ServedVersion.wait_s`.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -37,8 +44,8 @@ from qinfer.submission.backlog import LaneLoads, queue_timeout_s
 from qinfer.submission.caches import inputs_digest
 from qinfer.submission.lane_load import LaneLoad
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
-from qinfer.submission.response_cache import Flight, ResponseCache
-from qinfer.submission.splits import check_whole, is_large, submit_parts
+from qinfer.submission.response_cache import ResponseCache
+from qinfer.submission.splits import check_whole, is_large, parts_of, submit_parts
 from qinfer.submission.steps import SequenceSteps
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes, Tensor
@@ -77,9 +84,9 @@ class LocalBatcher(Protocol):
 
 
 class Submission:
-    """Submits one process's requests and waits for answers; made on its event loop.
+    """What the entrances of one process share; made on its event loop.
 
-    `owner` names this process: replies come to `reply:<owner>`.
+    `owner` names this process: replies come to `reply:<owner>`. `outermost` wraps each entrance.
     """
 
     def __init__(
@@ -91,135 +98,61 @@ class Submission:
         answered: Callable[[PendingCall, Response], None],
         failed: Callable[[PendingCall, Exception], None],
     ) -> None:
-        self._queue = queue
-        self._catalog = catalog
-        self._max_in_flight = limits.max_in_flight
-        self._clock = SystemClock()
-        self._reply_to = reply_address(owner)
-        self._new_id = IdFactory().request_id
-        self._layouts = Layouts(limits.inline_max_bytes)
+        self.queue = queue
+        self.catalog = catalog
+        self.max_in_flight = limits.max_in_flight
+        self.clock = SystemClock()
+        self.reply_to = reply_address(owner)
+        self.new_id = IdFactory().request_id
+        self.layouts = Layouts(limits.inline_max_bytes)
         call_later = asyncio.get_running_loop().call_later
         window_bytes = limits.stream_window_bytes
-        self.pending = PendingRequests(queue, self._clock, call_later, answered, failed, window_bytes)
+        self.pending = PendingRequests(queue, self.clock, call_later, answered, failed, window_bytes)
         self.backlog = LaneLoads(queue, catalog)
         self.pending.load_of = self.backlog.known
-        self._steps = SequenceSteps(queue, limits, self.pending)
+        self.steps = SequenceSteps(queue, limits, self.pending)
+        self.outermost: Callable[[Entrance], Entrance] = lambda entrance: entrance
         self._cache: ResponseCache | None = None
+        self._entrances: dict[tuple[str, int], Entrance] = {}
+        catalog.shown = self._show
 
     def set_cache(self, cache: ResponseCache) -> None:
-        """Caches responses of models that enable it; call before `run`."""
-        cache.serve(self)
+        """Caches responses of models that enable it; call before the catalog is read."""
+        cache.serve(self.pending)
         self._cache = cache
 
-    def submit(
-        self,
-        served: ServedVersion,
-        request: OutgoingRequest,
-        sink: ResponseSink,
-        timeout_s: float,
-        quota: Counter | None = None,
-    ) -> PendingCall:
-        """Submits a request with tenant and trace, stamped in place; its responses, or its failure, go to the sink.
+    def asked(self, model: str, version: int) -> "Entrance":
+        """Returns the entrance of a version, as `Catalog.asked`."""
+        return self._entrances.get((model, version)) or self.compose(self.catalog.asked(model, version))
 
-        The request's `timeout_s` is its queue timeout, the argument the time to its deadline; a stream also needs a
-        first response in the model's default timeout. `quota` counts the request while it is in flight.
-        """
+    def of(self, served: ServedVersion) -> "Entrance":
+        """Returns the entrance of a version that the catalog has shown."""
+        entrance = self._entrances.get((served.spec.name, served.version))
+        return entrance if entrance is not None and entrance.served is served else self.compose(served)
+
+    def compose(self, served: ServedVersion) -> "Entrance":
+        """Composes a version's entrance."""
         spec = served.spec
-        if (spec.is_cached or spec.splits or spec.sequences is not None) and (
-            special := self._submit_special(served, request, sink, timeout_s, quota)
-        ) is not None:
-            return special
-        route = None if served.routes.are_plain else served.routes.for_priority(request.priority)
-        lane = served.lane if route is None else route.lane
-        is_usual = route is None or route.is_usual
-        if len(self.pending) >= self._max_in_flight:
-            raise QueueFull(FULL)
-        kind = form = None
-        if is_usual and not served.wait_s and not spec.decoupled and not (spec.steps and request.timeout_s):
-            kind = kind_of(request, lane, served.generation, timeout_s)
-            form = None if kind is None else self._layouts.find(kind)
-        if form is None and (not request.generation or request.generation != served.generation):
-            check(request, served)
-        tenant = request.tenant
-        load = self.backlog.load(served, self._queue.places.last(lane, tenant) if tenant else lane)
-        waiting, default_s = load.own + load.others + load.beside, spec.default_timeout_s
-        # A shorter timeout allows proportionally fewer.
-        if not is_usual or waiting * default_s >= load.most * min(timeout_s, default_s):
-            worth_s = min(timeout_s, default_s) if spec.decoupled else timeout_s
-            self.admit(served, route or served.routes.default, worth_s, request.timeout_s, tenant=tenant)
-        request.id = self._new_id(spec.name, lane.partition)
-        request.version = served.version
-        now_s = self._clock.monotonic_s()
-        pending = PendingCall(
-            request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota
-        )
-        try:
-            if form is None:
-                self._submit_anew(pending, request, served, route or served.routes.default, timeout_s, kind)
-            else:
-                request.timeout_s = timeout_s
-                self.pending.add(pending, now_s + timeout_s)
-                limit, by = 0 if route is None else route.policy.max_queue_size, request.moves_by
-                done = partial(self.pending.submitted, pending)
-                self._queue.submit(lane, form.fill(request), done, limit=limit, tenant=tenant, endpoint=by)
-        except QinferError:
-            self.pending.remove(pending)
-            raise
-        return pending
-
-    def submit_near(
-        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
-    ) -> PendingCall:
-        """Submits a plain request to a batcher of this process if nothing waits, else by `submit`."""
-        spec = served.spec
-        is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
-        if not is_plain or spec.is_cached or spec.splits or self._is_crowded(served):
-            return self.submit(served, request, sink, timeout_s)
-        pending = self._submit_local(served, request, sink, timeout_s, partial(local.try_admit, next_batch=True))
-        return pending or self.submit(served, request, sink, timeout_s)
-
-    def submit_here(
-        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
-    ) -> PendingCall | None:
-        """Submits to a batcher of this process, past all waiting requests; `None` if it refuses."""
-        spec = served.spec
-        # The reader of the lane chooses the sequence id that the model sees.
-        names_sequence = spec.sequences is not None or request.sequence is not None
-        if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
-            return None
-        return self._submit_local(served, request, sink, timeout_s, partial(local.try_admit, next_batch=False))
-
-    def _is_crowded(self, served: ServedVersion) -> bool:
-        load = self.backlog.load(served, served.lane)
-        return load.others > 0 or load.beside > 0
-
-    def _submit_local(
-        self,
-        served: ServedVersion,
-        request: OutgoingRequest,
-        sink: ResponseSink,
-        timeout_s: float,
-        try_admit: Callable[..., bool],
-    ) -> PendingCall | None:
-        now_s, rows = self._clock.monotonic_s(), validate(request, served.spec)
-        request.id = self._new_id(served.spec.name, served.lane.partition)
-        request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
-        pending = PendingCall(request.id, request.client_id, served.spec.name, served.version, sink, now_s)
-        if not try_admit(served, request, rows, pending):
-            request.timeout_s = 0.0  # plain models need no policy
-            return None
-        self.pending.add(pending, now_s + timeout_s)
-        return pending
+        if spec.is_stateful:
+            return self.outermost(SequenceEntrance(self, served))
+        is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.steps)
+        lane = (LaneEntrance if is_plain else PolicyEntrance)(self, served)
+        entrance: Entrance = lane
+        if spec.is_cached and self._cache is not None:
+            entrance = CacheEntrance(self._cache, lane)
+        if spec.splits:
+            entrance = SplitEntrance(entrance)
+        return self.outermost(entrance)
 
     def enqueue(self, waiting: PendingCall, request: OutgoingRequest, lane: Lane) -> None:
         """Enqueues a pending request that a local batcher admitted and did not execute."""
         if waiting not in self.pending:
             return
         self.pending.count(waiting, self.backlog.known(lane))
-        request.reply_to = self._reply_to
-        frame, payload = self._layouts.lay_out(request, None)
+        request.reply_to = self.reply_to
+        frame, payload = self.layouts.lay_out(request, None)
         done = partial(self.pending.submitted, waiting)
-        self._queue.submit(lane, frame, done, payload=payload, tenant=request.tenant, endpoint=request.moves_by)
+        self.queue.submit(lane, frame, done, payload=payload, tenant=request.tenant, endpoint=request.moves_by)
 
     def admit(
         self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float, *, tenant: str = ""
@@ -229,17 +162,6 @@ class Submission:
         if refusal is not None:
             raise refusal
 
-    def prepare(self, request: OutgoingRequest, served: ServedVersion) -> None:
-        """Checks a request before its cached response is looked up."""
-        if len(self.pending) >= self._max_in_flight:
-            raise QueueFull(FULL)
-        if not request.generation or request.generation != served.generation:
-            check(request, served)
-
-    def new_id(self, served: ServedVersion) -> str:
-        """Returns a request id."""
-        return self._new_id(served.spec.name, served.lane.partition)
-
     async def run(self) -> None:
         """Runs the background work of this process's submissions until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -247,111 +169,320 @@ class Submission:
                 group.create_task(self._cache.run())
             group.create_task(self.pending.run())
             group.create_task(self.backlog.run())
-            group.create_task(self._steps.run())
+            group.create_task(self.steps.run())
 
-    def _submit_anew(
-        self,
-        pending: PendingCall,
-        request: OutgoingRequest,
-        served: ServedVersion,
-        route: LaneRoute,
-        timeout_s: float,
-        kind: Kind | None,
-    ) -> None:
-        policy, spec = route.policy, served.spec
-        _stamp(request, served, route, timeout_s, self._reply_to)
-        frame, payload = self._layouts.lay_out(request, kind)
-        if spec.decoupled:
-            pause_s = min(spec.default_timeout_s, timeout_s)
-            self.pending.open_stream(pending, resumes=spec.stream_resume, pause_s=pause_s, timeout_s=timeout_s)
-            timeout_s = pause_s
-        first_s = timeout_s
-        if not policy.delay and 0 < request.queue_timeout_s < first_s:
-            first_s = request.queue_timeout_s
-        if 0 < served.wait_s < first_s:
-            first_s, pending.untaken = served.wait_s, partial(self._untaken, served)
-        if first_s < timeout_s:
-            pending.deadline_s, timeout_s = pending.started_s + timeout_s, first_s
-        self.pending.add(pending, pending.started_s + timeout_s)
-        done = partial(self.pending.submitted, pending)
-        limit, tenant, endpoint = policy.max_queue_size, request.tenant, request.moves_by
-        self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
+    def _show(self, versions: Mapping[tuple[str, int], ServedVersion]) -> None:
+        """Replaces the entrances; those of unchanged versions stay."""
+        known = {id(entrance.served): entrance for entrance in self._entrances.values()}
+        self._entrances = {
+            key: known.get(id(served)) or known.setdefault(id(served), self.compose(served))
+            for key, served in versions.items()
+        }
 
-    def _submit_special(
-        self,
-        served: ServedVersion,
-        request: OutgoingRequest,
-        sink: ResponseSink,
-        timeout_s: float,
-        quota: Counter | None,
-    ) -> PendingCall | None:
-        if served.spec.is_stateful:
-            if len(self.pending) >= self._max_in_flight:
-                raise QueueFull(FULL)
-            return self._submit_step(served, request, sink, timeout_s, quota)
-        if served.spec.splits and is_large(request, served.spec):
-            return self._submit_parts(served, request, sink, timeout_s, quota)
-        if self._cache is None or not served.spec.is_cached or type(sink) is Flight:
-            return None
-        return self._cache.submit(served, request, sink, timeout_s, quota)
 
-    def _submit_parts(
-        self,
-        served: ServedVersion,
-        request: OutgoingRequest,
-        sink: ResponseSink,
-        timeout_s: float,
-        quota: Counter | None,
+class Entrance:
+    """The way into a served version."""
+
+    def __init__(self, served: ServedVersion) -> None:
+        self.served, self.spec = served, served.spec
+
+    @property
+    def lane(self) -> "LaneEntrance":
+        """The innermost entrance."""
+        raise NotImplementedError
+
+    @property
+    def uncached(self) -> "Entrance":
+        """The entrance past the response cache."""
+        return self
+
+    def submit(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
     ) -> PendingCall:
-        self.prepare(request, served)
-        request.id, request.version, now_s = self.new_id(served), served.version, self._clock.monotonic_s()
-        model = served.spec.name
-        pending = PendingCall(request.id, request.client_id, model, served.version, sink, now_s, quota=quota)
-        submit_parts(self, served, request, pending, timeout_s)
-        return pending
+        """Submits a request with tenant and trace, stamped in place; its responses, or its failure, go to the sink.
 
-    def _submit_step(
-        self,
-        served: ServedVersion,
-        request: OutgoingRequest,
-        sink: ResponseSink,
-        timeout_s: float,
-        quota: Counter | None,
+        The request's `timeout_s` is its queue timeout, the argument the time to its deadline; a stream also needs a
+        first response in the model's default timeout. `quota` counts the request while it is in flight.
+        """
+        raise NotImplementedError
+
+    def submit_near(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
     ) -> PendingCall:
-        """Submits a step, whose limits are checked when it is appended."""
-        spec = served.spec
-        if not request.generation or request.generation != served.generation:
-            check(request, served)
-        request.id = self._new_id(spec.name, served.lane.partition)
-        backlog_s = 0.0 if spec.steps else request.timeout_s
-        _stamp(request, served, served.routes.default, timeout_s, self._reply_to)
-        frame, payload = self._layouts.lay_out(request, None)
-        now_s, load = self._clock.monotonic_s(), LaneLoad(served.lane, 0)
-        pending = PendingCall(
-            request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota
-        )
-        first_s = timeout_s
-        if backlog_s and (slot_s := max(backlog_s, TAKEN_S)) < first_s:
-            first_s, pending.untaken = slot_s, partial(DeadlineExceeded, BACKLOG_TIMED_OUT)
-        if 0 < served.wait_s < first_s:
-            first_s, pending.untaken = served.wait_s, partial(self._untaken, served)
-        if first_s < timeout_s:
-            pending.deadline_s = now_s + timeout_s
-        self._steps.submit(pending, request, served, frame, payload)
-        self.pending.add(pending, now_s + first_s)
-        return pending
+        """Submits a plain request to a batcher of this process if nothing waits, else by `submit`."""
+        return self.submit(request, sink, timeout_s)
 
-    def _untaken(self, served: ServedVersion) -> QinferError | None:
-        model, version = served.spec.name, served.version
+
+class LaneEntrance(Entrance):
+    """The entrance of requests that are all alike: one lane."""
+
+    def __init__(self, submission: Submission, served: ServedVersion) -> None:
+        super().__init__(served)
+        spec, route = served.spec, served.routes.default
+        self._submission, self._queue, self.table = submission, submission.queue, submission.pending
+        self._layouts, self._now_s = submission.layouts, submission.clock.monotonic_s
+        self._max_in_flight, self._load = submission.max_in_flight, submission.backlog.load
+        self._lane, self._route, self._limit = route.lane, route, route.policy.max_queue_size
+        self._default_s = spec.default_timeout_s
+
+    @property
+    def lane(self) -> "LaneEntrance":
+        """This entrance."""
+        return self
+
+    def submit(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
+    ) -> PendingCall:
+        """See `Entrance.submit`."""
+        served, lane, tenant = self.served, self._lane, request.tenant
+        if len(self.table) >= self._max_in_flight:
+            raise QueueFull(FULL)
+        kind = kind_of(request, self, timeout_s)
+        form = None if kind is None else self._layouts.find(kind)
+        if form is None:
+            self.check(request)
+        load = self._load(served, self._queue.places.last(lane, tenant) if tenant else lane)
+        waiting, default_s = load.own + load.others + load.beside, self._default_s
+        # A shorter timeout allows proportionally fewer.
+        if waiting * default_s >= load.most * min(timeout_s, default_s):
+            self.admit(request, self._route, timeout_s)
+        pending = self.begin(request, sink, quota, load)
         try:
-            if not self._catalog.asked(model, version).wait_s:
+            if form is None:
+                _stamp(request, served, self._route, timeout_s, self._submission.reply_to)
+                frame, payload = self._layouts.lay_out(request, kind)
+            else:
+                request.timeout_s = timeout_s
+                frame, payload = form.fill(request), None
+            self.table.add(pending, pending.started_s + timeout_s)
+            done, by = partial(self.table.submitted, pending), request.moves_by
+            self._queue.submit(lane, frame, done, payload=payload, limit=self._limit, tenant=tenant, endpoint=by)
+        except QinferError:
+            self.table.remove(pending)
+            raise
+        return pending
+
+    def submit_near(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
+    ) -> PendingCall:
+        """See `Entrance.submit_near`."""
+        pending = None
+        if self.served.routes.are_plain and not (self.served.wait_s or self.spec.decoupled):
+            load = self._load(self.served, self._lane)
+            if not (load.others or load.beside):
+                pending = self._submit_local(request, sink, timeout_s, local, next_batch=True)
+        return pending or self.submit(request, sink, timeout_s)
+
+    def submit_here(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
+    ) -> PendingCall | None:
+        """Submits to a batcher of this process, past all waiting requests; `None` if it refuses."""
+        spec = self.spec
+        # The reader of the lane chooses the sequence id that the model sees.
+        names_sequence = spec.sequences is not None or request.sequence is not None
+        if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
+            return None
+        return self._submit_local(request, sink, timeout_s, local, next_batch=False)
+
+    def submit_shadow(self, request: OutgoingRequest, sink: Inner) -> PendingCall:
+        """Puts a copy of a request into the version's shadow lane, which workers read while idle.
+
+        It bypasses response cache and quotas. Abandoned shadows are removed, and workers drop those of dead workers.
+        """
+        spec = self.spec
+        if reason := why_no_shadow(spec):
+            raise UnsupportedFeature(reason)
+        validate(request, spec)
+        lane = shadow_lane(spec.name, self.served.version, self._lane.partition)
+        pending = self.begin(request, sink)
+        request.partition, request.generation = lane.partition, self.served.generation
+        request.timeout_s, request.queue_timeout_s = self._default_s, 0.0
+        self.table.add(pending, pending.started_s + self._default_s)
+        try:
+            self._submission.enqueue(pending, request, lane)
+        except QinferError:
+            self.table.remove(pending)
+            raise
+        return pending
+
+    def prepare(self, request: OutgoingRequest) -> None:
+        """Checks a request that waits without an entry: parts are queued instead, or an equal request is."""
+        if len(self.table) >= self._max_in_flight:
+            raise QueueFull(FULL)
+        self.check(request)
+
+    def check(self, request: OutgoingRequest) -> None:
+        """Checks a request, unless it was checked against this generation."""
+        if not request.generation or request.generation != self.served.generation:
+            check(request, self.served)
+
+    def admit(self, request: OutgoingRequest, route: LaneRoute, timeout_s: float) -> None:
+        """Refuses a request that may not wait."""
+        self._submission.admit(self.served, route, timeout_s, request.timeout_s, tenant=request.tenant)
+
+    def begin(
+        self, request: OutgoingRequest, sink: ResponseSink, quota: Counter | None = None, load: LaneLoad | None = None
+    ) -> PendingCall:
+        """Stamps id and version; returns the pending request, which is not in the table yet."""
+        model, version = self.spec.name, self.served.version
+        request.id, request.version = self._submission.new_id(model, self._lane.partition), version
+        now_s = self._now_s()
+        return PendingCall(request.id, request.client_id, model, version, sink, now_s, load=load, quota=quota)
+
+    def _submit_local(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher, *, next_batch: bool
+    ) -> PendingCall | None:
+        rows = validate(request, self.spec)
+        pending = self.begin(request, sink)
+        request.generation, request.timeout_s = self.served.generation, timeout_s
+        if not local.try_admit(self.served, request, rows, pending, next_batch=next_batch):
+            request.timeout_s = 0.0  # plain models need no policy
+            return None
+        self.table.add(pending, pending.started_s + timeout_s)
+        return pending
+
+    def _untaken(self) -> QinferError | None:
+        model, version, wait_s = self.spec.name, self.served.version, self.served.wait_s
+        try:
+            if not self._submission.catalog.asked(model, version).wait_s:
                 return None
         except (ModelNotFound, ModelNotReady) as error:
             return error
         return ModelNotReady(
-            f"no worker took the request for '{model}' version {version} within {served.wait_s:g} s; "
+            f"no worker took the request for '{model}' version {version} within {wait_s:g} s; "
             "try again when one has loaded it"
         )
+
+
+class PolicyEntrance(LaneEntrance):
+    """A lane with priorities, queue timeouts, streams, or the wait for a worker."""
+
+    def __init__(self, submission: Submission, served: ServedVersion) -> None:
+        super().__init__(submission, served)
+        self._is_usual = self._route.is_usual and not (served.wait_s or self.spec.decoupled)
+
+    def submit(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
+    ) -> PendingCall:
+        """See `Entrance.submit`; a request without its own priority or queue timeout may be as any of a plain lane."""
+        spec = self.spec
+        if self._is_usual and not (request.priority or (spec.steps and request.timeout_s)):
+            return super().submit(request, sink, timeout_s, quota)
+        route = self.served.routes.for_priority(request.priority)
+        self.prepare(request)
+        tenant, default_s = request.tenant, self._default_s
+        load = self._load(self.served, self._queue.places.last(route.lane, tenant) if tenant else route.lane)
+        waiting = load.own + load.others + load.beside
+        if not route.is_usual or waiting * default_s >= load.most * min(timeout_s, default_s):
+            self.admit(request, route, min(timeout_s, default_s) if spec.decoupled else timeout_s)
+        pending = self.begin(request, sink, quota, load)
+        try:
+            self._enqueue(pending, request, route, timeout_s)
+        except QinferError:
+            self.table.remove(pending)
+            raise
+        return pending
+
+    def _enqueue(self, pending: PendingCall, request: OutgoingRequest, route: LaneRoute, timeout_s: float) -> None:
+        policy, spec, wait_s = route.policy, self.spec, self.served.wait_s
+        _stamp(request, self.served, route, timeout_s, self._submission.reply_to)
+        frame, payload = self._layouts.lay_out(request, None)
+        if spec.decoupled:
+            pause_s = min(self._default_s, timeout_s)
+            self.table.open_stream(pending, resumes=spec.stream_resume, pause_s=pause_s, timeout_s=timeout_s)
+            timeout_s = pause_s
+        first_s = timeout_s
+        if not policy.delay and 0 < request.queue_timeout_s < first_s:
+            first_s = request.queue_timeout_s
+        if 0 < wait_s < first_s:
+            first_s, pending.untaken = wait_s, self._untaken
+        if first_s < timeout_s:
+            pending.deadline_s, timeout_s = pending.started_s + timeout_s, first_s
+        self.table.add(pending, pending.started_s + timeout_s)
+        done = partial(self.table.submitted, pending)
+        limit, tenant, endpoint = policy.max_queue_size, request.tenant, request.moves_by
+        self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
+
+
+class SequenceEntrance(LaneEntrance):
+    """The entrance of a stateful model: a step, whose limits are checked when it is appended."""
+
+    submit_near = Entrance.submit_near
+
+    def submit(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
+    ) -> PendingCall:
+        """See `Entrance.submit`."""
+        self.prepare(request)
+        pending = self.begin(request, sink, quota, LaneLoad(self._lane, 0))
+        backlog_s, wait_s = 0.0 if self.spec.steps else request.timeout_s, self.served.wait_s
+        _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
+        frame, payload = self._layouts.lay_out(request, None)
+        first_s = timeout_s
+        if backlog_s and (slot_s := max(backlog_s, TAKEN_S)) < first_s:
+            first_s, pending.untaken = slot_s, partial(DeadlineExceeded, BACKLOG_TIMED_OUT)
+        if 0 < wait_s < first_s:
+            first_s, pending.untaken = wait_s, self._untaken
+        if first_s < timeout_s:
+            pending.deadline_s = pending.started_s + timeout_s
+        self._submission.steps.submit(pending, request, self.served, frame, payload)
+        self.table.add(pending, pending.started_s + first_s)
+        return pending
+
+
+class SplitEntrance(Entrance):
+    """Submits the parts of a request that is larger than a batch."""
+
+    def __init__(self, inner: Entrance) -> None:
+        super().__init__(inner.served)
+        self._inner = inner
+
+    @property
+    def lane(self) -> LaneEntrance:
+        """See `Entrance.lane`."""
+        return self._inner.lane
+
+    @property
+    def uncached(self) -> Entrance:
+        """See `Entrance.uncached`."""
+        return SplitEntrance(self._inner.uncached)
+
+    def submit(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
+    ) -> PendingCall:
+        """See `Entrance.submit`."""
+        if not is_large(request, self.spec):
+            return self._inner.submit(request, sink, timeout_s, quota)
+        self.lane.prepare(request)
+        pending = self.lane.begin(request, sink, quota)
+        parts = parts_of(request, self.spec.max_batch_size)
+        submit_parts(self._inner.submit, self.lane.table, parts, pending, timeout_s)
+        return pending
+
+
+class CacheEntrance(Entrance):
+    """Answers a repeated request."""
+
+    def __init__(self, cache: ResponseCache, inner: LaneEntrance) -> None:
+        super().__init__(inner.served)
+        self._cache, self._inner = cache, inner
+
+    @property
+    def lane(self) -> LaneEntrance:
+        """See `Entrance.lane`."""
+        return self._inner
+
+    @property
+    def uncached(self) -> Entrance:
+        """See `Entrance.uncached`."""
+        return self._inner
+
+    def submit(
+        self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
+    ) -> PendingCall:
+        """See `Entrance.submit`."""
+        pending = self._cache.submit(self._inner, request, sink, timeout_s, quota)
+        return pending or self._inner.submit(request, sink, timeout_s, quota)
 
 
 def check(request: OutgoingRequest, served: ServedVersion) -> None:
@@ -455,8 +586,8 @@ class Layouts:
         return frame, payload
 
 
-def kind_of(request: OutgoingRequest, lane: Lane, generation: int, timeout_s: float) -> Kind | None:
-    """Returns the kind of an unstamped request.
+def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kind | None:
+    """Returns the kind of an unstamped request to an entrance.
 
     `None` if its frame is unique or its bytes must be checked.
     """
@@ -469,7 +600,7 @@ def kind_of(request: OutgoingRequest, lane: Lane, generation: int, timeout_s: fl
         return None
     inputs = request.inputs
     spares = request.spares_outputs
-    kind = (lane, generation, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s))
+    kind = (entrance, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s))
     if len(inputs) != 1:
         return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
     return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))
@@ -507,32 +638,3 @@ def check_head(size: int) -> None:
             f"the id, names and parameters of the request take {size} bytes, more than {MAX_HEAD_BYTES}; "
             "send what is large as a tensor"
         )
-
-
-def submit_shadow(
-    submission: Submission,
-    served: ServedVersion,
-    request: OutgoingRequest,
-    sink: Inner,
-    monotonic_s: Callable[[], float],
-) -> PendingCall:
-    """Puts a copy of a request into the shadow lane of a model version, which workers read while idle.
-
-    It bypasses response cache and quotas. Abandoned shadows are removed, and workers drop those of dead workers.
-    """
-    spec = served.spec
-    if reason := why_no_shadow(spec):
-        raise UnsupportedFeature(reason)
-    validate(request, spec)
-    lane = shadow_lane(spec.name, served.version, served.lane.partition)
-    request.id, request.version, request.partition = submission.new_id(served), served.version, lane.partition
-    request.generation, request.timeout_s, request.queue_timeout_s = served.generation, spec.default_timeout_s, 0.0
-    now_s = monotonic_s()
-    pending = PendingCall(request.id, request.client_id, spec.name, served.version, sink, now_s)
-    submission.pending.add(pending, now_s + spec.default_timeout_s)
-    try:
-        submission.enqueue(pending, request, lane)
-    except QinferError:
-        submission.pending.remove(pending)
-        raise
-    return pending

@@ -29,7 +29,7 @@ from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, Overloade
 from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import RequestState
 from qinfer.submission.pending import Inner, PendingCall, ResponseSink
-from qinfer.submission.submit import Submission, submit_shadow, tensor_bytes
+from qinfer.submission.submit import Submission, tensor_bytes
 from qinfer.tensors import Tensor
 from qinfer.traffic.differences import Differences, Found
 from qinfer.traffic.endpoints import Target
@@ -112,7 +112,7 @@ class OnlineShadows:
         copy = msgspec.structs.replace(
             request, model=model, trace="", priority=0, payload=False, inputs_digest=b"", endpoint=""
         )
-        pending = submit_shadow(self._submission, shadow.served, copy, shadow, time.monotonic)
+        pending = self._submission.of(shadow.served).lane.submit_shadow(copy, shadow)
         self.waiting += 1
         return pending
 

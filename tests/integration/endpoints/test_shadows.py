@@ -348,12 +348,13 @@ async def test_a_request_without_an_answer_takes_its_shadow_along(tmp_path: Path
         await eventually(is_empty, description="an empty shadow lane")
 
 
-@pytest.mark.parametrize("broken", ["tensor_bytes", "submit_shadow", "Differences"])
+@pytest.mark.parametrize("broken", ["tensor_bytes", "why_no_shadow", "Differences"])
 async def test_a_defect_of_shadows_is_logged_and_counted_and_nothing_to_callers(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the draw, as one is submitted, and as both answers are there."""
-    monkeypatch.setattr(f"qinfer_api.endpoints.shadows.{broken}", Mock(side_effect=RuntimeError("defect")))
+    where = "qinfer.submission.submit" if broken == "why_no_shadow" else "qinfer_api.endpoints.shadows"
+    monkeypatch.setattr(f"{where}.{broken}", Mock(side_effect=RuntimeError("defect")))
     digits(tmp_path, {1: "Identity", 2: "Neg"})
     async with models_served(tmp_path) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
         await scene.http.load_model("digits")

@@ -27,7 +27,7 @@ def request(*sizes: int, **changes: Any) -> OutgoingRequest:
 
 
 def kind(one: OutgoingRequest, *, lane: Lane = LANE, generation: int = 5) -> submission.Kind | None:
-    return kind_of(one, lane, generation, one.timeout_s)
+    return kind_of(one, (lane, generation), one.timeout_s)
 
 
 def test_what_is_alike_has_the_same_kind() -> None:

@@ -36,7 +36,7 @@ async def test_large_outputs_of_what_a_batcher_gave_back_are_read_from_its_lane(
         one.publish_responses = lambda request: [Response(request_id=request.id, stored=True)]
         submission = one.caller._submission
         served = one.caller._catalog.resolve("back", 1)
-        submission.submit_near(served, asked(), sink, 30.0, cast(Any, local))
+        submission.of(served).submit_near(asked(), sink, 30.0, cast(Any, local))
         ((request, pending),) = taken
         submission.enqueue(pending, request, LANE)
         own = pending.load.own

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from qinfer.batching.rate_limiter import Ledger
@@ -33,7 +32,7 @@ from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import ResponseCache
-from qinfer.submission.submit import Submission, check
+from qinfer.submission.submit import Entrance, Submission, check
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.wire.frame import decode_credits, is_credits
 from qinfer_workers.inference.calls.answers import EXPIRED, GRACE_S, CallAnswer, CallResponses, StreamInbox, raised
@@ -148,22 +147,23 @@ class WorkerCaller:
         """Submits a step of an ensemble, after `follow`; `near` allows the short cut."""
         if self._is_closed:
             raise Cancelled(_ENDING)
-        served = self._catalog.asked(step.model.name, step.version)
-        if served.spec.is_cached and not cached:
-            served = replace(served, spec=replace(served.spec, is_cached=False))
+        entrance = self._submission.asked(step.model.name, step.version)
+        if not cached:
+            entrance = entrance.uncached
+        served = entrance.served
         if request.holders and (reason := self._endless(request, served)):
             raise InferenceFailed(reason)
         request.generation = 0
         request, sink = traced(request, sink, self._now_s)
         timeout_s = min(timeout_s, served.spec.max_timeout_s)
         try:
-            held = self._submit_held(served, request, sink, timeout_s)
+            held = self._submit_held(entrance, request, sink, timeout_s, cached=cached)
             if held is not None:
                 pending = held
             elif near:
-                pending = self._submission.submit_near(served, request, sink, timeout_s, self.local)
+                pending = entrance.submit_near(request, sink, timeout_s, self.local)
             else:
-                pending = self._submission.submit(served, request, sink, timeout_s)
+                pending = entrance.submit(request, sink, timeout_s)
         except QinferError:
             raise
         except Exception:
@@ -260,8 +260,9 @@ class WorkerCaller:
             return
         request, sink = traced(request, answer, self._now_s)
         try:
-            held = self._submit_held(served, request, sink, timeout_s)
-            answer.submitted(held or self._submission.submit(served, request, sink, timeout_s))
+            entrance = self._submission.of(served)
+            held = self._submit_held(entrance, request, sink, timeout_s)
+            answer.submitted(held or entrance.submit(request, sink, timeout_s))
         except QinferError as error:
             answer.fail(error)
         except Exception:  # the boundary: no failure of a call may end the worker
@@ -271,16 +272,16 @@ class WorkerCaller:
             self._called(served.lane)
 
     def _submit_held(
-        self, served: ServedVersion, request: OutgoingRequest, sink: ResponseSink, timeout_s: float
+        self, entrance: Entrance, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, *, cached: bool = True
     ) -> PendingCall | None:
         """Submits a call past the lane, where requests that wait for its callers may be ahead; `None` = use it."""
-        limiter, spec = self.limiter, served.spec
+        limiter, served, spec = self.limiter, entrance.served, entrance.spec
         if limiter is None or not spec.is_limited:
             held = level_of(request.holders, spec.name, served.version)
-            if not held or spec.is_cached or not self.local.has_more(spec.name, served.version, held):
+            if not held or (spec.is_cached and cached) or not self.local.has_more(spec.name, served.version, held):
                 return None
             self._called(served.lane)
-            return self._submission.submit_here(served, request, sink, timeout_s, self.local)
+            return entrance.lane.submit_here(request, sink, timeout_s, self.local)
         if not limiter.holds(request.holders):
             return None
         is_here = self.local.serves(spec.name, served.version) and not spec.decoupled
@@ -288,7 +289,7 @@ class WorkerCaller:
             raise InferenceFailed(reason)
         self._called(served.lane)
         # A batcher of another generation refuses it: the lane is used then.
-        return self._submission.submit_here(served, request, sink, timeout_s, self.local)
+        return entrance.lane.submit_here(request, sink, timeout_s, self.local)
 
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
         try:
