@@ -6,7 +6,6 @@ Lines contain no payload and no key.
 import logging
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from qinfer.core.messages import OutgoingRequest, Response
@@ -14,6 +13,7 @@ from qinfer.errors import ErrorCode
 from qinfer.observe.logs import ACCESS
 from qinfer.submission.pending import ResponseSink
 from qinfer_api.auth import CallerContext
+from qinfer_api.stages import Passage, SinkWrapper, Stage
 from qinfer_api.status import http_status
 
 logger = logging.getLogger(ACCESS)
@@ -22,15 +22,15 @@ OK, ACCEPTED = "ok", "accepted"
 _MOST_TEXT = 256
 
 
-class AccessLog:
+class AccessLog(Stage):
     """Writes one gateway's lines; `share` samples successful requests."""
 
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def noted(self, sink: ResponseSink, context: CallerContext, request: OutgoingRequest) -> "LoggedSink":
-        """Wraps a sink in one that logs the end."""
-        return LoggedSink(self, sink, context, request)
+    def before(self, passage: Passage) -> None:
+        """Wraps the sink in one that logs the end."""
+        passage.sink = LoggedSink(self, passage.sink, passage.context, passage.request)
 
     def refused(self, context: CallerContext, model: tuple[str, int], code: str) -> None:
         """Logs a request that was not queued."""
@@ -57,25 +57,6 @@ class AccessLog:
         if is_failure or random.random() < self._share:  # noqa: S311  a sample
             status = {OK: 200, ACCEPTED: 202}.get(code) or http_status(code)
             logger.info("request", extra={**who, **about, "code": code, "status": status})
-
-
-class SinkWrapper:
-    """The base of sinks that see responses on their way to the request's own sink."""
-
-    __slots__ = ("began_s", "frontend", "inner", "no_stream")
-
-    def __init__(self, inner: ResponseSink) -> None:
-        self.inner = inner
-        self.no_stream = inner.no_stream
-        self.frontend: str = getattr(inner, "frontend", "")
-        self.began_s = time.monotonic()
-
-    def deliver(self, response: Response) -> None:
-        """Passes responses on."""
-        self.inner.deliver(response)
-
-    def left(self, request_id: str, version: int) -> None:
-        """Notes that the caller went away."""
 
 
 class LoggedSink(SinkWrapper):
@@ -109,20 +90,6 @@ class LoggedSink(SinkWrapper):
         """Logs a request whose caller went away."""
         self.about |= {"request_id": request_id, "version": version}
         self.finish_line(ErrorCode.CANCELLED)
-
-
-def inner_of(sink: ResponseSink) -> ResponseSink:
-    """Returns a request's own sink."""
-    while isinstance(sink, SinkWrapper):
-        sink = sink.inner
-    return sink
-
-
-def wrappers_of(sink: ResponseSink) -> Iterator[SinkWrapper]:
-    """Yields the wrappers of a request's own sink."""
-    while isinstance(sink, SinkWrapper):
-        yield sink
-        sink = sink.inner
 
 
 def _who(context: CallerContext) -> dict[str, Any]:

@@ -63,7 +63,7 @@ from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.labeling.service import Labeling, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
-from qinfer_api.observe.tracing import Tracing
+from qinfer_api.observe.tracing import TraceStage, Tracing
 from qinfer_api.quotas import Quota
 from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.reloading import KeyFile, Reloading
@@ -86,6 +86,7 @@ from qinfer_api.rest.openapi import docs_routes, document_of
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling.routes import backlog_routes
 from qinfer_api.shared_memory import SharedMemory
+from qinfer_api.stages import TenantStage
 
 if TYPE_CHECKING:
     from qinfer_api.rpc.server import RpcServer
@@ -168,8 +169,10 @@ class Gateway:
         tally = GatewayTally(self.name)
         auth = load_auth(settings.auth, settings.http.host)
         self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self.name))
+        tenants = settings.metrics.tenants if auth is not None else 0
+        self._tenants = TenantTally(tenants, self.name) if tenants else None
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
-        self.shadows, self._ends = self._watch_endpoints(settings)
+        self.shadows, self._ends = self._watch_endpoints(settings, tally)
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
         self._trials = TrialStore(store)
         self._files = EndpointFiles(self._endpoints, declared_here(settings))
@@ -211,31 +214,34 @@ class Gateway:
 
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:
         limits, queue = settings.limits, self._delivery
-        dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self.name, auth)
-        tally.in_flight = lambda: dispatcher.in_flight
+        dispatcher = Dispatcher(queue, self.catalog, tally, limits, self.name, auth)
         if auth is not None:
             auth.refused = RefusedKeys().note
             queue.places.weigh = auth.weight
+        if self._tracing.is_on:
+            traces = dispatcher.traces = TraceStage(self._tracing, queue.clock, tally)
+            dispatcher.stages = (traces, *dispatcher.stages)
         if settings.log.access:
-            dispatcher.access = AccessLog(settings.log.access)
-        if settings.metrics.tenants and auth is not None:
-            dispatcher.tenants = TenantTally(settings.metrics.tenants, self.name)
-            dispatcher.tenants.in_flight = auth.in_flight
+            dispatcher.stages += (AccessLog(settings.log.access),)
+        if self._tenants is not None and auth is not None:
+            self._tenants.in_flight = auth.in_flight
+            dispatcher.stages += (TenantStage(self._tenants),)
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
             dispatcher.submission.set_cache(cache)
         return dispatcher
 
-    def _watch_endpoints(self, settings: Settings) -> tuple[OnlineShadows, StoredEnds]:
+    def _watch_endpoints(self, settings: Settings, tally: GatewayTally) -> tuple[OnlineShadows, StoredEnds]:
         submission, endpoints, targets = self.dispatcher.submission, self.dispatcher.endpoints, self.dispatcher.targets
         shadows = OnlineShadows(submission, endpoints, targets, settings.endpoints, settings.limits.max_in_flight)
-        self.dispatcher.watched = shadows
+        self.dispatcher.endpoint_stages = (*self.dispatcher.stages, shadows)
+        tally.in_flight = lambda: self.dispatcher.in_flight - shadows.waiting
         return shadows, StoredEnds(targets, shadows)
 
     def _open_reporting(self, settings: Settings, tally: GatewayTally) -> Reporting:
         reporting = Reporting(settings, self.catalog, self._store, self._delivery, tally, self._tracing.file)
-        reporting.tenants, reporting.targets = self.dispatcher.tenants, self.dispatcher.targets
+        reporting.tenants, reporting.targets = self._tenants, self.dispatcher.targets
         reporting.statistics.endpoints = self.dispatcher.endpoints
         return reporting
 

@@ -46,7 +46,27 @@ class CallerContext(msgspec.Struct, frozen=True, gc=False):
 ANONYMOUS = CallerContext()
 
 
-class Auth:
+class Anyone:
+    """Lets every caller in: no keys are required."""
+
+    tenants: frozenset[str] = frozenset()
+
+    def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
+        """Authorizes the caller, if keys are required."""
+        return context
+
+    def recheck(self, context: CallerContext) -> None:
+        """Checks again whether a caller's key is valid."""
+
+    def identify(self, context: CallerContext) -> CallerContext:
+        """Finds a known key's owner, regardless of scopes."""
+        return context
+
+    def charge(self, principal: Principal) -> None:
+        """Charges a request to the rate of the caller's tenant."""
+
+
+class Auth(Anyone):
     """The known keys; `refused` gets reason, key id and peer of each refusal."""
 
     def __init__(
@@ -57,7 +77,8 @@ class Auth:
         self._quotas: dict[str, Quota] = {}
         self._wake: Callable[[Quota], None] = lambda _: None
         self._known: dict[str, Principal] = {}
-        self._tenants: set[str] = set()
+        self.tenants = frozenset()
+        """Tenants that have or had a key: their files stay theirs."""
         self.refused: Callable[[str, str, str], None] = lambda _, __, ___: None
         self.replace_keys(keys)
 
@@ -74,7 +95,7 @@ class Auth:
             scopes = frozenset(key.scopes)
             known[key.sha256] = Principal(key.id, key.tenant, scopes, quotas[key.tenant], key.sha256, expires_at_s)
         self._quotas, self._known = quotas, known
-        self._tenants |= quotas.keys()
+        self.tenants |= quotas.keys()
 
     def lease(self, quotas: Quotas) -> QuotaLeases:
         """Returns leases that share quotas among gateways."""
@@ -84,13 +105,8 @@ class Auth:
             quota.wake = leases.wake
         return leases
 
-    @property
-    def tenants(self) -> frozenset[str]:
-        """Tenants that have or had a key: their files stay theirs."""
-        return frozenset(self._tenants)
-
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
-        """Authorizes a caller; returns its tenant and principal."""
+        """See `Anyone.authorize`; returns tenant and principal."""
         if not context.key:
             self.refused("missing", "", peer)
             raise Unauthorized(
@@ -104,12 +120,12 @@ class Auth:
         return CallerContext(found.tenant, context.trace, "", found, scope)
 
     def identify(self, context: CallerContext) -> CallerContext:
-        """Finds a known key's owner, regardless of scopes."""
+        """See `Anyone.identify`."""
         found = self._find(context.key) if context.key else None
         return context if found is None else CallerContext(found.tenant, context.trace, "", found, context.scope)
 
     def recheck(self, context: CallerContext) -> None:
-        """Checks a caller again, because connections outlast keys."""
+        """See `Anyone.recheck`; connections outlast keys."""
         before = context.principal
         if before is None:
             return
@@ -149,7 +165,7 @@ class Auth:
         return any(known.tenant == tenant and known.expires_at_s > now_s for known in self._known.values())
 
     def charge(self, principal: Principal) -> None:
-        """Charges a request to the rate of the caller's tenant."""
+        """See `Anyone.charge`."""
         principal.quota.charge(self._now_s())
 
     def charge_tenant(self, tenant: str) -> None:

@@ -1,4 +1,4 @@
-"""The gateway's side of `Submission`: authorization, quotas, counts, and error texts for clients.
+"""The gateway's side of `Submission`: the stages of a request, counts, and error texts for clients.
 
 An error before the request is queued is raised; a later error reaches the sink as a failed `Response`.
 """
@@ -6,11 +6,9 @@ An error before the request is queued is raised; a later error reaches the sink 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from typing import Protocol
 
 import msgspec
 
-from qinfer.core.api_keys import Scope
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import Failure, IdFactory, OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
@@ -28,20 +26,18 @@ from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.routes import LaneRoute
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import GatewayTally
-from qinfer.observe.tenants import TenantTally
 from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import is_callers
-from qinfer.submission.pending import PendingCall, ResponseSink
+from qinfer.submission.pending import Counter, PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
-from qinfer_api.access_log import AccessLog, wrappers_of
-from qinfer_api.auth import ANONYMOUS, Auth, CallerContext
+from qinfer_api.auth import ANONYMOUS, Anyone, Auth, CallerContext
 from qinfer_api.ordering import OrderedSink, Ordering
-from qinfer_api.quotas import Quota
+from qinfer_api.stages import Passage, QuotaStage, Stage, wrappers_of
 from qinfer_api.status import has_id, of_request, told
 
 # 0 means no timeout
@@ -50,26 +46,17 @@ _SHORTEST_S = 0.001
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
 
 
-class EndpointSink(ResponseSink, Protocol):
-    """The wrapped sink of a request to an endpoint."""
+class StoredTraces:
+    """Traces of stored requests and jobs; this class makes none."""
 
-    def submitted(self, request: OutgoingRequest) -> None:
-        """Notes that the request is in the queue; excludes `refused`."""
-        ...
+    def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
+        """Returns a stored request's or job's `traceparent`."""
+        return context.trace
 
-    def refused(self, error: QinferError) -> None:
-        """Notes that the request was not queued."""
-        ...
-
-
-class EndpointRequests(Protocol):
-    """Counts and shadows requests to endpoints; `waiting` shadows have no answer yet."""
-
-    waiting: int
-
-    def watch(self, sink: ResponseSink, request: OutgoingRequest, given_s: float) -> EndpointSink:
-        """Wraps a request's sink; `given_s` is its caller's timeout, infinite if only the configuration sets one."""
-        ...
+    @contextmanager
+    def trace_stored(self, request: OutgoingRequest) -> Iterator[Callable[[Ending], None]]:
+        """Traces a request that the block stores; for a new one, the block calls the yielded function."""
+        yield lambda _: None
 
 
 class Dispatcher:
@@ -86,44 +73,36 @@ class Dispatcher:
     ) -> None:
         self._catalog = catalog
         self._tally = tally
-        self._auth = auth
+        self._auth = auth or Anyone()
+        self.authorize, self.recheck = self._auth.authorize, self._auth.recheck
         self._clock = SystemClock()
         self._new_id = IdFactory().ulid
         self.submission = Submission(delivery, catalog, limits, owner, self._on_response, self._on_failure)
         self.submission.outermost = Ordering(limits.max_in_flight).wrap
         self.endpoints = Endpoints(catalog)
         self.targets = TargetTally(self.endpoints, owner)
-        self.access: AccessLog | None = None
-        self.tenants: TenantTally | None = None
-        self.watched: EndpointRequests | None = None
+        self.stages: tuple[Stage, ...] = () if auth is None else (QuotaStage(auth),)
+        self.endpoint_stages: tuple[Stage, ...] = self.stages
+        self.traces = StoredTraces()
         self.draining = False
 
     @property
     def in_flight(self) -> int:
         """Requests that wait for an answer."""
-        return len(self.submission.pending) - (0 if self.watched is None else self.watched.waiting)
+        return len(self.submission.pending)
 
     @property
     def has_tenants(self) -> bool:
         """Whether several tenants have keys."""
-        return self._auth is not None and len(self._auth.tenants) > 1
+        return len(self._auth.tenants) > 1
 
     def sharing(self, context: CallerContext) -> str:
         """Returns the tenant for a `SharedLimit`: empty if there is only one."""
         return context.tenant if self.has_tenants else ""
 
-    def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
-        """Authorizes the caller, if keys are required."""
-        return context if self._auth is None else self._auth.authorize(context, scope, peer)
-
-    def recheck(self, context: CallerContext) -> None:
-        """Checks again whether a caller's key is valid."""
-        if self._auth is not None:
-            self._auth.recheck(context)
-
     def charge(self, context: CallerContext) -> None:
         """Charges a request outside `submit` to its tenant's rate."""
-        if self._auth is not None and context.principal is not None:
+        if context.principal is not None:
             self._auth.charge(context.principal)
 
     def choose_route(
@@ -135,15 +114,6 @@ class Dispatcher:
         route = served.routes.for_priority(priority)
         self.submission.admit(served, route, timeout_s, asked_s, tenant=tenant)
         return route
-
-    def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
-        """Returns a stored request's or job's `traceparent`."""
-        return context.trace
-
-    @contextmanager
-    def trace_stored(self, request: OutgoingRequest) -> Iterator[Callable[[Ending], None]]:
-        """Traces a request that the block stores; for a new one, the block calls the yielded function."""
-        yield lambda _: None
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
         """Returns the version that serves a model, or an endpoint's stable target, now or soon.
@@ -174,43 +144,46 @@ class Dispatcher:
     ) -> PendingCall:
         """Submits a request, stamped in place; its responses or failure go to the sink, on the event loop.
 
-        `asked_s` replaces the model's default timeout; `within_s` only shortens it.
+        See `timeout_of` for `asked_s` and `within_s`.
         """
-        quota = None
-        if self._auth is not None:
-            context = self._auth.authorize_inference(context)
-            if context.principal is not None:
-                quota = context.principal.quota
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
+        stages = self.endpoint_stages if request.endpoint else self.stages
+        if not stages:
+            return self._enter(context, request, sink, None, asked_s, within_s)
+        passage = Passage(context, request, sink, asked_s, within_s)
+        try:
+            for stage in stages:
+                stage.before(passage)
+            pending = self._enter(passage.context, request, passage.sink, passage.quota, asked_s, within_s)
+        except QinferError as error:
+            for wrapper in wrappers_of(passage.sink):
+                wrapper.refused(error)
+            raise
+        for wrapper in wrappers_of(passage.sink):
+            wrapper.submitted(request, pending)
+        return pending
+
+    def _enter(
+        self,
+        context: CallerContext,
+        request: OutgoingRequest,
+        sink: ResponseSink,
+        quota: Counter | None,
+        asked_s: float | None,
+        within_s: float,
+    ) -> PendingCall:
         entrance = self.submission.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
         spec = entrance.spec
         if spec.decoupled and sink.no_stream:
             raise UnsupportedFeature(sink.no_stream)
-        timeout_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
-        if asked_s is not None:
-            timeout_s = checked_timeout_s(asked_s, spec.max_timeout_s)
-        if within_s < timeout_s:
-            timeout_s = max(within_s, _SHORTEST_S)
-        to_endpoint = None
-        if request.endpoint and self.watched is not None:
-            sink = to_endpoint = self.watched.watch(sink, request, _given_s(request, spec, timeout_s))
-        sink = sink if self.access is None else self.access.noted(sink, context, request)
+        timeout_s = timeout_of(spec, asked_s, within_s)
         try:
-            pending = entrance.submit(request, sink, timeout_s, quota)
-        except QinferError as error:
-            self._on_refusal(request, error, to_endpoint)
-            raise
-        if to_endpoint is not None:
-            to_endpoint.submitted(request)
-        return pending
-
-    def _on_refusal(self, request: OutgoingRequest, error: QinferError, to_endpoint: EndpointSink | None) -> None:
-        if to_endpoint is not None:
-            to_endpoint.refused(error)
-        if isinstance(error, InvalidRequest | Overloaded):
+            return entrance.submit(request, sink, timeout_s, quota)
+        except (InvalidRequest, Overloaded) as error:
             self._add_request_id(request, error)
+            raise
 
     def _add_request_id(self, request: OutgoingRequest, error: QinferError) -> None:
         if not request.client_id and not request.id:
@@ -237,24 +210,18 @@ class Dispatcher:
 
     def note_refusal(self, model: str, version: int, error: QinferError, context: CallerContext) -> None:
         """Notes a refused request in log and counts."""
-        if self.access is None and self.tenants is None:
+        if not self.stages:
             return
-        if self._auth is not None and context.principal is None:
+        if context.principal is None:
             context = self._auth.identify(context)
         named = self.named(model, version)
-        if self.access is not None:
-            self.access.refused(context, named, error.code)
-        if self.tenants is not None and context.principal is not None:
-            self.tenants.failed(context.tenant, named[0], error.code)
+        for stage in self.stages:
+            stage.refused(context, named, error.code)
 
     def note_accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
         """Notes a stored request in log and counts."""
-        if self.access is not None:
-            self.access.accepted(context, request, request_id)
-        if self.tenants is not None and context.principal is not None:
-            self.tenants.accepted(context.tenant, request.model)
-        if request.endpoint:
-            self.targets.accepted(request)
+        for stage in self.endpoint_stages if request.endpoint else self.stages:
+            stage.accepted(context, request, request_id)
 
     def _counted(self, model: str, version: int, error: QinferError) -> QinferError:
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
@@ -295,8 +262,9 @@ class Dispatcher:
                 sink.left(pending.request_id, pending.version)
 
     def _on_response(self, pending: PendingCall, response: Response) -> None:
-        if self.tenants is not None and response.final and isinstance(pending.quota, Quota):
-            self._count_for(pending.quota.tenant, self.tenants, pending, response)
+        if response.final:
+            for stage in self.stages:
+                stage.ended(pending, response)
         if response.failure is not None:
             if response.final:
                 self._tally.failed(pending.model, pending.version, response.failure.code)
@@ -308,12 +276,6 @@ class Dispatcher:
             self._tally.count_answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)
         pending.sink.deliver(response)
 
-    def _count_for(self, tenant: str, tally: TenantTally, pending: PendingCall, response: Response) -> None:
-        if response.failure is not None:
-            tally.failed(tenant, pending.model, response.failure.code)
-        else:
-            tally.count_answered(tenant, pending.model, self._clock.monotonic_s() - pending.started_s)
-
     def _on_failure(self, pending: PendingCall, error: Exception) -> None:
         failure = Failure.from_error(error)
         if pending.step is None or not is_callers(failure):  # counted when answered
@@ -322,10 +284,15 @@ class Dispatcher:
         self._on_response(pending, answer)
 
 
-def _given_s(request: OutgoingRequest, spec: ModelSpec, timeout_s: float) -> float:
-    """Returns the caller's timeout, infinite if only the configuration sets one."""
-    own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
-    return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
+def timeout_of(spec: ModelSpec, asked_s: float | None, within_s: float) -> float:
+    """Returns a request's timeout; `asked_s` replaces the model's, `within_s` only shortens it."""
+    timeout_s = usual_timeout_s(spec) if asked_s is None else checked_timeout_s(asked_s, spec.max_timeout_s)
+    return timeout_s if timeout_s <= within_s else max(within_s, _SHORTEST_S)
+
+
+def usual_timeout_s(spec: ModelSpec) -> float:
+    """Returns the timeout of requests that ask for none."""
+    return spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
 
 
 def checked_timeout_s(asked_s: float, longest_s: float) -> float:

@@ -35,9 +35,10 @@ from qinfer.traffic.differences import Differences, Found
 from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, key_of, witness_of
-from qinfer_api.access_log import SinkWrapper
-from qinfer_api.dispatcher import Ending
+from qinfer_api.auth import CallerContext
+from qinfer_api.dispatcher import Ending, timeout_of, usual_timeout_s
 from qinfer_api.shared_limit import SharedLimit
+from qinfer_api.stages import Passage, SinkWrapper, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ SHADOW_WAIT_S = 60.0
 _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLED.value})
 
 
-class OnlineShadows:
+class OnlineShadows(Stage):
     """Counts requests and their shadows; shadows leave half of `max_in_flight` to callers, `waiting` have no answer."""
 
     def __init__(
@@ -76,9 +77,18 @@ class OnlineShadows:
         self._in_flight = self._bytes = 0
         self._is_closed = False
 
-    def watch(self, sink: ResponseSink, request: OutgoingRequest, given_s: float) -> "TargetSink":
-        """Draws a request's shadows, and wraps its sink."""
-        return TargetSink(self._tally, sink, request, self.drawn(request), given_s)
+    def before(self, passage: Passage) -> None:
+        """Draws the shadows of a request to an endpoint, and wraps its sink."""
+        request = passage.request
+        spec = self._submission.asked(request.model, request.version).spec
+        timeout_s = timeout_of(spec, passage.asked_s, passage.within_s)
+        given_s = min(timeout_s if timeout_s < usual_timeout_s(spec) else math.inf, request.timeout_s or math.inf)
+        request.tenant = passage.context.tenant  # whose evidence it is
+        passage.sink = TargetSink(self._tally, passage.sink, request, self.drawn(request), given_s)
+
+    def accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
+        """Counts a stored request by its target."""
+        self._tally.accepted(request)
 
     def drawn(self, request: OutgoingRequest) -> "Sequence[Shadow]":
         """Draws a request's shadows; call `start` or `left` on each."""
@@ -194,7 +204,7 @@ class TargetSink(SinkWrapper):
         self._witness = witness_of(request)
         self._given_s = given_s
 
-    def submitted(self, request: OutgoingRequest) -> None:
+    def submitted(self, request: OutgoingRequest, pending: PendingCall) -> None:
         """Starts the shadows."""
         for shadow in self._shadows:
             shadow.start(request)

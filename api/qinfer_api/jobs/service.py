@@ -139,7 +139,7 @@ class BulkJobs:
             tenant=context.tenant,
             now_s=self.now_s(),
             kept_s=self.settings.bulk.record_ttl_s,
-            trace=self.dispatcher.trace_of(context, served, {JOB_ID: job_id}),
+            trace=self.dispatcher.traces.trace_of(context, served, {JOB_ID: job_id}),
         )
         if not await self.jobs.create(
             msgspec.structs.replace(record, grant=msgspec.json.encode(grant), endpoint=endpoint)

@@ -1,17 +1,14 @@
 """Traces of requests: spans for OpenTelemetry, and Triton's JSON files (`trace_file.py`).
 
-The subclasses here wrap the sink of each traced request, so that untraced gateways pay nothing.
+`TraceStage` wraps the sink of each traced request; a gateway that traces nothing does not have it.
 """
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,6 +18,7 @@ from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.observe.logs import ErrorLogger
+from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import (
     ATTEMPT,
     BATCH_SIZE,
@@ -40,11 +38,9 @@ from qinfer.observe.tracing import (
     of_lane,
     of_tenant,
 )
-from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import PendingCall, ResponseSink
-from qinfer_api.access_log import inner_of
 from qinfer_api.auth import CallerContext
-from qinfer_api.dispatcher import Dispatcher, Ending
+from qinfer_api.dispatcher import Dispatcher, Ending, StoredTraces
 from qinfer_api.http.call import FastCall, FastConnection
 from qinfer_api.http.head import RequestHead
 from qinfer_api.http.infer import InferCodec
@@ -61,6 +57,7 @@ from qinfer_api.observe.trace_file import (
     start_of,
     weight_of,
 )  # fmt: skip
+from qinfer_api.stages import Passage, SinkWrapper, Stage, wrappers_of
 from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 
 logger = logging.getLogger(__name__)
@@ -93,11 +90,6 @@ class Tracing:
         """The class of requests on the fast path."""
         return TracedCall if self.is_on else FastCall
 
-    @property
-    def dispatcher_type(self) -> Callable[..., Dispatcher]:
-        """The dispatcher's class."""
-        return partial(TracedDispatcher, self) if self.is_on else Dispatcher
-
     async def close(self) -> None:
         """Writes and sends the remaining traces, which takes seconds at most."""
         if self.following:
@@ -125,43 +117,34 @@ class TracedCall(FastCall):
         super().start(dispatcher, codec)
 
 
-class TracedDispatcher(Dispatcher):
-    """A dispatcher that traces."""
+class TraceStage(Stage, StoredTraces):
+    """Traces requests."""
 
-    def __init__(self, tracing: Tracing, delivery: Queue, *others: Any) -> None:
-        super().__init__(delivery, *others)
+    def __init__(self, tracing: Tracing, clock: ServerClock, tally: GatewayTally) -> None:
         self._tracer, self._file, self._following = tracing.tracer, tracing.file, tracing.following
-        self._server_clock = delivery.clock
+        self._server_clock = clock
+        self._tally = tally
 
-    def submit(
-        self,
-        context: CallerContext,
-        request: OutgoingRequest,
-        sink: ResponseSink,
-        within_s: float = math.inf,
-        *,
-        asked_s: float | None = None,
-        is_taken: bool = False,
-    ) -> PendingCall:
-        """Submits a request, as `Dispatcher.submit`, within a span."""
+    def before(self, passage: Passage) -> None:
+        """Begins a span or a trace of the request."""
+        request = passage.request
         sampling = self._sample(request.model)
-        span = self._start_span(context, sink)
+        span = self._start_span(passage.context, passage.sink)
         if span is not None:
-            context = msgspec.structs.replace(context, trace=span.trace)
+            passage.context = msgspec.structs.replace(passage.context, trace=span.trace)
             if not span.is_recorded:
                 span = None
-        if span is None and sampling is None:
-            return super().submit(context, request, sink, within_s, asked_s=asked_s, is_taken=is_taken)
         if sampling is not None:
             request.calls = CallTraces(has_tensors=sampling.rule.has_tensors)
-        traced = TracedSink(sink, request, self._server_clock, span, sampling)
-        try:
-            pending = super().submit(context, request, traced, within_s, asked_s=asked_s, is_taken=is_taken)
-        except QinferError as error:
-            traced.end_traces(Failure.from_error(error))
-            raise
-        traced.submitted(pending)
-        return pending
+        if span is not None or sampling is not None:
+            passage.sink = TracedSink(passage.sink, request, self._server_clock, span, sampling)
+
+    def ended(self, pending: PendingCall, response: Response) -> None:
+        """Makes a recorded request an exemplar of its latency."""
+        for sink in wrappers_of(pending.sink):
+            if isinstance(sink, TracedSink) and sink.trace_id and response.failure is None:
+                seconds = time.monotonic() - pending.started_s
+                self._tally.traced(pending.model, pending.version, seconds, sink.trace_id)
 
     def _sample(self, model: str) -> Sampling | None:
         with _FENCE:  # the request continues untraced
@@ -177,20 +160,6 @@ class TracedDispatcher(Dispatcher):
         with _FENCE:
             return self._tracer.start("request", context.trace, begin_s)
         return None
-
-    def cancel(self, pending: PendingCall) -> None:
-        """Cancels a request, as `Dispatcher.cancel`."""
-        super().cancel(pending)
-        if isinstance(sink := inner_of(pending.sink), TracedSink):
-            sink.end_traces(Failure.from_error(Cancelled("the caller went away")))
-
-    def _on_response(self, pending: PendingCall, response: Response) -> None:
-        """Makes a recorded request an exemplar of its latency."""
-        sink = inner_of(pending.sink)
-        if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
-            seconds = time.monotonic() - pending.started_s
-            self._tally.traced(pending.model, pending.version, seconds, sink.trace_id)
-        super()._on_response(pending, response)
 
     def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
         """Records an acceptance as a span; returns its trace context."""
@@ -258,12 +227,11 @@ class TracedDispatcher(Dispatcher):
                 sampling.add(about, _ascending(stamps, stamps[-1][1]), taken, calls)
 
 
-class TracedSink:
+class TracedSink(SinkWrapper):
     """Ends a request's traces; `request` is not stamped yet."""
 
     __slots__ = (
-        "_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "_tensors",
-        "frontend", "no_stream",
+        "_begin_s", "_clock", "_pending", "_request", "_sampling", "_span", "_tensors",
     )  # fmt: skip
 
     def __init__(
@@ -274,13 +242,11 @@ class TracedSink:
         span: Span | None,
         sampling: Sampling | None,
     ) -> None:
-        self._sink = sink
+        super().__init__(sink)
         self._request: OutgoingRequest | None = request
         self._clock = clock
         self._span = span
         self._sampling = sampling
-        self.no_stream = sink.no_stream
-        self.frontend: str = getattr(sink, "frontend", "")
         self._begin_s = clock.now_s()
         self._pending: PendingCall | None = None
         self._tensors: Taken | None = None
@@ -293,10 +259,18 @@ class TracedSink:
         """The trace's id; empty without OpenTelemetry."""
         return "" if self._span is None else self._span.trace.split("-")[1]
 
-    def submitted(self, pending: PendingCall) -> None:
+    def submitted(self, request: OutgoingRequest, pending: PendingCall) -> None:
         """Notes the pending request, unless the request has ended."""
         if self._request is not None:
             self._pending = pending
+
+    def refused(self, error: QinferError) -> None:
+        """Ends the traces."""
+        self.end_traces(Failure.from_error(error))
+
+    def left(self, request_id: str, version: int) -> None:
+        """Ends the traces."""
+        self.end_traces(Failure.from_error(Cancelled("the caller went away")))
 
     def deliver(self, response: Response) -> None:
         """Passes responses on; the last ends the traces."""
@@ -304,11 +278,11 @@ class TracedSink:
             with _FENCE:
                 self._tensors += copy_tensors(OUTPUT, response.outputs)
         if not response.final or self._request is None:
-            self._sink.deliver(response)
+            self.inner.deliver(response)
             return
         end_s = self._clock.now_s()
         try:
-            self._sink.deliver(response)
+            self.inner.deliver(response)
         finally:
             self.end_traces(response.failure, response, end_s)
 
@@ -347,7 +321,7 @@ class TracedSink:
             return {HTTP_METHOD: "POST", HTTP_STATUS: http_status(code) if code else 200}
         if self.frontend == "GRPC":
             name = grpc_status(code) if code else "OK"
-            method = getattr(self._sink, "rpc_method", "ModelInfer")
+            method = getattr(self.inner, "rpc_method", "ModelInfer")
             about = {RPC_SYSTEM: "grpc", RPC_SERVICE: "inference.GRPCInferenceService", RPC_METHOD: method}
             return {**about, RPC_STATUS: GRPC_CODES.index(name)}
         return {}
@@ -369,7 +343,7 @@ class TracedSink:
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
         """Returns ascending stamps, although two clocks differ."""
-        begin_s, sink = self._begin_s, self._sink
+        begin_s, sink = self._begin_s, self.inner
         frontend = self.frontend
         received_s = read_s = begin_s
         if isinstance(sink, TracedCall):

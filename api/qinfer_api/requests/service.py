@@ -308,11 +308,11 @@ class AsyncRequests:
             timeout_s=acceptance.timeout_s,
             inline_max_bytes=self.inline_max_bytes,
             tenant=context.tenant,
-            trace=self.dispatcher.trace_of(context, served, {REQUEST_ID: acceptance.address.id}),
+            trace=self.dispatcher.traces.trace_of(context, served, {REQUEST_ID: acceptance.address.id}),
             route=route,
         )
         is_large = tensor_bytes(request) > self.inline_max_bytes
-        with self.dispatcher.trace_stored(request) as trace:
+        with self.dispatcher.traces.trace_stored(request) as trace:
             stamped = await asyncio.to_thread(stamp) if is_large else stamp()
             accepted = await self.delivery.requests.accept(msgspec.structs.replace(acceptance, **stamped._asdict()))
             if not accepted.is_new:
