@@ -24,14 +24,13 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.routes import LaneRoute
-from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import is_callers
 from qinfer.submission.pending import Counter, PendingCall, ResponseSink
-from qinfer.submission.submit import Submission, check
+from qinfer.submission.submit import Entrance, Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
@@ -175,10 +174,9 @@ class Dispatcher:
     ) -> PendingCall:
         entrance = self.submission.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
-        spec = entrance.spec
-        if spec.decoupled and sink.no_stream:
+        if entrance.spec.decoupled and sink.no_stream:
             raise UnsupportedFeature(sink.no_stream)
-        timeout_s = timeout_of(spec, asked_s, within_s)
+        timeout_s = timeout_of(entrance, asked_s, within_s)
         try:
             return entrance.submit(request, sink, timeout_s, quota)
         except (InvalidRequest, Overloaded) as error:
@@ -284,15 +282,11 @@ class Dispatcher:
         self._on_response(pending, answer)
 
 
-def timeout_of(spec: ModelSpec, asked_s: float | None, within_s: float) -> float:
+def timeout_of(entrance: Entrance, asked_s: float | None, within_s: float) -> float:
     """Returns a request's timeout; `asked_s` replaces the model's, `within_s` only shortens it."""
-    timeout_s = usual_timeout_s(spec) if asked_s is None else checked_timeout_s(asked_s, spec.max_timeout_s)
+    longest_s = entrance.spec.max_timeout_s
+    timeout_s = entrance.usual_timeout_s if asked_s is None else checked_timeout_s(asked_s, longest_s)
     return timeout_s if timeout_s <= within_s else max(within_s, _SHORTEST_S)
-
-
-def usual_timeout_s(spec: ModelSpec) -> float:
-    """Returns the timeout of requests that ask for none."""
-    return spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
 
 
 def checked_timeout_s(asked_s: float, longest_s: float) -> float:

@@ -13,20 +13,15 @@ from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import QueueFull
 from qinfer.queue.entries import FULL
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
-from qinfer.submission.submit import Entrance, LaneEntrance
+from qinfer.submission.submit import Entrance
 
 
 class OrderedEntrance(Entrance):
     """The entrance of a model that preserves the order of its requests; at most `most` wait for their turn."""
 
     def __init__(self, inner: Entrance, order: "Order", most: int) -> None:
-        super().__init__(inner.served)
+        super().__init__(inner.served, inner)
         self._inner, self._order, self._most = inner, order, most
-
-    @property
-    def lane(self) -> LaneEntrance:
-        """See `Entrance.lane`."""
-        return self._inner.lane
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None

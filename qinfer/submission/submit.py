@@ -181,20 +181,21 @@ class Submission:
 
 
 class Entrance:
-    """The way into a served version."""
+    """The way into a served version.
 
-    def __init__(self, served: ServedVersion) -> None:
+    Attributes:
+        lane: The innermost entrance.
+        uncached: The entrance past the response cache.
+        usual_timeout_s: The time to the deadline of a request that asks for none.
+    """
+
+    def __init__(self, served: ServedVersion, inner: "Entrance | None" = None) -> None:
         self.served, self.spec = served, served.spec
-
-    @property
-    def lane(self) -> "LaneEntrance":
-        """The innermost entrance."""
-        raise NotImplementedError
-
-    @property
-    def uncached(self) -> "Entrance":
-        """The entrance past the response cache."""
-        return self
+        self.lane: LaneEntrance
+        self.uncached: Entrance = self
+        self.usual_timeout_s = self.spec.max_timeout_s if self.spec.decoupled else self.spec.default_timeout_s
+        if inner is not None:
+            self.lane, self.uncached = inner.lane, inner.uncached
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
@@ -219,16 +220,13 @@ class LaneEntrance(Entrance):
     def __init__(self, submission: Submission, served: ServedVersion) -> None:
         super().__init__(served)
         spec, route = served.spec, served.routes.default
+        self.lane = self
+        self._new_id, self._model, self._version = submission.new_id, spec.name, served.version
         self._submission, self._queue, self.table = submission, submission.queue, submission.pending
         self._layouts, self._now_s = submission.layouts, submission.clock.monotonic_s
         self._max_in_flight, self._load = submission.max_in_flight, submission.backlog.load
         self._lane, self._route, self._limit = route.lane, route, route.policy.max_queue_size
         self._default_s = spec.default_timeout_s
-
-    @property
-    def lane(self) -> "LaneEntrance":
-        """This entrance."""
-        return self
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
@@ -246,7 +244,9 @@ class LaneEntrance(Entrance):
         # A shorter timeout allows proportionally fewer.
         if waiting * default_s >= load.most * min(timeout_s, default_s):
             self.admit(request, self._route, timeout_s)
-        pending = self.begin(request, sink, quota, load)
+        request.id, request.version = self._new_id(self._model, lane.partition), self._version
+        now_s, table, client_id = self._now_s(), self.table, request.client_id
+        pending = PendingCall(request.id, client_id, self._model, self._version, sink, now_s, load=load, quota=quota)
         try:
             if form is None:
                 _stamp(request, served, self._route, timeout_s, self._submission.reply_to)
@@ -254,8 +254,8 @@ class LaneEntrance(Entrance):
             else:
                 request.timeout_s = timeout_s
                 frame, payload = form.fill(request), None
-            self.table.add(pending, pending.started_s + timeout_s)
-            done, by = partial(self.table.submitted, pending), request.moves_by
+            table.add(pending, now_s + timeout_s)
+            done, by = partial(table.submitted, pending), request.moves_by
             self._queue.submit(lane, frame, done, payload=payload, limit=self._limit, tenant=tenant, endpoint=by)
         except QinferError:
             self.table.remove(pending)
@@ -324,9 +324,8 @@ class LaneEntrance(Entrance):
         self, request: OutgoingRequest, sink: ResponseSink, quota: Counter | None = None, load: LaneLoad | None = None
     ) -> PendingCall:
         """Stamps id and version; returns the pending request, which is not in the table yet."""
-        model, version = self.spec.name, self.served.version
-        request.id, request.version = self._submission.new_id(model, self._lane.partition), version
-        now_s = self._now_s()
+        model, version, now_s = self._model, self._version, self._now_s()
+        request.id, request.version = self._new_id(model, self._lane.partition), version
         return PendingCall(request.id, request.client_id, model, version, sink, now_s, load=load, quota=quota)
 
     def _submit_local(
@@ -434,18 +433,12 @@ class SplitEntrance(Entrance):
     """Submits the parts of a request that is larger than a batch."""
 
     def __init__(self, inner: Entrance) -> None:
-        super().__init__(inner.served)
+        super().__init__(inner.served, inner)
         self._inner = inner
-
-    @property
-    def lane(self) -> LaneEntrance:
-        """See `Entrance.lane`."""
-        return self._inner.lane
-
-    @property
-    def uncached(self) -> Entrance:
-        """See `Entrance.uncached`."""
-        return SplitEntrance(self._inner.uncached)
+        if inner.uncached is not inner:
+            self.uncached = SplitEntrance(inner.uncached)
+        else:
+            self.uncached = self
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
@@ -464,18 +457,8 @@ class CacheEntrance(Entrance):
     """Answers a repeated request."""
 
     def __init__(self, cache: ResponseCache, inner: LaneEntrance) -> None:
-        super().__init__(inner.served)
+        super().__init__(inner.served, inner)
         self._cache, self._inner = cache, inner
-
-    @property
-    def lane(self) -> LaneEntrance:
-        """See `Entrance.lane`."""
-        return self._inner
-
-    @property
-    def uncached(self) -> Entrance:
-        """See `Entrance.uncached`."""
-        return self._inner
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None

@@ -36,7 +36,7 @@ from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, key_of, witness_of
 from qinfer_api.auth import CallerContext
-from qinfer_api.dispatcher import Ending, timeout_of, usual_timeout_s
+from qinfer_api.dispatcher import Ending, timeout_of
 from qinfer_api.shared_limit import SharedLimit
 from qinfer_api.stages import Passage, SinkWrapper, Stage
 
@@ -80,9 +80,10 @@ class OnlineShadows(Stage):
     def before(self, passage: Passage) -> None:
         """Draws the shadows of a request to an endpoint, and wraps its sink."""
         request = passage.request
-        spec = self._submission.asked(request.model, request.version).spec
-        timeout_s = timeout_of(spec, passage.asked_s, passage.within_s)
-        given_s = min(timeout_s if timeout_s < usual_timeout_s(spec) else math.inf, request.timeout_s or math.inf)
+        entrance = self._submission.asked(request.model, request.version)
+        timeout_s = timeout_of(entrance, passage.asked_s, passage.within_s)
+        given_s = timeout_s if timeout_s < entrance.usual_timeout_s else math.inf
+        given_s = min(given_s, request.timeout_s or math.inf)
         request.tenant = passage.context.tenant  # whose evidence it is
         passage.sink = TargetSink(self._tally, passage.sink, request, self.drawn(request), given_s)
 
