@@ -169,8 +169,6 @@ class Gateway:
         tally = GatewayTally(self.name)
         auth = load_auth(settings.auth, settings.http.host)
         self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self.name))
-        tenants = settings.metrics.tenants if auth is not None else 0
-        self._tenants = TenantTally(tenants, self.name) if tenants else None
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         self.shadows, self._ends = self._watch_endpoints(settings, tally)
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
@@ -223,7 +221,9 @@ class Gateway:
             dispatcher.stages = (traces, *dispatcher.stages)
         if settings.log.access:
             dispatcher.stages += (AccessLog(settings.log.access),)
-        if self._tenants is not None and auth is not None:
+        self._tenants = None
+        if settings.metrics.tenants and auth is not None:
+            self._tenants = TenantTally(settings.metrics.tenants, self.name)
             self._tenants.in_flight = auth.in_flight
             dispatcher.stages += (TenantStage(self._tenants),)
         if (plan := settings.cache.plan) is not None:

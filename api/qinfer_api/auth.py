@@ -47,16 +47,16 @@ ANONYMOUS = CallerContext()
 
 
 class Anyone:
-    """Lets every caller in: no keys are required."""
+    """Admits all callers."""
 
     tenants: frozenset[str] = frozenset()
 
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
-        """Authorizes the caller, if keys are required."""
+        """Authorizes a caller."""
         return context
 
     def recheck(self, context: CallerContext) -> None:
-        """Checks again whether a caller's key is valid."""
+        """Checks a caller again."""
 
     def identify(self, context: CallerContext) -> CallerContext:
         """Finds a known key's owner, regardless of scopes."""
@@ -106,7 +106,7 @@ class Auth(Anyone):
         return leases
 
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
-        """See `Anyone.authorize`; returns tenant and principal."""
+        """See `Anyone.authorize`."""
         if not context.key:
             self.refused("missing", "", peer)
             raise Unauthorized(

@@ -46,7 +46,7 @@ Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Re
 
 
 class StoredTraces:
-    """Traces of stored requests and jobs; this class makes none."""
+    """Traces of stored requests and jobs: here they are off."""
 
     def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
         """Returns a stored request's or job's `traceparent`."""

@@ -17,9 +17,9 @@ from qinfer.submission.submit import Entrance
 
 
 class OrderedEntrance(Entrance):
-    """The entrance of a model that preserves the order of its requests; at most `most` wait for their turn."""
+    """Answers in order; at most `most` requests wait."""
 
-    def __init__(self, inner: Entrance, order: "Order", most: int) -> None:
+    def __init__(self, inner: Entrance, order: "AnswerOrder", most: int) -> None:
         super().__init__(inner.served, inner)
         self._inner, self._order, self._most = inner, order, most
 
@@ -42,28 +42,28 @@ class OrderedEntrance(Entrance):
 
 
 class Ordering:
-    """Wraps the entrances of models that preserve their order; the entrances of a version have one order."""
+    """Wraps entrances; all entrances of a version have one order."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
-        self._orders: WeakValueDictionary[tuple[str, int], Order] = WeakValueDictionary()
+        self._orders: WeakValueDictionary[tuple[str, int], AnswerOrder] = WeakValueDictionary()
 
     def wrap(self, entrance: Entrance) -> Entrance:
-        """Returns an entrance that answers in order, if the model asks for it."""
+        """Returns an entrance that answers in order, if the model wants it."""
         if not entrance.spec.preserves_order:
             return entrance
         key = entrance.spec.name, entrance.served.version
         order = self._orders.get(key)
         if order is None:
-            order = self._orders[key] = Order()
+            order = self._orders[key] = AnswerOrder()
         return OrderedEntrance(entrance, order, self._max_in_flight)
 
 
-class Order(deque["OrderedSink"]):
-    """The requests of a version in order."""
+class AnswerOrder(deque["OrderedSink"]):
+    """The unanswered requests of a version."""
 
     def advance(self) -> None:
-        """Lets those answer whose turn it is."""
+        """Delivers the answers whose turn has come."""
         while self and self[0].is_ready:
             self.popleft().take_turn()
         if self and (first := self[0].pending) is not None:
@@ -75,7 +75,7 @@ class OrderedSink(Inner):
 
     __slots__ = ("_came", "_has_left", "_inner", "_order", "_table", "pending")
 
-    def __init__(self, order: Order, table: PendingRequests, inner: ResponseSink) -> None:
+    def __init__(self, order: AnswerOrder, table: PendingRequests, inner: ResponseSink) -> None:
         self._order, self._table, self._inner = order, table, inner
         self._came: list[tuple[Callable[[PendingCall, Any], None], Response | Exception]] = []
         self._has_left = False

@@ -1,8 +1,8 @@
-"""What a gateway adds to each request, in the order of a list composed at start: what is not configured is not in it.
+"""The stages of a gateway's requests; only those that the settings ask for are composed.
 
-    traces ─▶ keys and quotas ─▶ access log ─▶ counts of tenants ─▶ (a request to an endpoint) its target and shadows
+traces ─▶ quotas ─▶ access log ─▶ tenants' counts ─▶ (to an endpoint) target and shadows
 
-A stage that follows a request to its end wraps its sink.
+A stage that follows a request wraps its sink.
 """
 
 import time
@@ -18,10 +18,7 @@ from qinfer_api.auth import Auth, CallerContext
 
 
 class Passage(msgspec.Struct, eq=False):
-    """A request on its way through the stages, which may replace the caller, the sink and the quota.
-
-    `asked_s` and `within_s` are those of `Dispatcher.submit`.
-    """
+    """A request before its entrance; stages may replace context, sink and quota."""
 
     context: CallerContext
     request: OutgoingRequest
@@ -32,23 +29,23 @@ class Passage(msgspec.Struct, eq=False):
 
 
 class Stage:
-    """One stage; its hooks run on the event loop."""
+    """One stage, on the event loop."""
 
     def before(self, passage: Passage) -> None:
-        """Refuses a request by an error, or prepares it."""
+        """Prepares or refuses a request."""
 
     def ended(self, pending: PendingCall, response: Response) -> None:
-        """Notes the last response of a request, before its sink takes it."""
+        """Notes the last response of a request."""
 
     def accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
         """Notes a stored request."""
 
     def refused(self, context: CallerContext, model: tuple[str, int], code: str) -> None:
-        """Notes a request that was refused before the queue; the names in `model` are known ones."""
+        """Notes a refused request."""
 
 
 class QuotaStage(Stage):
-    """Checks the key of each request, and counts the request against its tenant's quota."""
+    """Authorizes requests within quotas."""
 
     def __init__(self, auth: Auth) -> None:
         self._auth = auth

@@ -78,8 +78,8 @@ class _CatalogView:
 class Catalog:
     """The models that accept requests.
 
-    Without a `queue`, gateways restore lost data. `missed` gets the seconds since the first failed refresh, and `shown`
-    the versions of `asked`, in the same step in which they replace the last ones.
+    Without a `queue`, gateways restore lost data. `missed` gets the seconds since the first failed refresh, `shown` the
+    versions that `asked` returns.
     """
 
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:

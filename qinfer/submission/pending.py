@@ -33,7 +33,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_rest
 from qinfer.queue.sequences.ownership import Sequences
 from qinfer.queue.sequences.records import NOBODYS, StepPlace
-from qinfer.submission.lane_load import LaneLoad
+from qinfer.submission.backlog import LaneLoad
 from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.wire.frame import decode_responses
 

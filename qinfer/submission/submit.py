@@ -1,16 +1,14 @@
-"""The way into the queue: each served version has an *entrance*, composed once of what its configuration asks for.
+"""The way into the queue: each served version has an *entrance*, composed once from its configuration.
 
-    lane            room → checked, unless a request like it was → admitted → stamped → laid out → pending → queue
-    policy          a lane with priorities, queue timeouts, streams, or the wait for a worker
-    sequence        the step goes to its sequence instead of a lane
-    split(inner)    a request larger than a batch becomes parts, which `inner` takes
-    cache(inner)    a repeated request is answered; `inner` executes any other
+    lane            room, checks, admission, stamps, layout, pending request, queue
+    policy          a lane with priorities, queue timeouts, streams, or waits for workers
+    sequence        steps go to their sequence
+    split(inner)    `inner` gets the parts of a request that is larger than a batch
+    cache(inner)    `inner` executes requests without a cached response
 
-`Submission` holds what the entrances of a process share. When the catalog has refreshed, it replaces all entrances at
-once; requests in flight keep theirs. Callers that wait use `Entrance.submit`: a gateway's clients, and a worker's
-models that call other models. `prepare` serves stored requests (`/v1`, bridges), which `Requests.accept` enqueues.
-Similar requests are neither checked nor laid out again (`Layouts`). Large tensors travel beside the entry; the size of
-an entry is bounded, because lanes are limited by entries.
+The catalog's refresh replaces all entrances at once; requests in flight keep theirs. `prepare` serves stored requests
+(`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid out again (`Layouts`).
+Large tensors travel beside the entry; the size of an entry is bounded, because lanes are limited by entries.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
 loaded is withdrawn after `ServedVersion.wait_s`.
@@ -40,11 +38,9 @@ from qinfer.models.routes import LaneRoute
 from qinfer.models.sequence_spec import check_sequence
 from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address, shadow_lane
 from qinfer.queue.lanes import Queue
-from qinfer.submission.backlog import LaneLoads, queue_timeout_s
-from qinfer.submission.caches import inputs_digest
-from qinfer.submission.lane_load import LaneLoad
+from qinfer.submission.backlog import LaneLoad, LaneLoads, queue_timeout_s
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
-from qinfer.submission.response_cache import ResponseCache
+from qinfer.submission.response_cache import ResponseCache, inputs_digest
 from qinfer.submission.splits import check_whole, is_large, parts_of, submit_parts
 from qinfer.submission.steps import SequenceSteps
 from qinfer.submission.validate import validate
@@ -84,9 +80,9 @@ class LocalBatcher(Protocol):
 
 
 class Submission:
-    """What the entrances of one process share; made on its event loop.
+    """The entrances of one process, and their common state; made on its event loop.
 
-    `owner` names this process: replies come to `reply:<owner>`. `outermost` wraps each entrance.
+    `owner` names this process: replies come to `reply:<owner>`. `outermost` wraps entrances.
     """
 
     def __init__(
@@ -117,16 +113,16 @@ class Submission:
         catalog.shown = self._show
 
     def set_cache(self, cache: ResponseCache) -> None:
-        """Caches responses of models that enable it; call before the catalog is read."""
+        """Caches responses of models that enable it; call before the first refresh."""
         cache.serve(self.pending)
         self._cache = cache
 
     def asked(self, model: str, version: int) -> "Entrance":
-        """Returns the entrance of a version, as `Catalog.asked`."""
+        """Returns an entrance, as `Catalog.asked`."""
         return self._entrances.get((model, version)) or self.compose(self.catalog.asked(model, version))
 
     def of(self, served: ServedVersion) -> "Entrance":
-        """Returns the entrance of a version that the catalog has shown."""
+        """Returns a version's entrance."""
         entrance = self._entrances.get((served.spec.name, served.version))
         return entrance if entrance is not None and entrance.served is served else self.compose(served)
 
@@ -172,7 +168,7 @@ class Submission:
             group.create_task(self.steps.run())
 
     def _show(self, versions: Mapping[tuple[str, int], ServedVersion]) -> None:
-        """Replaces the entrances; those of unchanged versions stay."""
+        """Unchanged versions keep their entrances."""
         known = {id(entrance.served): entrance for entrance in self._entrances.values()}
         self._entrances = {
             key: known.get(id(served)) or known.setdefault(id(served), self.compose(served))
@@ -186,7 +182,7 @@ class Entrance:
     Attributes:
         lane: The innermost entrance.
         uncached: The entrance past the response cache.
-        usual_timeout_s: The time to the deadline of a request that asks for none.
+        usual_timeout_s: The timeout of requests without one.
     """
 
     def __init__(self, served: ServedVersion, inner: "Entrance | None" = None) -> None:
@@ -306,13 +302,13 @@ class LaneEntrance(Entrance):
         return pending
 
     def prepare(self, request: OutgoingRequest) -> None:
-        """Checks a request that waits without an entry: parts are queued instead, or an equal request is."""
+        """Checks a request without an entry of its own."""
         if len(self.table) >= self._max_in_flight:
             raise QueueFull(FULL)
         self.check(request)
 
     def check(self, request: OutgoingRequest) -> None:
-        """Checks a request, unless it was checked against this generation."""
+        """Checks a request, unless this generation was checked."""
         if not request.generation or request.generation != self.served.generation:
             check(request, self.served)
 
@@ -323,7 +319,7 @@ class LaneEntrance(Entrance):
     def begin(
         self, request: OutgoingRequest, sink: ResponseSink, quota: Counter | None = None, load: LaneLoad | None = None
     ) -> PendingCall:
-        """Stamps id and version; returns the pending request, which is not in the table yet."""
+        """Stamps id and version; returns the pending request."""
         model, version, now_s = self._model, self._version, self._now_s()
         request.id, request.version = self._new_id(model, self._lane.partition), version
         return PendingCall(request.id, request.client_id, model, version, sink, now_s, load=load, quota=quota)
@@ -340,6 +336,14 @@ class LaneEntrance(Entrance):
         self.table.add(pending, pending.started_s + timeout_s)
         return pending
 
+    def _add(self, pending: PendingCall, first_s: float, timeout_s: float) -> None:
+        """Adds a request with a first and a last deadline."""
+        if 0 < self.served.wait_s < first_s:
+            first_s, pending.untaken = self.served.wait_s, self._untaken
+        if first_s < timeout_s:
+            pending.deadline_s = pending.started_s + timeout_s
+        self.table.add(pending, pending.started_s + first_s)
+
     def _untaken(self) -> QinferError | None:
         model, version, wait_s = self.spec.name, self.served.version, self.served.wait_s
         try:
@@ -354,7 +358,7 @@ class LaneEntrance(Entrance):
 
 
 class PolicyEntrance(LaneEntrance):
-    """A lane with priorities, queue timeouts, streams, or the wait for a worker."""
+    """A lane with more than one kind of request."""
 
     def __init__(self, submission: Submission, served: ServedVersion) -> None:
         super().__init__(submission, served)
@@ -363,7 +367,7 @@ class PolicyEntrance(LaneEntrance):
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
     ) -> PendingCall:
-        """See `Entrance.submit`; a request without its own priority or queue timeout may be as any of a plain lane."""
+        """See `Entrance.submit`."""
         spec = self.spec
         if self._is_usual and not (request.priority or (spec.steps and request.timeout_s)):
             return super().submit(request, sink, timeout_s, quota)
@@ -376,35 +380,24 @@ class PolicyEntrance(LaneEntrance):
             self.admit(request, route, min(timeout_s, default_s) if spec.decoupled else timeout_s)
         pending = self.begin(request, sink, quota, load)
         try:
-            self._enqueue(pending, request, route, timeout_s)
+            _stamp(request, self.served, route, timeout_s, self._submission.reply_to)
+            frame, payload = self._layouts.lay_out(request, None)
+            if spec.decoupled:
+                pause_s = min(default_s, timeout_s)
+                self.table.open_stream(pending, resumes=spec.stream_resume, pause_s=pause_s, timeout_s=timeout_s)
+                timeout_s = pause_s
+            queue_s = 0.0 if route.policy.delay else request.queue_timeout_s
+            self._add(pending, min(queue_s or timeout_s, timeout_s), timeout_s)
+            done, limit, by = partial(self.table.submitted, pending), route.policy.max_queue_size, request.moves_by
+            self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=by)
         except QinferError:
             self.table.remove(pending)
             raise
         return pending
 
-    def _enqueue(self, pending: PendingCall, request: OutgoingRequest, route: LaneRoute, timeout_s: float) -> None:
-        policy, spec, wait_s = route.policy, self.spec, self.served.wait_s
-        _stamp(request, self.served, route, timeout_s, self._submission.reply_to)
-        frame, payload = self._layouts.lay_out(request, None)
-        if spec.decoupled:
-            pause_s = min(self._default_s, timeout_s)
-            self.table.open_stream(pending, resumes=spec.stream_resume, pause_s=pause_s, timeout_s=timeout_s)
-            timeout_s = pause_s
-        first_s = timeout_s
-        if not policy.delay and 0 < request.queue_timeout_s < first_s:
-            first_s = request.queue_timeout_s
-        if 0 < wait_s < first_s:
-            first_s, pending.untaken = wait_s, self._untaken
-        if first_s < timeout_s:
-            pending.deadline_s, timeout_s = pending.started_s + timeout_s, first_s
-        self.table.add(pending, pending.started_s + timeout_s)
-        done = partial(self.table.submitted, pending)
-        limit, tenant, endpoint = policy.max_queue_size, request.tenant, request.moves_by
-        self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
-
 
 class SequenceEntrance(LaneEntrance):
-    """The entrance of a stateful model: a step, whose limits are checked when it is appended."""
+    """The entrance of a stateful model; limits of steps are checked when they are appended."""
 
     submit_near = Entrance.submit_near
 
@@ -414,18 +407,14 @@ class SequenceEntrance(LaneEntrance):
         """See `Entrance.submit`."""
         self.prepare(request)
         pending = self.begin(request, sink, quota, LaneLoad(self._lane, 0))
-        backlog_s, wait_s = 0.0 if self.spec.steps else request.timeout_s, self.served.wait_s
+        backlog_s = 0.0 if self.spec.steps else request.timeout_s
         _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
         frame, payload = self._layouts.lay_out(request, None)
         first_s = timeout_s
         if backlog_s and (slot_s := max(backlog_s, TAKEN_S)) < first_s:
             first_s, pending.untaken = slot_s, partial(DeadlineExceeded, BACKLOG_TIMED_OUT)
-        if 0 < wait_s < first_s:
-            first_s, pending.untaken = wait_s, self._untaken
-        if first_s < timeout_s:
-            pending.deadline_s = pending.started_s + timeout_s
         self._submission.steps.submit(pending, request, self.served, frame, payload)
-        self.table.add(pending, pending.started_s + first_s)
+        self._add(pending, first_s, timeout_s)
         return pending
 
 
@@ -435,10 +424,7 @@ class SplitEntrance(Entrance):
     def __init__(self, inner: Entrance) -> None:
         super().__init__(inner.served, inner)
         self._inner = inner
-        if inner.uncached is not inner:
-            self.uncached = SplitEntrance(inner.uncached)
-        else:
-            self.uncached = self
+        self.uncached = self if inner.uncached is inner else SplitEntrance(inner.uncached)
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
@@ -595,10 +581,7 @@ def _kind_of(tensor: Tensor) -> Kind:
 
 def tensor_bytes(request: OutgoingRequest) -> int:
     """Returns the bytes of a request's tensors."""
-    size = 0
-    for tensor in request.inputs:
-        size += len(tensor.data)
-    return size
+    return sum([len(tensor.data) for tensor in request.inputs])
 
 
 def lay_out(request: OutgoingRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:

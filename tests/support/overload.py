@@ -27,8 +27,7 @@ from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, Device, InstanceSpec, ModelSpec
 from qinfer.queue.entries import DELAYED, Entry, Lane, Lease, Share
 from qinfer.queue.lanes import Queue
-from qinfer.submission.backlog import POLL_S, LaneLoads, queue_timeout_s
-from qinfer.submission.lane_load import LaneLoad
+from qinfer.submission.backlog import POLL_S, LaneLoad, LaneLoads, queue_timeout_s
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import FakeClock, stub_spec
 from tests.support.batching import Done

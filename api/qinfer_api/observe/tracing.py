@@ -41,7 +41,7 @@ from qinfer.observe.tracing import (
 from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher, Ending, StoredTraces
-from qinfer_api.http.call import FastCall, FastConnection
+from qinfer_api.http.fast import FastCall, QinferHttpProtocol
 from qinfer_api.http.head import RequestHead
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import (
@@ -107,7 +107,7 @@ class TracedCall(FastCall):
 
     __slots__ = ("read_s", "received_s")
 
-    def __init__(self, connection: FastConnection, head: RequestHead) -> None:
+    def __init__(self, connection: QinferHttpProtocol, head: RequestHead) -> None:
         super().__init__(connection, head)
         self.received_s = self.read_s = time.monotonic()
 

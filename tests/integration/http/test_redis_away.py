@@ -27,7 +27,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
-from qinfer.submission.caches import CachedResponses
+from qinfer.submission.response_cache import CachedResponses
 from qinfer.testing import eventually
 from tests.integration.labeling.test_label_studio_push import event, settings_for
 from tests.support.endpoints import BODY, declare, split

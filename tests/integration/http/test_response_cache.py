@@ -19,7 +19,7 @@ from qinfer.errors import BrokerUnavailable, QueueFull
 from qinfer.queue.connection import Reply
 from qinfer.queue.entries import Lane
 from qinfer.queue.router import Router
-from qinfer.submission.caches import CachedResponses
+from qinfer.submission.response_cache import CachedResponses
 from qinfer.testing import eventually
 from tests.support.cached_models import LOCAL, REDIS, cached, caching_gateway, declare
 from tests.support.gateway import Running, running_gateway, settings_of, work

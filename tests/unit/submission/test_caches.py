@@ -18,8 +18,7 @@ from qinfer.models.state import DesiredState, State, StoredModel, VersionState, 
 from qinfer.observe.stats import CACHE_HIT_COUNT, ModelCounts
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
-from qinfer.submission.caches import CachedResponses, LocalCache, response_key, size_of
-from qinfer.submission.response_cache import ResponseCache
+from qinfer.submission.response_cache import CachedResponses, LocalCache, ResponseCache, response_key, size_of
 from qinfer.tensors import Tensor
 from qinfer.testing import FakeClock
 from tests.unit.workers.inference.test_caller import CONFIG, Scene, asked, scene

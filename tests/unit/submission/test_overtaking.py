@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.submission.lane_load import Overtaking
+from qinfer.submission.backlog import Overtaking
 
 
 def seen(looks: int, ended: int, *, is_occupied: bool = True, every_s: float = 0.1) -> Overtaking:

@@ -10,7 +10,7 @@ from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.call import FastCall
+from qinfer_api.http.fast import FastCall
 from qinfer_api.http.head import MAX_FAST_BYTES, parse_target, read_head
 from qinfer_api.http.infer import (
     HttpReply,

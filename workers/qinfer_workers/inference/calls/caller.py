@@ -280,12 +280,11 @@ class WorkerCaller:
             held = level_of(request.holders, spec.name, served.version)
             if not held or (spec.is_cached and cached) or not self.local.has_more(spec.name, served.version, held):
                 return None
-            self._called(served.lane)
-            return entrance.lane.submit_here(request, sink, timeout_s, self.local)
-        if not limiter.holds(request.holders):
+        elif not limiter.holds(request.holders):
             return None
-        is_here = self.local.serves(spec.name, served.version) and not spec.decoupled
-        if not is_here and (reason := limiter.conflict(spec.name, request.holders)):
+        elif (spec.decoupled or not self.local.serves(spec.name, served.version)) and (
+            reason := limiter.conflict(spec.name, request.holders)
+        ):
             raise InferenceFailed(reason)
         self._called(served.lane)
         # A batcher of another generation refuses it: the lane is used then.
