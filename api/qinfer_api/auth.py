@@ -46,27 +46,7 @@ class CallerContext(msgspec.Struct, frozen=True, gc=False):
 ANONYMOUS = CallerContext()
 
 
-class Anyone:
-    """Admits all callers."""
-
-    tenants: frozenset[str] = frozenset()
-
-    def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
-        """Authorizes a caller."""
-        return context
-
-    def recheck(self, context: CallerContext) -> None:
-        """Checks a caller again."""
-
-    def identify(self, context: CallerContext) -> CallerContext:
-        """Finds a known key's owner, regardless of scopes."""
-        return context
-
-    def charge(self, principal: Principal) -> None:
-        """Charges a request to the rate of the caller's tenant."""
-
-
-class Auth(Anyone):
+class Auth:
     """The known keys; `refused` gets reason, key id and peer of each refusal."""
 
     def __init__(
@@ -77,7 +57,7 @@ class Auth(Anyone):
         self._quotas: dict[str, Quota] = {}
         self._wake: Callable[[Quota], None] = lambda _: None
         self._known: dict[str, Principal] = {}
-        self.tenants = frozenset()
+        self.tenants: frozenset[str] = frozenset()
         """Tenants that have or had a key: their files stay theirs."""
         self.refused: Callable[[str, str, str], None] = lambda _, __, ___: None
         self.replace_keys(keys)
@@ -106,7 +86,7 @@ class Auth(Anyone):
         return leases
 
     def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
-        """See `Anyone.authorize`."""
+        """Authorizes a caller; returns its tenant and principal."""
         if not context.key:
             self.refused("missing", "", peer)
             raise Unauthorized(
@@ -120,12 +100,12 @@ class Auth(Anyone):
         return CallerContext(found.tenant, context.trace, "", found, scope)
 
     def identify(self, context: CallerContext) -> CallerContext:
-        """See `Anyone.identify`."""
+        """Finds a known key's owner, regardless of scopes."""
         found = self._find(context.key) if context.key else None
         return context if found is None else CallerContext(found.tenant, context.trace, "", found, context.scope)
 
     def recheck(self, context: CallerContext) -> None:
-        """See `Anyone.recheck`; connections outlast keys."""
+        """Checks a caller again, because connections outlast keys."""
         before = context.principal
         if before is None:
             return
@@ -165,7 +145,7 @@ class Auth(Anyone):
         return any(known.tenant == tenant and known.expires_at_s > now_s for known in self._known.values())
 
     def charge(self, principal: Principal) -> None:
-        """See `Anyone.charge`."""
+        """Charges a request to the rate of the caller's tenant."""
         principal.quota.charge(self._now_s())
 
     def charge_tenant(self, tenant: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 
 import msgspec
 
+from qinfer.core.api_keys import Scope
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import Failure, IdFactory, OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
@@ -34,7 +35,7 @@ from qinfer.submission.submit import Entrance, Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
-from qinfer_api.auth import ANONYMOUS, Anyone, Auth, CallerContext
+from qinfer_api.auth import ANONYMOUS, Auth, CallerContext, Principal
 from qinfer_api.ordering import OrderedSink, Ordering
 from qinfer_api.stages import Passage, QuotaStage, Stage, wrappers_of
 from qinfer_api.status import has_id, of_request, told
@@ -43,6 +44,26 @@ from qinfer_api.status import has_id, of_request, told
 _SHORTEST_S = 0.001
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
+
+
+class Anyone:
+    """Stands for `Auth` where no keys are required."""
+
+    tenants: frozenset[str] = frozenset()
+
+    def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
+        """Admits a caller."""
+        return context
+
+    def recheck(self, context: CallerContext) -> None:
+        """Admits a caller again."""
+
+    def identify(self, context: CallerContext) -> CallerContext:
+        """Knows no keys."""
+        return context
+
+    def charge(self, principal: Principal) -> None:
+        """Counts nothing."""
 
 
 class StoredTraces:
@@ -72,7 +93,7 @@ class Dispatcher:
     ) -> None:
         self._catalog = catalog
         self._tally = tally
-        self._auth = auth or Anyone()
+        self._auth: Auth | Anyone = auth or Anyone()
         self.authorize, self.recheck = self._auth.authorize, self._auth.recheck
         self._clock = SystemClock()
         self._new_id = IdFactory().ulid
@@ -96,7 +117,7 @@ class Dispatcher:
         return len(self._auth.tenants) > 1
 
     def sharing(self, context: CallerContext) -> str:
-        """Returns the tenant for a `SharedLimit`: empty if there is only one."""
+        """Returns the tenant for a `SharedLimit`; empty = the only one."""
         return context.tenant if self.has_tenants else ""
 
     def charge(self, context: CallerContext) -> None:

@@ -42,14 +42,14 @@ class OrderedEntrance(Entrance):
 
 
 class Ordering:
-    """Wraps entrances; all entrances of a version have one order."""
+    """Wraps entrances; each version has one order."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
         self._orders: WeakValueDictionary[tuple[str, int], AnswerOrder] = WeakValueDictionary()
 
     def wrap(self, entrance: Entrance) -> Entrance:
-        """Returns an entrance that answers in order, if the model wants it."""
+        """Lets an entrance answer in order, if its model wants it."""
         if not entrance.spec.preserves_order:
             return entrance
         key = entrance.spec.name, entrance.served.version

@@ -2,7 +2,7 @@
 
 traces ─▶ quotas ─▶ access log ─▶ tenants' counts ─▶ (to an endpoint) target and shadows
 
-A stage that follows a request wraps its sink.
+Stages wrap the sinks of requests that they follow.
 """
 
 import time
@@ -84,7 +84,7 @@ class TenantStage(Stage):
 
 
 class SinkWrapper:
-    """The base of sinks that see responses on their way to the request's own sink."""
+    """The base of sinks that see a request's responses."""
 
     __slots__ = ("began_s", "frontend", "inner", "no_stream")
 
@@ -95,7 +95,7 @@ class SinkWrapper:
         self.began_s = time.monotonic()
 
     def submitted(self, request: OutgoingRequest, pending: PendingCall) -> None:
-        """Notes that the request is in the queue; excludes `refused`."""
+        """Notes that the request is in the queue."""
 
     def refused(self, error: QinferError) -> None:
         """Notes that the request was not queued."""

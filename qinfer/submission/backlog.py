@@ -43,10 +43,8 @@ _OCCUPIED_S = 1.0
 class Overtaking:
     """The part of a model's speed that a lane takes from lower ones.
 
-    Each look observes how many requests ended, and whether the lane was empty. Each observation alone misleads: one
-    quick request between two looks has the rate of a flood, and a lane of slow requests that wait for one another is
-    never empty. The lane takes at least the smaller of the two, and few observations prove nothing. `occupied` is the
-    part of the last second in which it was not empty.
+    Of the ended requests alone, one quick request between two looks has the rate of a flood; and a lane of slow
+    requests is never empty. The smaller of the two is the least part. `occupied` is the part of the last second.
     """
 
     def __init__(self) -> None:

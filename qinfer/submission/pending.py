@@ -259,8 +259,7 @@ class PendingRequests:
 
     def open_stream(self, pending: PendingCall, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
         """Lets a request have many responses, `pause_s` apart at most, `timeout_s` for all; call before `add`."""
-        ends_s = pending.started_s + timeout_s
-        now_s, owe = self._clock.monotonic_s, self._credits.owe
+        ends_s, now_s, owe = pending.started_s + timeout_s, self._clock.monotonic_s, self._credits.owe
         pending.stream = StreamReader(pending.request_id, resumes, pause_s, ends_s, now_s, owe)
 
     def remove(self, pending: PendingCall) -> bool:
@@ -277,12 +276,14 @@ class PendingRequests:
                 self.fail(pending, outcome)
             return
         pending.entry, load = outcome, pending.load
-        if load is not None and load.lane is not outcome.lane and load.lane != outcome.lane:
-            self._recount(pending, load, self.load_of(outcome.lane))
+        if load is not None and load.lane is not outcome.lane and load.lane != outcome.lane and pending in self:
+            load.own -= 1
+            self.count(pending, self.load_of(outcome.lane))
         if pending.abandoned:
             self._abandon(pending, None)
         elif pending.late is not None:
-            self._withdraw_soon(pending)
+            self._late.append(pending)
+            self._work.set()
 
     def receive(self, blob: bytes) -> None:
         """Delivers a reply blob's responses."""
@@ -397,11 +398,6 @@ class PendingRequests:
             self.fail(pending, stream.broken())
         return verdict is ResponseFate.DELIVER
 
-    def _recount(self, pending: PendingCall, before: LaneLoad, load: LaneLoad) -> None:
-        if pending in self:
-            before.own -= 1
-            self.count(pending, load)
-
     def _remove_entry(self, pending: PendingCall) -> None:
         if pending.turn is not None:
             pending.turn.set()
@@ -442,7 +438,8 @@ class PendingRequests:
         self.add(pending, deadline_s)
         pending.late = DeadlineExceeded(TIMED_OUT) if pending.untaken is None else pending.untaken()
         if pending.late is not None and pending.entry is not None:
-            self._withdraw_soon(pending)
+            self._late.append(pending)
+            self._work.set()
 
     def deliver(self, response: Response) -> None:
         """Delivers a response, after fetching stored outputs."""
@@ -508,10 +505,6 @@ class PendingRequests:
             del self._left[next(iter(self._left))]
         self._left[pending.request_id] = _outputs_of(pending)
 
-    def _withdraw_soon(self, pending: PendingCall) -> None:
-        self._late.append(pending)
-        self._work.set()
-
     async def _withdraw(self) -> None:
         """Withdraws late requests from the queue; a request that a worker holds ends at its last deadline."""
         late = {p.entry: p for p in self._late if p.entry is not None and p.step is None}
@@ -555,8 +548,7 @@ class PendingRequests:
             else:
                 await self._drop(*_outputs_of(pending))
             return
-        # Another attempt may have replaced the announced outputs: harmless.
-        is_awaited = self.remove(pending)
+        is_awaited = self.remove(pending)  # another attempt's outputs are as good
         if is_awaited:
             self.answer_caller(pending, msgspec.structs.replace(response, stored=False))
         if not is_awaited or pending.holder is None:
@@ -579,8 +571,7 @@ class PendingRequests:
             await self._queue.drop_result(lane, request_id, tenant)
 
     async def _stored_outputs(self, pending: PendingCall) -> bytes | None:
-        lane, request_id, tenant = _outputs_of(pending)
-        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        backoff, (lane, request_id, tenant) = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), _outputs_of(pending)
         while True:
             try:
                 return await self._queue.take_result(lane, request_id, tenant, partial(self._borrow, pending))

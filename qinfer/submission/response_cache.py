@@ -7,14 +7,12 @@
 A *flight* is an execution that several requests wait for: its deadline is the latest of theirs, and the last one to
 leave cancels it. Failures are never stored. Errors of Redis are misses.
 
-    key = SHA-256( tenant · model · version · generation · outputs · parameters · SHA-256(inputs by name) ), cut to 128 bits
+    SHA-256( tenant · model · version · generation · outputs · parameters · SHA-256(inputs by name) ), cut to 128 bits
 
 The key's parts are MessagePack, which is self-delimiting. Ids, priorities, timeouts and tensor encodings are left out.
 
-In memory, the cache is bounded by bytes; the least recently used go first. In Redis, it is a string per response, with
-a time to live. The queue's Redis evicts nothing, so the cache bounds itself: time is divided into spans of an eighth of
-the time to live, each with a ninth of the bytes, because nine spans have live entries. A key that outlives its span
-counts them.
+In memory, the least recently used responses go first. In Redis, which evicts nothing, the cache bounds itself: time is divided into spans of an eighth of the time to live, each with a
+ninth of the bytes, because nine spans have live entries. A key that outlives its span counts them.
 """
 
 import asyncio

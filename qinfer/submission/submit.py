@@ -1,10 +1,7 @@
 """The way into the queue: each served version has an *entrance*, composed once from its configuration.
 
-    lane            room, checks, admission, stamps, layout, pending request, queue
-    policy          a lane with priorities, queue timeouts, streams, or waits for workers
-    sequence        steps go to their sequence
-    split(inner)    `inner` gets the parts of a request that is larger than a batch
-    cache(inner)    `inner` executes requests without a cached response
+    lane | policy (priorities, queue timeouts, streams, waits for workers) | sequence
+    cache(lane), split(lane), split(cache(lane))
 
 The catalog's refresh replaces all entrances at once; requests in flight keep theirs. `prepare` serves stored requests
 (`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid out again (`Layouts`).
@@ -60,7 +57,6 @@ TAKEN_S = 0.2
 _MAX_LAYOUTS = 1024
 
 Kind = tuple[object, ...]
-"""The common properties of requests of one layout."""
 
 
 class LocalBatcher(Protocol):
@@ -80,7 +76,7 @@ class LocalBatcher(Protocol):
 
 
 class Submission:
-    """The entrances of one process, and their common state; made on its event loop.
+    """The entrances of one process, made on its event loop.
 
     `owner` names this process: replies come to `reply:<owner>`. `outermost` wraps entrances.
     """
@@ -113,7 +109,7 @@ class Submission:
         catalog.shown = self._show
 
     def set_cache(self, cache: ResponseCache) -> None:
-        """Caches responses of models that enable it; call before the first refresh."""
+        """Sets the cache, before the first refresh."""
         cache.serve(self.pending)
         self._cache = cache
 
@@ -132,10 +128,9 @@ class Submission:
         if spec.is_stateful:
             return self.outermost(SequenceEntrance(self, served))
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.steps)
-        lane = (LaneEntrance if is_plain else PolicyEntrance)(self, served)
-        entrance: Entrance = lane
+        entrance: Entrance = (LaneEntrance if is_plain else PolicyEntrance)(self, served)
         if spec.is_cached and self._cache is not None:
-            entrance = CacheEntrance(self._cache, lane)
+            entrance = CacheEntrance(self._cache, entrance.lane)
         if spec.splits:
             entrance = SplitEntrance(entrance)
         return self.outermost(entrance)
@@ -154,12 +149,11 @@ class Submission:
         self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float, *, tenant: str = ""
     ) -> None:
         """Raises `Overloaded` as `LaneLoads.judge` decides."""
-        refusal = self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)
-        if refusal is not None:
+        if (refusal := self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)) is not None:
             raise refusal
 
     async def run(self) -> None:
-        """Runs the background work of this process's submissions until cancelled."""
+        """Works in the background until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._cache is not None:
                 group.create_task(self._cache.run())
@@ -177,13 +171,7 @@ class Submission:
 
 
 class Entrance:
-    """The way into a served version.
-
-    Attributes:
-        lane: The innermost entrance.
-        uncached: The entrance past the response cache.
-        usual_timeout_s: The timeout of requests without one.
-    """
+    """The way into a served version; `lane` is the innermost entrance, `uncached` the one past the response cache."""
 
     def __init__(self, served: ServedVersion, inner: "Entrance | None" = None) -> None:
         self.served, self.spec = served, served.spec
@@ -206,12 +194,12 @@ class Entrance:
     def submit_near(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
     ) -> PendingCall:
-        """Submits a plain request to a batcher of this process if nothing waits, else by `submit`."""
+        """Submits a plain request to a batcher of this process, if nothing waits."""
         return self.submit(request, sink, timeout_s)
 
 
 class LaneEntrance(Entrance):
-    """The entrance of requests that are all alike: one lane."""
+    """The entrance of requests that are alike."""
 
     def __init__(self, submission: Submission, served: ServedVersion) -> None:
         super().__init__(served)
@@ -272,7 +260,7 @@ class LaneEntrance(Entrance):
     def submit_here(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
     ) -> PendingCall | None:
-        """Submits to a batcher of this process, past all waiting requests; `None` if it refuses."""
+        """Submits to a batcher of this process, past all waiting requests, or returns `None`."""
         spec = self.spec
         # The reader of the lane chooses the sequence id that the model sees.
         names_sequence = spec.sequences is not None or request.sequence is not None
@@ -302,13 +290,13 @@ class LaneEntrance(Entrance):
         return pending
 
     def prepare(self, request: OutgoingRequest) -> None:
-        """Checks a request without an entry of its own."""
+        """Checks a request that others execute."""
         if len(self.table) >= self._max_in_flight:
             raise QueueFull(FULL)
         self.check(request)
 
     def check(self, request: OutgoingRequest) -> None:
-        """Checks a request, unless this generation was checked."""
+        """Checks a request once."""
         if not request.generation or request.generation != self.served.generation:
             check(request, self.served)
 
@@ -397,7 +385,7 @@ class PolicyEntrance(LaneEntrance):
 
 
 class SequenceEntrance(LaneEntrance):
-    """The entrance of a stateful model; limits of steps are checked when they are appended."""
+    """Limits of steps are checked when they are appended."""
 
     submit_near = Entrance.submit_near
 
@@ -419,7 +407,7 @@ class SequenceEntrance(LaneEntrance):
 
 
 class SplitEntrance(Entrance):
-    """Submits the parts of a request that is larger than a batch."""
+    """Splits large requests."""
 
     def __init__(self, inner: Entrance) -> None:
         super().__init__(inner.served, inner)
@@ -440,7 +428,7 @@ class SplitEntrance(Entrance):
 
 
 class CacheEntrance(Entrance):
-    """Answers a repeated request."""
+    """Answers repeated requests."""
 
     def __init__(self, cache: ResponseCache, inner: LaneEntrance) -> None:
         super().__init__(inner.served, inner)
@@ -499,12 +487,12 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 ) -> StampedRequest:
     """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
 
-    The call modifies the request: keep the result for a repetition. The request's `timeout_s` is its queue timeout, the
-    argument the time to its deadline. Tensors above `inline_max_bytes` travel beside the stream. `max_waiting` limits
-    waiting entries, beside the policy's and the lane's limits; 0 = unlimited.
+    The call modifies the request: keep the result for a repetition. `timeout_s` is as for `Entrance.submit`.
+    `max_waiting` limits waiting entries, beside the policy's and the lane's limits; 0 = unlimited.
     """
     check_stateless(served)
-    check_whole(request, served.spec)
+    if served.spec.splits:
+        check_whole(request, served.spec)
     if route is None:
         route = served.routes.for_priority(request.priority)
     request.id = address.id
@@ -534,7 +522,7 @@ def _stamp(
 
 
 class Layouts:
-    """A cache: a similar request is neither checked nor laid out again."""
+    """The layouts of similar requests."""
 
     def __init__(self, inline_max_bytes: int) -> None:
         self._inline_max_bytes = inline_max_bytes

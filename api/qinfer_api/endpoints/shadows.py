@@ -7,9 +7,9 @@ A shadow is a copy of a request, executed by another target and compared in a th
 
 Replies do not wait for shadows, which are lost with their gateway, and dropped if too many are in flight.
 
-The ends of stored requests are watched, as evidence for canaries on trial and for shadows. Failures and execution times
-count; the time in the queue does not, because it says nothing about the version. Whether a request is watched is
-decided when it is accepted, before its end is known, so that the evidence has no bias.
+The ends of stored requests are evidence for canaries on trial, and for shadows. The time in the queue does not count,
+because it says nothing about the version. A request is chosen when it is accepted, before its end is known, so that the
+evidence has no bias.
 """
 
 import asyncio

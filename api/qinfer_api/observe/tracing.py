@@ -1,6 +1,6 @@
 """Traces of requests: spans for OpenTelemetry, and Triton's JSON files (`trace_file.py`).
 
-`TraceStage` wraps the sink of each traced request; a gateway that traces nothing does not have it.
+`TraceStage` wraps the sinks of traced requests.
 """
 
 import asyncio
