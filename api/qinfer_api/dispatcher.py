@@ -67,7 +67,7 @@ class Anyone:
 
 
 class StoredTraces:
-    """Traces of stored requests and jobs: here they are off."""
+    """No traces of stored requests and jobs."""
 
     def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
         """Returns a stored request's or job's `traceparent`."""
@@ -228,7 +228,7 @@ class Dispatcher:
         return told
 
     def note_refusal(self, model: str, version: int, error: QinferError, context: CallerContext) -> None:
-        """Notes a refused request in log and counts."""
+        """Notes a refused request."""
         if not self.stages:
             return
         if context.principal is None:
@@ -238,7 +238,7 @@ class Dispatcher:
             stage.refused(context, named, error.code)
 
     def note_accepted(self, context: CallerContext, request: OutgoingRequest, request_id: str) -> None:
-        """Notes a stored request in log and counts."""
+        """Notes a stored request."""
         for stage in self.endpoint_stages if request.endpoint else self.stages:
             stage.accepted(context, request, request_id)
 

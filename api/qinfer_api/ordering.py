@@ -83,7 +83,7 @@ class OrderedSink(Inner):
 
     @property
     def is_ready(self) -> bool:
-        """Whether later requests need not wait for this one any longer."""
+        """Whether later requests may answer."""
         return self._has_left or (self.pending is not None and bool(self._came))
 
     def is_behind(self) -> bool:

@@ -11,8 +11,9 @@ leave cancels it. Failures are never stored. Errors of Redis are misses.
 
 The key's parts are MessagePack, which is self-delimiting. Ids, priorities, timeouts and tensor encodings are left out.
 
-In memory, the least recently used responses go first. In Redis, which evicts nothing, the cache bounds itself: time is divided into spans of an eighth of the time to live, each with a
-ninth of the bytes, because nine spans have live entries. A key that outlives its span counts them.
+In memory, the least recently used responses go first. In Redis, which evicts nothing, the cache bounds itself: time is
+divided into spans of an eighth of the time to live, each with a ninth of the bytes, because nine spans have live
+entries. A key that outlives its span counts them.
 """
 
 import asyncio
