@@ -9,10 +9,10 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
@@ -323,15 +323,12 @@ class Gateway:
 
     async def serve(self) -> None:
         """Serves until `stop`, then drains for at most `http.drain_s`."""
-        pending = self._pending
         try:
             with contextlib.suppress(BrokerUnavailable):
                 await patiently(self._http, self._listener, self._load_models, self._stopping)
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(
-                        self._delivery.listen(self.name, pending.receive, self._listening.set, pending.lose_all)
-                    ),
+                    group.create_task(self._replies()),
                     group.create_task(self.catalog.run()),
                     group.create_task(self._endpoints.run()),
                     group.create_task(self._files.run()),
@@ -354,7 +351,7 @@ class Gateway:
                 await self._until_replies()
                 await self._serve_all()
                 self._give_up()
-                await pending.discard()
+                await self._pending.discard()
                 await self._reporting.flush()
                 for task in tasks:
                     task.cancel()
@@ -378,6 +375,10 @@ class Gateway:
         await self.catalog.refresh()
         await self._endpoints.refresh_endpoints()
         await self._files.write()
+
+    def _replies(self) -> Coroutine[Any, Any, None]:
+        pending = self._pending
+        return self._delivery.listen(self.name, pending.receive, self._listening.set, pending.lose_all)
 
     async def _until_replies(self) -> None:
         """Serves liveness if Redis is unreachable again."""

@@ -15,6 +15,7 @@ from qinfer.core.messages import Response
 from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
+from qinfer_api.auth import Auth
 from tests.support.gateway import Running, running_gateway, settings_of
 
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
@@ -33,7 +34,7 @@ class Door:
         """Removes the client's key from the file, and waits until the gateway knows."""
         revoke_key(self.file, "acme")
         auth = self.running.gateway.dispatcher._auth
-        assert auth is not None
+        assert isinstance(auth, Auth)
         await eventually(lambda: not auth.has_key("acme"), description="the new content of the file")
 
 

@@ -10,7 +10,7 @@ from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import FastCall
+from qinfer_api.http.fast import FastCall, QinferHttpProtocol
 from qinfer_api.http.head import MAX_FAST_BYTES, parse_target, read_head
 from qinfer_api.http.infer import (
     HttpReply,
@@ -215,7 +215,7 @@ async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> Non
     connection = _Connection()
     head = read_head(URL, [LENGTH])
     assert head is not None
-    call = FastCall(connection, head)
+    call = FastCall(cast(QinferHttpProtocol, connection), head)
     call.parts = [b'{"shared_memory_region": 1}']
 
     call.start(cast(Dispatcher, dispatcher), codec)
