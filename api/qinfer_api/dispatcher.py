@@ -281,7 +281,7 @@ class Dispatcher:
                 sink.left(pending.request_id, pending.version)
 
     def _on_response(self, pending: PendingCall, response: Response) -> None:
-        if response.final:
+        if self.stages and response.final:
             for stage in self.stages:
                 stage.ended(pending, response)
         if response.failure is not None:
