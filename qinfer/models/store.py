@@ -6,7 +6,7 @@ Processes read the desired state at start, on reconnect, when woken, and every 1
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,7 +22,6 @@ from qinfer.queue.router import load_script
 from qinfer.queue.stored_records import StoredRecords, decode_text, translated
 from qinfer.wire.versions import encode_document
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
@@ -53,29 +52,25 @@ class ControlStore:
 
     async def installation(self) -> str:
         """Returns the id of the data, if any."""
-        with translated():
-            value = await self.client.get(keys.installation())
+        value = await _reply(self.client.get(keys.installation()))
         return "" if value is None else decode_text(value)
 
     async def exchange_installation(self, seen: str, new: str, ttl_s: float = 0.0) -> str:
         """Replaces the id if it is `seen` (empty = none); returns the present id."""
-        with translated():
-            return decode_text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
+        words = (seen, new, int(ttl_s * 1000))
+        return decode_text(await _reply(self.client.eval(_EXCHANGE, 1, keys.installation(), *words)))
 
     async def has_model(self, name: str) -> bool:
         """Tells whether a configuration is stored, readable or not."""
-        with translated():
-            return await self.client.hget(keys.config(name), "model") is not None
+        return await _reply(self.client.hget(keys.config(name), "model")) is not None
 
     async def wished(self) -> set[str]:
         """Returns the desired models, readable or not."""
-        with translated():
-            return {decode_text(name) for name in await self.client.hgetall(keys.desired())}
+        return {decode_text(name) for name in await _reply(self.client.hgetall(keys.desired()))}
 
     async def desired(self) -> dict[str, DesiredState]:
         """Returns all desired states; of a damaged record, the last one that could be read."""
-        with translated():
-            values = await self.client.hgetall(keys.desired())
+        values = await _reply(self.client.hgetall(keys.desired()))
         read = {decode_text(model): value for model, value in values.items()}
         known = {model: desired for model, desired in self._desired.items() if model in read}
         self._desired = known | self._records.all(read, DesiredState)
@@ -83,30 +78,23 @@ class ControlStore:
 
     async def set_desired(self, desired: DesiredState) -> None:
         """Writes a desired state, unless a newer generation is stored."""
-        with translated():
-            await self.client.eval(
-                _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, encode_document(desired)
-            )
+        words = (desired.model, desired.generation, encode_document(desired))
+        await _reply(self.client.eval(_SET_DESIRED, 1, keys.desired(), *words))
 
     async def model(self, name: str) -> StoredModel | None:
         """Returns a model's stored configuration."""
-        with translated():
-            value = await self.client.hget(keys.config(name), "model")
+        value = await _reply(self.client.hget(keys.config(name), "model"))
         return None if value is None else self._records.one(value, StoredModel, name)
 
     async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
         """Returns the stored configurations of models."""
-        with translated():
-            values = await self._fields([(keys.config(name), "model") for name in names])
+        values = await self._fields([(keys.config(name), "model") for name in names])
         return self._records.all(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
         """Stores a configuration, unless its generation is not newer."""
-        with translated():
-            written = await self.client.eval(
-                _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
-            )
-        return bool(written)
+        words = (stored.generation, encode_document(stored))
+        return bool(await _reply(self.client.eval(_PUT_MODEL, 1, keys.config(stored.model), *words)))
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
         """Writes a worker's record."""
@@ -129,8 +117,7 @@ class ControlStore:
 
     async def model_metrics(self, workers: Collection[str]) -> list[bytes | None]:
         """Returns the models' custom metrics."""
-        with translated():
-            return await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
+        return await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
 
     async def retire(self, worker_id: str) -> None:
         """Removes a worker's record."""
@@ -140,35 +127,30 @@ class ControlStore:
 
     async def workers(self) -> list[WorkerRecord]:
         """Returns live workers; removes dead workers from the index."""
-        with translated():
-            ids = [decode_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
-            values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
-            # A worker that beats now returns with its next heartbeat.
-            dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
-            if dead:
-                await self.client.zrem(keys.workers(), *dead)
+        ids = [decode_text(id_) for id_ in await _reply(self.client.zrange(keys.workers(), 0, -1))]
+        values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
+        # A worker that beats now returns with its next heartbeat.
+        dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
+        if dead:
+            await _reply(self.client.zrem(keys.workers(), *dead))
         return list(self._records.all(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def beats(self) -> dict[str, float]:
         """Returns each worker's last heartbeat by its own clock."""
-        with translated():
-            found = await self.client.zrange(keys.workers(), 0, -1, withscores=True)
+        found = await _reply(self.client.zrange(keys.workers(), 0, -1, withscores=True))
         return {decode_text(worker_id): at for worker_id, at in found}
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
         """Marks a process of a program as live."""
-        with translated():
-            await self.client.eval(_LIVENESS, 1, keys.liveness(program), process, int(ttl_s * 1000))
+        await _reply(self.client.eval(_LIVENESS, 1, keys.liveness(program), process, int(ttl_s * 1000)))
 
     async def live_processes(self, program: str) -> list[str]:
         """Returns a program's live processes, sorted."""
-        with translated():
-            return sorted(map(decode_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
+        return sorted(map(decode_text, await _reply(self.client.eval(_LIVENESS, 1, keys.liveness(program)))))
 
     async def take_sweep(self, ttl_s: float) -> bool:
         """Takes the turn to look for stuck jobs; returns false while another bulk worker has it."""
-        with translated():
-            return bool(await self.client.set(keys.sweep(), "1", nx=True, px=int(ttl_s * 1000)))
+        return bool(await _reply(self.client.set(keys.sweep(), "1", nx=True, px=int(ttl_s * 1000))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
         """Writes an autoscaler's record, and adds to all counts."""
@@ -184,15 +166,13 @@ class ControlStore:
 
     async def scaler_counts(self) -> dict[str, int]:
         """Returns all autoscalers' counts."""
-        with translated():
-            values = await self.client.hgetall(keys.scaler_counts())
+        values = await _reply(self.client.hgetall(keys.scaler_counts()))
         return self._records.counts(values, "autoscalers")
 
     async def put_pin(self, pin: Pin, ttl_s: float) -> None:
         """Writes a pin; a `ttl_s` of 0 removes it."""
-        with translated():
-            words = (pin.id, int(ttl_s * 1000), encode_document(pin))
-            await self.client.eval(_EXPIRING, 1, keys.pins(), *words)
+        words = (pin.id, int(ttl_s * 1000), encode_document(pin))
+        await _reply(self.client.eval(_EXPIRING, 1, keys.pins(), *words))
 
     async def pins(self) -> list[Pin]:
         """Returns all live pins, by id."""
@@ -200,42 +180,35 @@ class ControlStore:
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores a measured speed, which outlives its worker."""
-        with translated():
-            await self.client.hset(keys.config(model), _speed_field(version), encode_document(speed))
+        await _reply(self.client.hset(keys.config(model), _speed_field(version), encode_document(speed)))
 
     async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
         """Returns the stored speeds of versions."""
-        with translated():
-            values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
+        values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
         return self._records.all(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
         """Stores a completed configuration by content; the first stays."""
-        with translated():
-            await self.client.hsetnx(keys.completions(), content_hash, completed)
+        await _reply(self.client.hsetnx(keys.completions(), content_hash, completed))
 
     async def completion(self, content_hash: str) -> str | None:
         """Returns the value of `put_completion`."""
-        with translated():
-            value = await self.client.hget(keys.completions(), content_hash)
+        value = await _reply(self.client.hget(keys.completions(), content_hash))
         return None if value is None else decode_text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
         """Stores a setting (JSON), such as `logging`."""
-        with translated():
-            await self.client.hset(keys.settings(), name, value)
+        await _reply(self.client.hset(keys.settings(), name, value))
 
     async def settings(self) -> dict[str, str]:
         """Returns the values of `put_setting`, by name."""
-        with translated():
-            values = await self.client.hgetall(keys.settings())
+        values = await _reply(self.client.hgetall(keys.settings()))
         read = {decode_text(name): value for name, value in values.items()}
         return {name: value.decode() for name, value in read.items() if self._records.is_setting(value, name)}
 
     async def wake(self) -> None:
         """Wakes every waiting process."""
-        with translated():
-            await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
+        await _reply(self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False))
 
     async def wait(self, timeout_s: float) -> bool:
         """Waits for a `wake` since the last call; may return early."""
@@ -245,8 +218,7 @@ class ControlStore:
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             block_ms = max(int(min(left_s, _MAX_BLOCK_S) * 1000), 1)
-            with translated():
-                streams = await self.client.xread({keys.control(): last}, block=block_ms)
+            streams = await _reply(self.client.xread({keys.control(): last}, block=block_ms))
             if streams:
                 self._last_wakes[task] = _last_id(streams)
                 return True
@@ -254,8 +226,7 @@ class ControlStore:
 
     async def hint_of_endpoint(self, name: str) -> str:
         """Returns a hint that an unknown model is an endpoint."""
-        with translated():
-            is_one = await self.client.hexists(keys.endpoints(), name)
+        is_one = await _reply(self.client.hexists(keys.endpoints(), name))
         why = f"; '{name}' is an endpoint, and steps name models: write the model and version of a target"
         return why if is_one else ""
 
@@ -293,8 +264,7 @@ class ControlStore:
     ) -> dict[tuple[str, int], dict[str, int]]:
         """Returns chosen statistics."""
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
-        with translated():
-            values = iter(await self._fields(wanted))
+        values = iter(await self._fields(wanted))
         read = {key: {name.encode(): next(values) for name in fields} for key in versions}
         return {
             key: self._records.counts({name: raw for name, raw in of.items() if raw is not None}, _format_version(key))
@@ -306,18 +276,18 @@ class ControlStore:
         await self.client.aclose()
 
     async def _live(self, key: str, kind: type[T]) -> list[T]:
-        with translated():
-            words = iter(await self.client.eval(_EXPIRING, 1, key))
+        words = iter(await _reply(self.client.eval(_EXPIRING, 1, key)))
         read = self._records.all(dict(zip(map(decode_text, words), words, strict=True)), kind)
         return [read[id_] for id_ in sorted(read)]
 
     async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
         if not wanted:
             return []
-        async with self.client.pipeline(transaction=False) as pipe:
-            for key, name in wanted:
-                pipe.hget(key, name)
-            return await pipe.execute()  # type: ignore[no-any-return]  # redis-py says no more of it
+        with translated():
+            async with self.client.pipeline(transaction=False) as pipe:
+                for key, name in wanted:
+                    pipe.hget(key, name)
+                return await pipe.execute()  # type: ignore[no-any-return]  # redis-py says no more of it
 
 
 async def report_liveness(store: ControlStore, name: str, program: str) -> NoReturn:
@@ -331,6 +301,12 @@ async def report_liveness(store: ControlStore, name: str, program: str) -> NoRet
         with suppress(BrokerUnavailable, TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 await store.report_liveness(program, name, 0.0)
+
+
+async def _reply(command: Awaitable[Any]) -> Any:
+    """Returns the reply of a command, with redis-py's errors translated."""
+    with translated():
+        return await command
 
 
 def _is_wrong_type(error: Exception) -> bool:
