@@ -102,8 +102,7 @@ def model_config_page() -> str:
     lines += ["## qinfer's own parameters\n", "These parameters go into the map `parameters`.\n"]
     lines += ["| parameter | value | meaning |", "|---|---|---|"]
     lines += [
-        f"| `{key}` | {config_spec.value_of(key)} | {config_spec.PARAMETERS[key]} |"
-        for key in config_spec.KNOWN_PARAMETERS
+        f"| `{key}` | {config_spec.value_of(key)} | {meaning} |" for key, meaning in config_spec.PARAMETERS.items()
     ]
     return "\n".join(lines) + "\n"
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import ENSEMBLE, ensemble_problems
-from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.message import ModelConfig, model_config_pb2, tensor_problems
 from qinfer.models.config.ragged import ragged_problems
 from qinfer.models.config.sequences import sequence_problems
 from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems
@@ -215,15 +215,7 @@ def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[s
             yield f"model {kind} must specify 'name'"
             continue
         where = f"model {kind} '{tensor.name}'"
-        if tensor.data_type == model_config_pb2.TYPE_INVALID:
-            yield f"{where} must specify 'data_type'"
-        if not tensor.dims:
-            yield f"{where} must specify 'dims'"
-        if any(dim < 1 and dim != -1 for dim in tensor.dims):
-            yield (
-                f"{where} dimension must be integer >= 1, or -1 to indicate a variable-size dimension, "
-                f"got {list(tensor.dims)}"
-            )
+        yield from tensor_problems(where, tensor)
         if tensor.HasField("reshape"):
             yield from _reshape_problems(where, list(tensor.dims), list(tensor.reshape.shape))
 

@@ -8,6 +8,7 @@ which perf_analyzer can't read); enums are names.
 import json
 import re
 import struct
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from qinfer.errors import ModelLoadFailed, RequestError
+from qinfer.tensors import CONFIG_DATATYPES
 from qinfer.wire.json_scan import LARGE_BYTES, check_size
 from qinfer.wire.protos import model_config_pb2
 
@@ -24,7 +26,16 @@ if TYPE_CHECKING:
 else:
     ModelConfig = model_config_pb2.ModelConfig
 
-__all__ = ["ModelConfig", "advised", "from_json", "model_config_pb2", "to_json", "unnamed"]
+__all__ = [
+    "ModelConfig",
+    "advised",
+    "from_json",
+    "model_config_pb2",
+    "tensor_problems",
+    "to_json",
+    "unnamed",
+    "wire_datatype",
+]
 
 _UNKNOWN = (  # words of protobuf's text format and JSON
     re.compile(r'Message type "(?P<of>[\w.]+)" has no field named "(?P<field>[^"]+)"'),
@@ -134,6 +145,25 @@ def unnamed(message: Message) -> str:
             if of is not None and (found := unnamed(one)):
                 return f"{field.name}.{found}"
     return ""
+
+
+def wire_datatype(number: int) -> str:
+    """Returns the wire's name of a `data_type`; empty for `TYPE_INVALID`."""
+    datatype = CONFIG_DATATYPES.get(model_config_pb2.DataType.Name(number))
+    return "" if datatype is None else datatype.name
+
+
+def tensor_problems(where: str, tensor: Any) -> Iterator[str]:
+    """Yields the mistakes in datatype and dimensions of an input, output or state."""
+    if tensor.data_type == model_config_pb2.TYPE_INVALID:
+        yield f"{where} must specify 'data_type'"
+    if not tensor.dims:
+        yield f"{where} must specify 'dims'"
+    if any(dim < 1 and dim != -1 for dim in tensor.dims):
+        yield (
+            f"{where} dimension must be integer >= 1, or -1 to indicate a variable-size dimension, "
+            f"got {list(tensor.dims)}"
+        )
 
 
 def _object(message: Message) -> dict[str, Any]:

@@ -7,9 +7,8 @@ are refused here.
 from collections.abc import Iterator
 from typing import Any
 
-from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.message import ModelConfig, model_config_pb2, wire_datatype
 from qinfer.models.spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
-from qinfer.tensors import CONFIG_DATATYPES
 
 _DATATYPES = (model_config_pb2.TYPE_INT32, model_config_pb2.TYPE_FP32)
 _REFUSING = ("tensorrt", "openvino")
@@ -32,7 +31,7 @@ def to_batch_inputs(config: ModelConfig) -> tuple[BatchInputSpec, ...]:
         BatchInputSpec(
             kind=BatchInputKind(model_config_pb2.BatchInput.Kind.Name(made.kind)),
             name=name,
-            datatype=CONFIG_DATATYPES[model_config_pb2.DataType.Name(made.data_type)].name,
+            datatype=wire_datatype(made.data_type),
             source=made.source_input[0],
             rank=ranks[made.source_input[0]],
         )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.message import ModelConfig, model_config_pb2, tensor_problems, wire_datatype
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec, StateSpec
 from qinfer.queue.sequences.records import MAX_STATE_BYTES
 from qinfer.tensors import CONFIG_DATATYPES
@@ -152,15 +152,7 @@ def _state_problems(config: ModelConfig) -> Iterator[str]:
         where = f"model state '{state.input_name}'"
         if not state.input_name or not state.output_name:
             yield f"{where} must specify 'input_name' and 'output_name'"
-        if state.data_type == model_config_pb2.TYPE_INVALID:
-            yield f"{where} must specify 'data_type'"
-        if not state.dims:
-            yield f"{where} must specify 'dims'"
-        if any(dim < 1 and dim != -1 for dim in state.dims):
-            yield (
-                f"{where} dimension must be integer >= 1, or -1 to indicate a variable-size dimension, "
-                f"got {list(state.dims)}"
-            )
+        yield from tensor_problems(where, state)
         if len(state.initial_state) > 1:
             yield (
                 f"initial_state field for state input '{state.input_name}' must contain exactly one or zero element. "
@@ -230,7 +222,7 @@ def _control(entry: Any) -> ControlSpec:
     (control,) = entry.control
     kind = _kind(control)
     if kind is ControlKind.CORRID:
-        return ControlSpec(name=entry.name, kind=kind, datatype=_datatype(control.data_type))
+        return ControlSpec(name=entry.name, kind=kind, datatype=wire_datatype(control.data_type))
     field = next(field for field in _FALSE_TRUE if len(getattr(control, field)))
     false, true = getattr(control, field)
     return ControlSpec(name=entry.name, kind=kind, datatype=_FALSE_TRUE[field], false=false, true=true)
@@ -240,7 +232,7 @@ def _state(state: Any) -> StateSpec:
     return StateSpec(
         input=state.input_name,
         output=state.output_name,
-        datatype=_datatype(state.data_type),
+        datatype=wire_datatype(state.data_type),
         dims=tuple(state.dims),
         initial_dims=_initial_dims(state),
         file=state.initial_state[0].data_file if state.initial_state else "",
@@ -252,7 +244,3 @@ def _state(state: Any) -> StateSpec:
 def _initial_dims(state: Any) -> tuple[int, ...]:
     dims = state.initial_state[0].dims if state.initial_state else state.dims
     return tuple(1 if dim == -1 else dim for dim in dims)
-
-
-def _datatype(number: int) -> str:
-    return CONFIG_DATATYPES[model_config_pb2.DataType.Name(number)].name

@@ -6,7 +6,7 @@ from typing import Any
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import to_steps
-from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json
+from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json, wire_datatype
 from qinfer.models.config.ragged import scattered_outputs, to_batch_inputs, to_batch_outputs
 from qinfer.models.config.sequences import to_sequence_spec
 from qinfer.models.config.warmup import to_warmup
@@ -21,7 +21,6 @@ from qinfer.models.spec import (
     ResourceSpec,
     TensorSpec,
 )
-from qinfer.tensors import CONFIG_DATATYPES
 
 PREFIX = "qinfer."
 DEFAULT_TIMEOUT = "qinfer.default_timeout_s"
@@ -42,26 +41,6 @@ LOAD_TIMEOUT = "qinfer.load_timeout_s"
 WARMUP_TIMEOUT = "qinfer.warmup_timeout_s"
 STRICT_OUTPUTS = "qinfer.strict_outputs"
 MAX_STRINGS = "qinfer.max_strings"
-KNOWN_PARAMETERS = (
-    DEFAULT_TIMEOUT,
-    MAX_TIMEOUT,
-    LANE_CAPACITY,
-    MIN_WORKERS,
-    TORCH_AMP,
-    TORCH_COMPILE,
-    BINARY_OUTPUTS,
-    STREAM_RESUME,
-    CACHE_SCOPE,
-    SPLIT,
-    SLO_LATENCY,
-    SLO_TARGET,
-    FILES_OF,
-    EXECUTE_TIMEOUT,
-    LOAD_TIMEOUT,
-    WARMUP_TIMEOUT,
-    STRICT_OUTPUTS,
-    MAX_STRINGS,
-)
 _USUAL = LimitSettings()
 
 
@@ -128,8 +107,8 @@ def parameter_problems(config: ModelConfig) -> Iterator[str]:
         if not key.startswith(PREFIX):
             continue
         text = config.parameters[key].string_value
-        if key not in KNOWN_PARAMETERS:
-            yield f"unknown parameter '{key}'; qinfer knows {', '.join(KNOWN_PARAMETERS)}"
+        if key not in PARAMETERS:
+            yield f"unknown parameter '{key}'; qinfer knows {', '.join(PARAMETERS)}"
         elif not _VALUES[key][1](text):
             yield f"parameter '{key}' must be {_VALUES[key][0]}, got '{text}'"
 
@@ -212,7 +191,7 @@ def value_of(parameter: str) -> str:
 def _tensor_spec(io: Any, *, optional: bool = False, ragged: bool = False, labels: tuple[str, ...] = ()) -> TensorSpec:
     return TensorSpec(
         name=io.name,
-        datatype=_datatype(io.data_type),
+        datatype=wire_datatype(io.data_type),
         dims=tuple(io.dims),
         optional=optional,
         ragged=ragged,
@@ -228,13 +207,6 @@ def _outputs(config: ModelConfig, labels: Mapping[str, tuple[str, ...]]) -> tupl
 
 def _accelerators(entries: Any) -> tuple[Accelerator, ...]:
     return tuple(Accelerator(entry.name, dict(sorted(entry.parameters.items()))) for entry in entries)
-
-
-def _datatype(number: int) -> str:
-    name = model_config_pb2.DataType.Name(number)
-    if name not in CONFIG_DATATYPES:
-        raise ModelLoadFailed(f"data_type {name} is not one of {', '.join(CONFIG_DATATYPES)}")
-    return CONFIG_DATATYPES[name].name
 
 
 def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:

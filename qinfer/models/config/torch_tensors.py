@@ -61,9 +61,6 @@ class _BlobFile(io.RawIOBase):
         self._at = max(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._blob)}[whence], 0)
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def read(self, size: int | None = -1) -> bytes:
         end = len(self._blob) if size is None or size < 0 else self._at + size
         content = self._blob[self._at : end].tobytes()

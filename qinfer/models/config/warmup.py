@@ -7,10 +7,9 @@ sample without `batch_size`, and lets samples give inputs that the server fills.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.message import ModelConfig, wire_datatype
 from qinfer.models.config.sequences import sequence_problems, to_sequence_spec
 from qinfer.models.spec import WarmupInput, WarmupSpec
-from qinfer.tensors import CONFIG_DATATYPES
 
 
 class _Input(NamedTuple):
@@ -30,7 +29,9 @@ def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
             name=sample.name,
             batch_size=sample.batch_size,
             inputs={
-                name: WarmupInput(_wire(data.data_type), tuple(data.dims), data.random_data, data.input_data_file)
+                name: WarmupInput(
+                    wire_datatype(data.data_type), tuple(data.dims), data.random_data, data.input_data_file
+                )
                 for name, data in sorted(sample.inputs.items())
             },
             count=max(sample.count, 1),
@@ -41,7 +42,7 @@ def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
 
 def warmup_problems(config: ModelConfig) -> Iterator[str]:
     """Yields the mistakes in the samples."""
-    inputs = {i.name: _Input(_wire(i.data_type), i.dims) for i in config.input}
+    inputs = {i.name: _Input(wire_datatype(i.data_type), i.dims) for i in config.input}
     if config.HasField("sequence_batching") and not any(sequence_problems(config)):
         sequences = to_sequence_spec(config)
         assert sequences is not None
@@ -64,14 +65,9 @@ def warmup_problems(config: ModelConfig) -> Iterator[str]:
 def _mistakes(data: Any, name: str, wanted: _Input) -> Iterator[str]:
     if data.WhichOneof("input_data_type") is None:
         yield f"must give input '{name}' zero_data, random_data or an input_data_file"
-    if _wire(data.data_type) != wanted.datatype:
+    if wire_datatype(data.data_type) != wanted.datatype:
         yield f"must give input '{name}' the model's data_type, {wanted.datatype}"
     dims = list(data.dims)
     is_fixed = all(dim > 0 for dim in dims) and len(dims) == len(wanted.dims)
     if not is_fixed or any(takes not in (-1, dim) for dim, takes in zip(dims, wanted.dims, strict=False)):
         yield f"must give input '{name}' fixed dims that the model takes, {list(wanted.dims)}, got {dims}"
-
-
-def _wire(number: int) -> str:
-    datatype = CONFIG_DATATYPES.get(model_config_pb2.DataType.Name(number))
-    return "" if datatype is None else datatype.name

@@ -6,7 +6,6 @@ The layout is Triton's: `<model>/config.pbtxt` and `<model>/<version>/model.onnx
 import ast
 import logging
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import msgspec
@@ -236,11 +235,8 @@ class _ModelReader(NamedTuple):
 
     def _check_warmup(self, config: ModelConfig) -> None:
         wanted = {data.input_data_file for sample in executed_samples(config) for data in sample.inputs.values()} - {""}
-        for file in sorted(wanted - self._warmup_files()):
+        for file in sorted(file for file in wanted if f"warmup/{file}" not in self.listing.files):
             raise ModelLoadFailed(f"model '{self.name}' has no file '{file}' in its directory 'warmup'")
-
-    def _warmup_files(self) -> AbstractSet[str]:
-        return {path.removeprefix("warmup/") for path in self.listing.files if path.startswith("warmup/")}
 
     def _read_text(self, path: str, limit_bytes: int) -> str:
         if self.listing.files[path].size > limit_bytes:

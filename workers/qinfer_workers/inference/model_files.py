@@ -5,7 +5,7 @@ Loads are compared by files' size and modification time; the *executed hash* is 
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,9 +105,5 @@ def _files(directory: Path) -> Iterator[Path]:
         if root.is_file():
             yield root
         elif root.is_dir():
-            yield from (path for path in sorted(root.rglob("*")) if path.is_file() and _is_part(path, root))
-
-
-def _is_part(path: Path, root: Path) -> bool:
-    parts: Sequence[str] = path.relative_to(root.parent).parts
-    return IGNORED not in parts
+            within = [path for path in sorted(root.rglob("*")) if IGNORED not in path.relative_to(root.parent).parts]
+            yield from (path for path in within if path.is_file())
