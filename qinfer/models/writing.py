@@ -64,7 +64,7 @@ async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) 
     if model.config and not model.pending:
         config = from_json(model.config)
         if MIN_WORKERS in config.parameters:
-            min_workers = to_spec(config).min_workers
+            min_workers = int(config.parameters[MIN_WORKERS].string_value)
     stored = msgspec.structs.replace(model, min_workers=min_workers)
     completion = await find_completion(stored, store) if stored.pending else None
     return stored if completion is None else completed(stored, completion)
@@ -111,11 +111,10 @@ def completed(stored: StoredModel, completion: Completion) -> StoredModel:
     if completion.error:
         return msgspec.structs.replace(stored, pending="", config="", error=completion.error)
     try:
-        config = from_json(completion.config)
-        spec = to_spec(config)
+        parameters = to_spec(from_json(completion.config)).parameters
     except ModelLoadFailed as error:
         return msgspec.structs.replace(stored, pending="", config="", error=error.message)
-    min_workers = spec.min_workers if MIN_WORKERS in config.parameters else stored.min_workers
+    min_workers = int(parameters.get(MIN_WORKERS, stored.min_workers))
     return msgspec.structs.replace(stored, pending="", config=completion.config, min_workers=min_workers)
 
 

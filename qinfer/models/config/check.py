@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import ENSEMBLE, ensemble_problems
-from qinfer.models.config.message import ModelConfig, model_config_pb2, tensor_problems
+from qinfer.models.config.message import ModelConfig, model_config_pb2, preferred_size_problems, tensor_problems
 from qinfer.models.config.ragged import ragged_problems
 from qinfer.models.config.sequences import sequence_problems
 from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems
@@ -171,14 +171,8 @@ def _unsupported_fields(config: ModelConfig) -> Iterator[str]:
 def _batching_problems(config: ModelConfig) -> Iterator[str]:
     if config.max_batch_size < 0:
         yield f"'max_batch_size' must be non-negative value in model configuration, got {config.max_batch_size}"
-    for size in config.dynamic_batching.preferred_batch_size:
-        if size <= 0:
-            yield f"dynamic batching preferred size must be positive for {config.name}, got {size}"
-        elif size > config.max_batch_size:
-            yield (
-                f"dynamic batching preferred size must be <= max batch size for {config.name}, "
-                f"got {size} > {config.max_batch_size}"
-            )
+    sizes = config.dynamic_batching.preferred_batch_size
+    yield from preferred_size_problems("dynamic batching preferred size", sizes, config)
 
 
 def _queue_problems(config: ModelConfig) -> Iterator[str]:

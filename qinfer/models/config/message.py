@@ -8,7 +8,7 @@ which perf_analyzer can't read); enums are names.
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "advised",
     "from_json",
     "model_config_pb2",
+    "preferred_size_problems",
     "tensor_problems",
     "to_json",
     "unnamed",
@@ -164,6 +165,15 @@ def tensor_problems(where: str, tensor: Any) -> Iterator[str]:
             f"{where} dimension must be integer >= 1, or -1 to indicate a variable-size dimension, "
             f"got {list(tensor.dims)}"
         )
+
+
+def preferred_size_problems(what: str, sizes: Iterable[int], config: ModelConfig) -> Iterator[str]:
+    """Yields the mistakes in the preferred sizes of a batcher."""
+    for size in sizes:
+        if size <= 0:
+            yield f"{what} must be positive for {config.name}, got {size}"
+        elif size > config.max_batch_size:
+            yield f"{what} must be <= max batch size for {config.name}, got {size} > {config.max_batch_size}"
 
 
 def _object(message: Message) -> dict[str, Any]:

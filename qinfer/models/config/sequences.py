@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.message import ModelConfig, model_config_pb2, tensor_problems, wire_datatype
+from qinfer.models.config.message import (
+    ModelConfig,
+    model_config_pb2,
+    preferred_size_problems,
+    tensor_problems,
+    wire_datatype,
+)
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec, StateSpec
 from qinfer.queue.sequences.records import MAX_STATE_BYTES
 from qinfer.tensors import CONFIG_DATATYPES
@@ -83,14 +89,8 @@ def to_sequence_spec(config: ModelConfig) -> SequenceSpec | None:
 
 def _strategy_problems(config: ModelConfig) -> Iterator[str]:
     batching = config.sequence_batching
-    for size in batching.oldest.preferred_batch_size:
-        if size <= 0:
-            yield f"sequence batching preferred batch size must be positive for {config.name}, got {size}"
-        elif size > config.max_batch_size:
-            yield (
-                f"sequence batching preferred batch size must be <= max batch size for {config.name}, "
-                f"got {size} > {config.max_batch_size}"
-            )
+    sizes = batching.oldest.preferred_batch_size
+    yield from preferred_size_problems("sequence batching preferred batch size", sizes, config)
     utilization = batching.direct.minimum_slot_utilization
     if not 0 <= utilization <= 1:
         yield (

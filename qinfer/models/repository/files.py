@@ -143,18 +143,16 @@ Blob = memoryview | Ranges
 class LocalFiles:
     """The files of a directory."""
 
-    is_remote = False
-
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
 
     def models(self) -> list[str]:
         """Returns the directories that are not hidden, sorted."""
         try:
-            with os.scandir(self._root) as entries:
+            with os.scandir(self.root) as entries:
                 return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
         except OSError as error:
-            raise SettingsError(f"model repository '{self._root}' can't be read: {error.strerror}") from None
+            raise SettingsError(f"model repository '{self.root}' can't be read: {error.strerror}") from None
 
     def listings(self) -> dict[str, Listing | Exception]:
         """Returns each directory's listing, or its error."""
@@ -171,7 +169,7 @@ class LocalFiles:
 
     def listing(self, directory: str) -> Listing | None:
         """Returns a directory's listing, if it exists."""
-        root = self._root / directory
+        root = self.root / directory
         if not root.is_dir():
             return None
         files: dict[str, Stamp] = {}
@@ -194,7 +192,7 @@ class LocalFiles:
 
     def read(self, path: str, limit_bytes: int) -> bytes:
         """Returns a file's content."""
-        with (self._root / path).open("rb") as file:
+        with (self.root / path).open("rb") as file:
             content = file.read(limit_bytes + 1)
         if len(content) > limit_bytes:
             raise OSError(0, f"it is larger than {limit_bytes} bytes")
@@ -203,7 +201,7 @@ class LocalFiles:
     @contextmanager
     def blob(self, path: str, size: int) -> Iterator[Blob]:
         """Opens a file without mapping it: access to a mapped file that was truncated would kill the process."""
-        with (self._root / path).open("rb") as file:
+        with (self.root / path).open("rb") as file:
             if size <= _LOCAL_WHOLE_BYTES:
                 yield memoryview(file.read(size))
                 return
@@ -213,34 +211,29 @@ class LocalFiles:
 
             yield Ranges(fetch, size, _LOCAL_PAGE_BYTES, sys.maxsize)
 
-    def directory(self, path: str) -> Path | None:
-        """Returns the directory itself."""
-        return self._root / path
-
     def fetch(self, path: str, target: Path) -> None:
         """Copies a file."""
-        shutil.copyfile(self._root / path, target)
+        shutil.copyfile(self.root / path, target)
 
     def write(self, path: str, content: bytes) -> None:
         """Writes a file and its directories."""
-        target = self._root / path
+        target = self.root / path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
         except OSError as error:
-            raise SettingsError(f"'{self._root}' can't be written: {error.strerror}") from None
+            raise SettingsError(f"'{self.root}' can't be written: {error.strerror}") from None
 
     def remove(self, directory: str) -> None:
         """Removes a directory, if it exists."""
-        shutil.rmtree(self._root / directory, ignore_errors=True)
+        shutil.rmtree(self.root / directory, ignore_errors=True)
 
 
 class RemoteFiles:
     """The files below a URL."""
 
-    is_remote = True
-
     def __init__(self, url: str) -> None:
+        self.url = url
         place = place_of(url)
         self._shown = place.shown
         try:
@@ -294,11 +287,6 @@ class RemoteFiles:
             yield memoryview(self.read(path, _REMOTE_WHOLE_BYTES))
         else:
             yield Ranges(partial(self._range, path), size)
-
-    def directory(self, path: str) -> Path | None:
-        """Returns `None`, because the files are not on this machine."""
-        del path
-        return None
 
     def fetch(self, path: str, target: Path) -> None:
         """Copies a file to this machine."""

@@ -4,11 +4,11 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -43,28 +43,23 @@ _SETTLED_NS = 2_000_000_000
 _NOT_UNIQUE = "model appears in two or more repositories"
 
 
-class _Place(NamedTuple):
-    url: str
-    files: Files
-
-
 class Repositories:
     """The model repositories and the overlay; blocking, for several threads.
 
     Without an overlay, load requests with files are refused.
     """
 
-    def __init__(self, places: list[_Place], overlay: _Place | None, how: ReadingOptions, cache: FilesCache) -> None:
+    def __init__(self, places: list[Files], overlay: Files | None, how: ReadingOptions, cache: FilesCache) -> None:
         self._places = places
         self._overlay = overlay
         self._how = how
         self._cache = cache
-        self._read: dict[tuple[str, str], tuple[str, StoredModel]] = {}
-        """(URL, model) → hash of its listing and the model."""
+        self._read: dict[tuple[Files, str], tuple[str, StoredModel]] = {}
+        """Repository and model → hash of its listing and the model."""
 
     def names(self) -> list[str]:
         """Returns all models, sorted, or raises `SettingsError`."""
-        return sorted({name for place in self._places for name in place.files.models()})
+        return sorted({name for place in self._places for name in place.models()})
 
     def scan(self) -> list[StoredModel]:
         """Reads every model, sorted; an unusable one carries its error."""
@@ -81,9 +76,9 @@ class Repositories:
         `override` is JSON in place of `config.pbtxt`; with `qinfer.files_of`, the name may be in no repository.
         `location` is a directory of the overlay.
         """
-        try:
+        with _translated(name):
             if location:
-                files = self._place_of_location(name, location).files
+                files = self._place_of_location(name, location)
                 listing = files.listing(location)
                 if listing is None:
                     raise ModelNotFound(f"the files that model '{name}' was loaded with are gone")
@@ -99,11 +94,7 @@ class Repositories:
             if len(holders) > 1:
                 return _not_unique(name)
             place, listing = holders[0]
-            return read_model(ModelFiles(place.files, name, listing), self._how, self._lend, override)
-        except SettingsError as error:
-            raise _unreadable(name, error) from None
-        except OSError as error:
-            raise ModelLoadFailed(f"model '{name}' can't be read: {error.strerror}") from None
+            return read_model(ModelFiles(place, name, listing), self._how, self._lend, override)
 
     def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
         """Returns a local directory with a version's files, which it fetches if they are remote.
@@ -111,20 +102,14 @@ class Repositories:
         An earlier copy for the `content_hash` is used again.
         """
         try:
-            if location:
-                place, directory = self._place_of_location(stored_name, location), location
-            else:
-                place, directory = self._holder(stored_name), stored_name
-            path = place.files.directory(f"{directory}/{version}")
-            if path is not None:
-                return path
-            return self._cache.version_dir(place.files, place.url, directory, version, content_hash)
+            with _translated(stored_name):
+                place = self._place_of_location(stored_name, location) if location else self._holder(stored_name)
+                directory = location or stored_name
+                if isinstance(place, LocalFiles):
+                    return place.root / directory / str(version)
+                return self._cache.version_dir(place, place.url, directory, version, content_hash)
         except ModelNotFound as error:
             raise ModelLoadFailed(error.message) from None
-        except OSError as error:
-            raise ModelLoadFailed(f"model '{stored_name}' can't be read: {error.strerror}") from None
-        except SettingsError as error:
-            raise _unreadable(stored_name, error) from None
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
         """Writes files (`<version>/<file>` → content); returns their location."""
@@ -140,12 +125,13 @@ class Repositories:
                 "this server keeps no files of load requests; its operator can set QINFER_REPOSITORY__OVERLAY"
             )
         location = f"{model}/{IdFactory().ulid()}"
-        try:
-            for path, content in files.items():
-                self._overlay.files.write(f"{location}/{path}", bytes(content))
-        except SettingsError as error:
-            self.drop_files(location)
-            raise _unreadable(model, error) from None
+        with _translated(model):
+            try:
+                for path, content in files.items():
+                    self._overlay.write(f"{location}/{path}", bytes(content))
+            except SettingsError:
+                self.drop_files(location)
+                raise
         return location
 
     def drop_files(self, location: str) -> None:
@@ -153,31 +139,31 @@ class Repositories:
         if self._overlay is None or not _LOCATION.fullmatch(location):
             return
         try:
-            self._overlay.files.remove(location)
+            self._overlay.remove(location)
         except SettingsError as error:
             logger.warning("files of a load request can't be removed", extra={"reason": error.message})
 
-    def _scan(self, place: _Place) -> list[StoredModel]:
-        listings = place.files.listings()
-        for key in [key for key in self._read if key[0] == place.url and key[1] not in listings]:
+    def _scan(self, place: Files) -> list[StoredModel]:
+        listings = place.listings()
+        for key in [key for key in self._read if key[0] is place and key[1] not in listings]:
             self._read.pop(key, None)
-        if not place.files.is_remote:
+        if isinstance(place, LocalFiles):
             return [self._scanned(place, name, listing) for name, listing in listings.items()]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="scan") as threads:
             return list(threads.map(partial(self._scanned, place), listings.keys(), listings.values()))
 
-    def _scanned(self, place: _Place, name: str, listing: Listing | Exception) -> StoredModel:
+    def _scanned(self, place: Files, name: str, listing: Listing | Exception) -> StoredModel:
         if isinstance(listing, Exception):
             reason = listing.strerror if isinstance(listing, OSError) else str(listing)
             return unreadable(name, reason)
-        digest, key = listing.digest(), (place.url, name)
+        digest, key = listing.digest(), (place, name)
         known = self._read.get(key)
         if known is not None and known[0] == digest:
             return known[1]
-        model = read_model(ModelFiles(place.files, name, listing), self._how, self._lend)
+        model = read_model(ModelFiles(place, name, listing), self._how, self._lend)
         if model.files_of:  # its listing does not show changes of the other model's files
             self._read.pop(key, None)
-        elif model.error_kind != ErrorKind.UNREADABLE and (place.files.is_remote or _is_settled(listing)):
+        elif model.error_kind != ErrorKind.UNREADABLE and (isinstance(place, RemoteFiles) or _is_settled(listing)):
             self._read[key] = (digest, model)
         return model
 
@@ -187,15 +173,15 @@ class Repositories:
             why = _NOT_UNIQUE if holders else "no model repository has a model of that name"
             raise ModelLoadFailed(f"{FILES_OF} names '{owner}': {why}")
         place, listing = holders[0]
-        return ModelFiles(place.files, owner, listing)
+        return ModelFiles(place, owner, listing)
 
-    def _holders(self, name: str) -> list[tuple[_Place, Listing]]:
+    def _holders(self, name: str) -> list[tuple[Files, Listing]]:
         if not is_model_name(name):
             raise ModelNotFound("model name must not contain path traversal characters")
-        listings = [(place, place.files.listing(name)) for place in self._places]
+        listings = [(place, place.listing(name)) for place in self._places]
         return [(place, listing) for place, listing in listings if listing is not None]
 
-    def _holder(self, name: str) -> _Place:
+    def _holder(self, name: str) -> Files:
         if len(self._places) == 1 and is_model_name(name):
             return self._places[0]
         holders = self._holders(name)
@@ -205,7 +191,7 @@ class Repositories:
             )
         return holders[0][0]
 
-    def _place_of_location(self, name: str, location: str) -> _Place:
+    def _place_of_location(self, name: str, location: str) -> Files:
         matched = _LOCATION.fullmatch(location)
         if matched is None or matched[1] != name or not is_model_name(name):
             raise ModelNotFound(f"model '{name}' has no such location")
@@ -228,8 +214,8 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
     if len(set(urls)) != len(urls):
         raise SettingsError(f"QINFER_REPOSITORY__PATH names a repository more than once: {settings.path}")
     return Repositories(
-        [_Place(url, _open_files(url)) for url in urls],
-        _Place(settings.overlay, _open_files(settings.overlay)) if settings.overlay else None,
+        [_open_files(url) for url in urls],
+        _open_files(settings.overlay) if settings.overlay else None,
         ReadingOptions(settings.autocomplete, settings.config_name, gpu_count(settings)),
         FilesCache(Path(settings.cache_dir) if settings.cache_dir else _cache_dir()),
     )
@@ -294,7 +280,15 @@ def _is_short(name: str) -> bool:
     return len(name.encode()) <= _NAME_MAX_BYTES
 
 
-def _unreadable(model: str, error: SettingsError) -> ModelFilesUnreachable:
+@contextmanager
+def _translated(model: str) -> Iterator[None]:
     """Clients learn only that there is a reason."""
-    logger.error("model repository can't be used", extra={"model": model, "reason": error.message})
-    return ModelFilesUnreachable(f"the files of model '{model}' can't be reached now; the server's log says why")
+    try:
+        yield
+    except SettingsError as error:
+        logger.error("model repository can't be used", extra={"model": model, "reason": error.message})
+        raise ModelFilesUnreachable(
+            f"the files of model '{model}' can't be reached now; the server's log says why"
+        ) from None
+    except OSError as error:
+        raise ModelLoadFailed(f"model '{model}' can't be read: {error.strerror}") from None
