@@ -51,20 +51,21 @@ def is_executed(content_hash: str) -> bool:
 
 def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> str:
     """Returns a version's hash on live workers; empty while they disagree or lack it."""
+    hashes = {state.executed_hash for state in _newest(workers, model, version)}
+    return hashes.pop() if len(hashes) == 1 else ""
+
+
+def _newest(workers: Iterable[WorkerRecord], model: str, version: int) -> list[VersionState]:
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
     ready = [state for state in states if state.state is State.READY]
     newest = max((state.generation for state in ready), default=0)
-    hashes = {state.executed_hash for state in ready if state.generation == newest}
-    return hashes.pop() if len(hashes) == 1 else ""
+    return [state for state in ready if state.generation == newest]
 
 
 def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple[ExecutedVersion, ...]:
     """Returns the content of a version and its steps; empty as for `executed_hash`."""
     own = executed_hash(workers, model, version)
-    states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
-    states = [state for state in states if state.state is State.READY and state.executed_hash == own]
-    newest = max((state.generation for state in states), default=0)
-    steps = {state.steps for state in states if state.generation == newest}
+    steps = {state.steps for state in _newest(workers, model, version)}
     if not own or len(steps) != 1:
         return ()
     found = [ExecutedVersion(model, version, own)]

@@ -14,7 +14,7 @@ from qinfer.errors import InvalidRequest, ModelLoadFailed, OutputMismatch, Qinfe
 from qinfer.models.config.config import from_json
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.repository.reader import ModelFiles, ReadingOptions, read_model
+from qinfer.models.repository.reader import ModelFiles, read_model
 from qinfer.tensors import Tensor
 from qinfer.wire.frame import encode_request
 from qinfer.wire.kserve_grpc import decode_infer, parse_infer
@@ -72,7 +72,7 @@ def test_model_directories(tmp_path_factory: Any, contents: dict[str, bytes], co
     listing = files.listing("m")
     assert listing is not None
 
-    model = read_model(ModelFiles(files, "m", listing), ReadingOptions(config_name=config_name), no_other_model)
+    model = read_model(ModelFiles(files, "m", listing), RepositorySettings(config_name=config_name), no_other_model)
 
     assert model.error or model.config
     assert str(root) not in model.error

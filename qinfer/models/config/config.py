@@ -124,22 +124,16 @@ def _compare_tensor(config: ModelConfig, io: Any, tensor: FileTensor) -> None:
     if isinstance(io, model_config_pb2.ModelInput) and io.allow_ragged_batch:
         full = [-1]
     if len(full) != len(shape):
+        batch = "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, "
+        complete_shape = f"{batch}making complete shape" if config.max_batch_size else "shape"
         raise ModelLoadFailed(
             f"{where}: the model expects {len(shape)} dimensions (shape {shape}) but the model configuration specifies "
-            f"{len(full)} dimensions ({_batch_note(config)}shape {full})"
+            f"{len(full)} dimensions ({complete_shape} {full})"
         )
     if any(a != b and -1 not in (a, b) for a, b in zip(full, shape, strict=True)):
         raise ModelLoadFailed(
             f"{where}: the model expects shape {shape} but the model configuration specifies shape {full}"
         )
-
-
-def _batch_note(config: ModelConfig) -> str:
-    if not config.max_batch_size:
-        return ""
-    return (
-        "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making complete "
-    )
 
 
 __all__ = [

@@ -73,7 +73,7 @@ def to_spec(
         warmup=to_warmup(config),
         default_timeout_s=min(default_timeout_s, max_timeout_s),
         max_timeout_s=max_timeout_s,
-        graph_level=_graph_level(config),
+        graph_level=config.optimization.graph.level if config.optimization.HasField("graph") else None,
         gpu_accelerators=_accelerators(config.optimization.execution_accelerators.gpu_execution_accelerator),
         cpu_accelerators=_accelerators(config.optimization.execution_accelerators.cpu_execution_accelerator),
         cuda_graphs=config.optimization.cuda.graphs,
@@ -225,10 +225,6 @@ def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
                 resources=resources,
                 priority=group.rate_limiter.priority,
             )
-
-
-def _graph_level(config: ModelConfig) -> int | None:
-    return config.optimization.graph.level if config.optimization.HasField("graph") else None
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:

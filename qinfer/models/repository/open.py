@@ -28,7 +28,7 @@ from qinfer.models.config.config import from_json
 from qinfer.models.config.to_spec import FILES_OF
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
-from qinfer.models.repository.reader import ModelFiles, ReadingOptions, is_model_name, read_model, unreadable
+from qinfer.models.repository.reader import ModelFiles, is_model_name, read_model, unreadable
 from qinfer.models.state import ErrorKind, StoredModel
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Repositories:
     Without an overlay, load requests with files are refused.
     """
 
-    def __init__(self, places: list[Files], overlay: Files | None, how: ReadingOptions, cache: FilesCache) -> None:
+    def __init__(self, places: list[Files], overlay: Files | None, how: RepositorySettings, cache: FilesCache) -> None:
         self._places = places
         self._overlay = overlay
         self._how = how
@@ -216,12 +216,12 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
     return Repositories(
         [_open_files(url) for url in urls],
         _open_files(settings.overlay) if settings.overlay else None,
-        ReadingOptions(settings.autocomplete, settings.config_name, gpu_count(settings)),
+        settings.model_copy(update={"gpus": _gpu_count(settings)}),
         FilesCache(Path(settings.cache_dir) if settings.cache_dir else _cache_dir()),
     )
 
 
-def gpu_count(settings: RepositorySettings) -> int:
+def _gpu_count(settings: RepositorySettings) -> int:
     """Returns the GPUs for instance groups without them."""
     if settings.gpus >= 0:
         return settings.gpus

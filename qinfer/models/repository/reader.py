@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import elements, from_json, identify, normalise, parse, place, reshape_scalars, to_json
@@ -41,18 +42,6 @@ def is_model_name(name: str) -> bool:
     return bool(name) and not name.startswith(".") and name.isprintable() and _FORBIDDEN.isdisjoint(name)
 
 
-class ReadingOptions(NamedTuple):
-    """Options of reading models.
-
-    Attributes:
-        gpus: The number of GPUs for instance groups that name none of them.
-    """
-
-    autocomplete: bool = True
-    config_name: str = ""
-    gpus: int = 0
-
-
 class ModelFiles(NamedTuple):
     """The files of a model, in a repository."""
 
@@ -69,7 +58,7 @@ Lend = Callable[[str], ModelFiles]
 """Finds the files of another model, or raises `ModelLoadFailed`."""
 
 
-def read_model(own: ModelFiles, how: ReadingOptions, lend: Lend, override: str = "", name: str = "") -> StoredModel:
+def read_model(own: ModelFiles, how: RepositorySettings, lend: Lend, override: str = "", name: str = "") -> StoredModel:
     """Reads a model; an unusable one carries its error.
 
     `lend` finds the files of `qinfer.files_of`; `override` is JSON in place of the configuration.
@@ -124,7 +113,7 @@ class _ModelReader(NamedTuple):
     files: Files
     directory: str
     listing: Listing
-    how: ReadingOptions
+    how: RepositorySettings
     name: str
 
     def _misplaced(self) -> str:
