@@ -304,7 +304,6 @@ async def report_liveness(store: ControlStore, name: str, program: str) -> NoRet
 
 
 async def _reply(command: Awaitable[Any]) -> Any:
-    """Returns the reply of a command, with redis-py's errors translated."""
     with translated():
         return await command
 

@@ -155,7 +155,7 @@ def wire_datatype(number: int) -> str:
 
 
 def tensor_problems(where: str, tensor: Any) -> Iterator[str]:
-    """Yields the mistakes in datatype and dimensions of an input, output or state."""
+    """Yields the mistakes in datatype and dimensions."""
     if tensor.data_type == model_config_pb2.TYPE_INVALID:
         yield f"{where} must specify 'data_type'"
     if not tensor.dims:
