@@ -6,10 +6,14 @@ second, and it was done again and again while they were made, and whenever a tes
 
 import functools
 import gc
-from collections.abc import AsyncIterator, Iterator
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
 
+import httpx
 import pytest
 import redis.utils
+from httpx._transports import default
 from hypothesis import HealthCheck, settings
 
 from qinfer.models.store import ControlStore
@@ -31,10 +35,16 @@ def pytest_configure() -> None:
     """Nothing is garbage while tests are collected.
 
     For each connection redis-py reads its own version from the files of its distribution, which takes 0.7 ms: tests
-    open tens of thousands.
+    open tens of thousands. Each client of httpx reads the certificates of all authorities, which takes 25 ms.
     """
     gc.disable()
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
+    httpx.create_ssl_context = default.create_ssl_context = _made_once(httpx.create_ssl_context)  # type: ignore[attr-defined]
+
+
+def _made_once(make: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    made = functools.cache(lambda _, *args, **named: make(*args, **named))
+    return lambda *args, **named: made(os.environ.get("SSL_CERT_FILE"), *args, **named)
 
 
 @pytest.hookimpl(trylast=True)
