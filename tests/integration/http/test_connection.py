@@ -214,6 +214,9 @@ async def test_a_small_rest_keeps_no_whole_read() -> None:
     async with running_gateway() as running, connected(running) as client:
         client.send(sent)
         connection = await the_one_connection(running)
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(connection._queue) < MAX_PIPELINED:  # noqa: ASYNC110 - a queue has no event
+                await asyncio.sleep(0)
         await until_paused(connection)
 
         kept = memoryview(connection._unparsed.obj).nbytes
