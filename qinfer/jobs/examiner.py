@@ -1,7 +1,8 @@
 """The examiner: a process that parses files of users, started as `python -m qinfer.jobs.examiner`.
 
-A file that crashes its native parser, or makes it allocate without end, kills only this process; the parent kills it if
-it hangs (`qinfer.jobs.examiner_pool`):
+Gateways and bulk workers have it check files, workers have it read rows (`qinfer.jobs.examined_rows`). A file that
+crashes its native parser, or makes it allocate without end, kills only this process; the parent kills it if it hangs
+(`qinfer.jobs.examiner_pool`):
 
     parent ── ExaminerHello, then one ExaminerRequest at a time ──▶ stdin │ examiner
     examiner │ stdout ── ExaminerReply, two for each ExaminerRequest ──▶ parent
@@ -41,17 +42,22 @@ DEFECT = "defect"
 """Stands for the class of other errors than `QinferError`."""
 NOTE_BYTES = 4096
 """The space for one URL."""
+PART_BYTES = 256 * 2**20
+"""The memory to read a worker's part, beyond the libraries."""
+_STACK_BYTES = 2 * 2**20  # of a thread, which the limit of memory counts whole
 
 
 class ExaminerHello(msgspec.Struct, array_like=True):
     """Settings for all requests; the environment has the stores' credentials.
 
-    Drivers of the stores in `allow` are loaded at once; `notes` is a descriptor.
+    Drivers of the stores in `allow` are loaded at once; `notes` and `rows` are descriptors. `max_bytes` 0 = `OpenShard`
+    limits the memory.
     """
 
     allow: tuple[str, ...]
     max_bytes: int
     notes: int
+    rows: int
     footer_bytes: int
 
 
@@ -93,7 +99,39 @@ class SetAside(msgspec.Struct, array_like=True, tag=True):
     threads: int
 
 
-Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside
+class OpenShard(msgspec.Struct, array_like=True, tag=True):
+    """Opens a shard for `ReadShard`; rows at the positions `unreadable` failed before, for these reasons."""
+
+    shard: Shard
+    columns: tuple[str, ...]
+    schema: str
+    spec: JobSpec
+    grant: UrlGrant
+    read_bytes: int
+    footer_bytes: int
+    unreadable: dict[int, str] = {}
+
+
+class ReadShard(msgspec.Struct, array_like=True, tag=True):
+    """Reads the next rows of the open shard; the result is `RowsRead`, empty at the end."""
+
+    rows: int
+
+
+class CloseShard(msgspec.Struct, array_like=True, tag=True):
+    """Closes the open shard."""
+
+
+class RowsRead(msgspec.Struct, array_like=True):
+    """A `RowBatch`; its columns are Arrow streams between `ends` in `ExaminerHello.rows`."""
+
+    ends: Sequence[int]
+    segments: Sequence[tuple[str, int, int, int]]
+    too_large: Sequence[int]
+    faults: Sequence[tuple[int, int, str]]
+
+
+Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside | OpenShard | ReadShard | CloseShard
 
 
 class ExaminerRequest(msgspec.Struct, array_like=True):
@@ -137,6 +175,11 @@ class _ReadingNotes:
         yield
         os.pwrite(self._descriptor, bytes(NOTE_BYTES), place)
         self._free.append(place // NOTE_BYTES)
+
+    def note(self, text: str) -> None:
+        """Replaces all notes."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
 
 
 def notes_of(descriptor: int) -> list[str]:
@@ -186,8 +229,12 @@ def main() -> int:
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
     hello = msgspec.msgpack.decode(messages.get(), type=ExaminerHello)
-    _limit(hello.max_bytes)
-    do, notes = _loaded(hello.allow, hello.footer_bytes), _ReadingNotes(hello.notes)
+    threading.stack_size(_STACK_BYTES)
+    if hello.max_bytes:
+        _limit(hello.max_bytes)
+    do, notes = _loaded(hello), _ReadingNotes(hello.notes)
+    if not hello.max_bytes:
+        _limit(_data_bytes() + PART_BYTES, hard=False)  # until a shard has its own
     has_come = packed(ExaminerReply())
     _write_all(outbox, has_come)
     while True:
@@ -214,11 +261,17 @@ def _write_all(outbox: int, data: bytes) -> None:
         rest = rest[os.write(outbox, rest) :]
 
 
-def _limit(max_bytes: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+def _limit(max_bytes: int, *, hard: bool = True) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = max_bytes if most == resource.RLIM_INFINITY else min(max_bytes, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit if hard else most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core files: they could fill the disk
+
+
+def _data_bytes() -> int:
+    """Returns the memory that `RLIMIT_DATA` counts."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmData:")[2].split()[0]) * 1024
 
 
 def _be_first_to_go() -> None:
@@ -227,8 +280,9 @@ def _be_first_to_go() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
+def _loaded(hello: ExaminerHello) -> _Do:
     try:
+        from qinfer.jobs.examined_rows import ShardRows
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import estimate, examine, make_plan
         from qinfer.storage import local  # noqa: F401  what the first job would load else
@@ -243,11 +297,16 @@ def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
         return refuse
     import fsspec
 
-    for scheme in sorted({url.partition(":")[0] for url in allow}):
+    for scheme in sorted({url.partition(":")[0] for url in hello.allow}):
         with suppress(ImportError, ValueError):  # the first job with such a store gets the error
             fsspec.get_filesystem_class(scheme)
 
+    footer_bytes, base_bytes = hello.footer_bytes, _data_bytes()
+    rows = ShardRows(hello.rows, lambda more_bytes: _limit(base_bytes + more_bytes, hard=False))
+
     def do(work: Work, notes: _ReadingNotes) -> bytes:
+        if isinstance(work, OpenShard | ReadShard | CloseShard):
+            return rows.answer(work, notes.note)
         if isinstance(work, CheckJob):
             examine(work.spec, work.model, work.grant, footer_bytes)
             return b""
@@ -276,7 +335,8 @@ def _handle_request(do: _Do, message: bytes, notes: _ReadingNotes) -> ExaminerRe
         signal.alarm(request.limit_s)
         return ExaminerReply(result=do(request.work, notes))
     except QinferError as error:
-        return ExaminerReply(type(error).__name__, error.message)
+        public = next(kind for kind in type(error).__mro__ if kind.__module__ == QinferError.__module__)
+        return ExaminerReply(public.__name__, error.message)
     except MemoryError:
         os._exit(NO_MEMORY)  # half-made objects would burden the next request
     except Exception:  # noqa: BLE001  the parent logs it
@@ -284,4 +344,6 @@ def _handle_request(do: _Do, message: bytes, notes: _ReadingNotes) -> ExaminerRe
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from qinfer.jobs import examiner  # noqa: PLW0406  the module whose messages others import
+
+    sys.exit(examiner.main())

@@ -7,6 +7,7 @@ dead examiners; while one lives, requests wait for it rather than for a start.
 import asyncio
 import errno
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import BinaryIO, Self
 
@@ -30,12 +31,15 @@ from qinfer.jobs.examiner import (
     DEFECT,
     NO_MEMORY,
     CheckJob,
+    CloseShard,
     EstimateJob,
     ExaminerHello,
     ExaminerReply,
     ExaminerRequest,
+    OpenShard,
     PlanJob,
     ReadParts,
+    ReadShard,
     SetAside,
     Work,
     notes_of,
@@ -53,6 +57,12 @@ GATEWAY_PROCESSES = 2
 """New jobs that a gateway checks at once."""
 PLAN_SHARES = 4
 """A planning process keeps all files of a job in memory."""
+READ_SHARES = 0
+"""A process that reads shards is limited by each `OpenShard`."""
+READERS = 64
+"""Shards that a worker reads at once."""
+READ_S = 600
+"""The time after which the kernel kills a process that reads a batch of rows."""
 ESTIMATE_THREADS = 16
 CHECK_S = 120
 """The time after which the kernel kills a check; gateways give up before."""
@@ -71,8 +81,13 @@ _MAX_RESULT_BYTES = 2**31
 _TAIL_BYTES = 4096
 _NAMED = 2
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Native libraries allocate by use, not by core."""
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_MMAP_THRESHOLD_": str(4 * 2**20),
+}
+"""Native libraries allocate by use, not by core, and return large buffers at once."""
 _CLASSES = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
 }
@@ -91,6 +106,7 @@ class ExaminerDied(QinferError):
         more = f" or {len(files) - _NAMED} more" if len(files) > _NAMED else ""
         super().__init__(f"{DIED}{named}{more} died ({how})")
         self.how = how
+        self.files = files
 
 
 class ExaminerPool:
@@ -113,6 +129,8 @@ class ExaminerPool:
         self._max_bytes = shares * settings.bulk.max_examine_bytes
         self._footer_bytes = settings.bulk.max_footer_bytes
         self._bound = f"{shares} times " * (shares > 1) + "QINFER_BULK__MAX_EXAMINE_BYTES"
+        if not shares:
+            self._bound = "four times QINFER_BULK__MAX_READ_BYTES"
         self._plan_s = min(int(settings.bulk.plan_timeout_s) + _PLAN_MARGIN_S, _LONGEST_S)
         self._is_wanted = settings.bulk.enabled and bool(settings.stores.allow)
         self._inherited = without_settings(environment)
@@ -173,7 +191,24 @@ class ExaminerPool:
         for some in _pieces(parts):
             await self._run_work(SetAside(some, threads), self._plan_s)
 
+    async def borrow(self, work: OpenShard) -> "BorrowedExaminer":
+        """Opens a shard in an examiner, which is the caller's until it is returned."""
+        child, answer = await self._answered(work, READ_S)
+        borrowed = BorrowedExaminer(child, self._free)
+        try:
+            _raise(answer)
+        except BaseException:
+            await borrowed.give_back()
+            raise
+        return borrowed
+
     async def _run_work(self, work: Work, limit_s: int) -> bytes:
+        child, answer = await self._answered(work, limit_s)
+        self._free(child)
+        _raise(answer)
+        return answer.result
+
+    async def _answered(self, work: Work, limit_s: int) -> "tuple[_ExaminerChild, ExaminerReply]":
         request, answer = packed(ExaminerRequest(work, limit_s)), None
         while answer is None:
             child = await self._next()
@@ -186,9 +221,7 @@ class ExaminerPool:
             except BaseException:
                 child.kill()
                 raise
-        self._free(child)
-        _raise(answer)
-        return answer.result
+        return child, answer
 
     async def _next(self) -> "_ExaminerChild":
         if self._is_over:
@@ -262,6 +295,34 @@ class ExaminerPool:
             self._prepare()
 
 
+class BorrowedExaminer:
+    """An examiner with an open shard."""
+
+    def __init__(self, child: "_ExaminerChild", free: Callable[["_ExaminerChild"], None]) -> None:
+        self._child, self._free = child, free
+
+    async def ask(self, work: ReadShard) -> bytes:
+        """Has rows read."""
+        try:
+            answer = await self._child.ask(packed(ExaminerRequest(work, READ_S)))
+        except _ExaminerEnded:
+            answer = None
+        if answer is None:
+            raise ExaminerDied(self._child.how, self._child.files)
+        _raise(answer)
+        return answer.result
+
+    def read_rows(self, memory: mmap.mmap, begin: int) -> None:
+        """Copies a part of the rows that were read last."""
+        os.preadv(self._child.rows.fileno(), [memory], begin)
+
+    async def give_back(self) -> None:
+        """Closes the shard."""
+        with suppress(_ExaminerEnded):
+            if await self._child.ask(packed(ExaminerRequest(CloseShard(), READ_S))) is not None:
+                self._free(self._child)
+
+
 def _pieces(parts: ExpectedParts) -> Iterator[ExpectedParts]:
     for begin in range(0, len(parts.shards), _PARTS_AT_ONCE):
         yield msgspec.structs.replace(parts, shards=parts.shards[begin : begin + _PARTS_AT_ONCE])
@@ -289,12 +350,14 @@ class _ExaminerChild:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         notes: BinaryIO,
+        rows: BinaryIO,
         bound: str,
     ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
         self._notes = notes
+        self.rows = rows
         self._bound = bound
         self._is_gone = asyncio.Event()
         self.files: list[str] = []
@@ -308,6 +371,7 @@ class _ExaminerChild:
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
         """Starts a process by vfork(2); asyncio with uvloop forks, which blocks large gateways."""
         notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
+        rows = open(os.memfd_create("examiner-rows"), "rb")  # noqa: ASYNC230, SIM115
         mine, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=mine)
@@ -318,20 +382,22 @@ class _ExaminerChild:
                     stdout=theirs.fileno(),
                     stderr=subprocess.PIPE,
                     env=environment,
-                    pass_fds=(notes.fileno(),),
+                    pass_fds=(notes.fileno(), rows.fileno()),
                     start_new_session=True,  # Ctrl-C in a terminal is for the gateway, which drains
                 )
             except OSError:
                 writer.transport.abort()
                 notes.close()
+                rows.close()
                 raise
         try:
-            return cls(process, reader, writer, notes, bound)
+            return cls(process, reader, writer, notes, rows, bound)
         except RuntimeError:
             process.kill()
             process.communicate()
             writer.transport.abort()
             notes.close()
+            rows.close()
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
 
     @property
@@ -344,7 +410,8 @@ class _ExaminerChild:
     async def greet(self, allow: tuple[str, ...], max_bytes: int, footer_bytes: int) -> None:
         try:
             async with asyncio.timeout(_START_S):
-                await self._say(packed(ExaminerHello(allow, max_bytes, self._notes.fileno(), footer_bytes)))
+                notes, rows = self._notes.fileno(), self.rows.fileno()
+                await self._say(packed(ExaminerHello(allow, max_bytes, notes, rows, footer_bytes)))
                 await self._receive_answer()
         except TimeoutError:
             raise _ExaminerEnded(f"it is not ready after {_START_S:g} s") from None
@@ -407,6 +474,6 @@ class _ExaminerChild:
 
     def _on_exit(self) -> None:
         self._process.wait()
-        with self._notes:
+        with self._notes, self.rows:
             self.files = notes_of(self._notes.fileno())
         self._is_gone.set()

@@ -30,9 +30,9 @@ from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import TEXT_FORMATS, Output
 from qinfer.jobs.plan import FAILED, RECORDS, ExpectedParts, PartInfo, Shard
 from qinfer.jobs.text_parts import TextFile
+from qinfer.storage.open import writable
 from qinfer.storage.store import Stat, Store
-from qinfer.tabular.rows.arrow_footer import batch_metadata, batch_rows, open_arrow
-from qinfer.tabular.rows.parquet_pages import read_metadata
+from qinfer.tabular.rows.footers import batch_metadata, batch_rows, open_arrow, read_metadata
 
 METADATA_KEY = b"qinfer"
 _ZSTD_LEVEL = 1
@@ -399,6 +399,12 @@ def validate_part(
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
     # Parts of a job share one text.
     return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, sys.intern(text), failed)
+
+
+def read_part(parts: ExpectedParts) -> PartInfo | str:
+    """Returns the part of the only shard, or a message if it is broken or missing."""
+    (shard,) = parts.shards
+    return part_of(writable(parts.grant)(parts.url_of(shard)), parts, shard)
 
 
 def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:

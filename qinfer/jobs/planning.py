@@ -40,8 +40,8 @@ from qinfer.tabular.columns.fields import Fields, replaced
 from qinfer.tabular.columns.inputs import InputColumns
 from qinfer.tabular.columns.schemas import are_rounded, common_field, encode_schema, filled
 from qinfer.tabular.columns.texts import is_declared
-from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES
 from qinfer.tabular.rows.csv_quotes import guessed_escape
+from qinfer.tabular.rows.footers import FOOTER_BYTES
 from qinfer.tabular.rows.json_numbers import Path, marked, marks, numbers, plain
 from qinfer.tabular.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.tabular.rows.text_streams import BLOCK_BYTES, PieceKeeper, open_stream

@@ -4,26 +4,29 @@ A file's etag is compared with the plan before its first and after its last row.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pyarrow as pa
 
+from qinfer.core.store_urls import is_below
 from qinfer.errors import QinferError, StoreChanged, StoreNotFound
+from qinfer.jobs.examiner import OpenShard
 from qinfer.jobs.inputs import input_form, partition_arrays
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Shard
 from qinfer.storage.errors import store_error
 from qinfer.storage.hive import partition_values
 from qinfer.storage.local import local_path
-from qinfer.storage.open import store_for
+from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat, Store
 from qinfer.tabular.batches import Fault, RowBatch, Segment
+from qinfer.tabular.columns.schemas import decode_schema
 from qinfer.tabular.rows.row_files import FileRows, RowFile, TextRows, WantedColumns, open_rows
 from qinfer.tabular.rows.source import FileFormat, ReadLimits, SourceBroken, format_of, is_text, reason_of
 from qinfer.tabular.rows.text_rows import header_of
@@ -62,6 +65,12 @@ class ShardReader:
         limits: ReadLimits = _LIMITS,
     ) -> None:
         self.limits = limits
+        self.position = 0
+        """The first row of the shard that is not decoded."""
+        self.on_position: Callable[[int], None] = lambda _: None
+        """Called at the beginning of files and row groups."""
+        self.unreadable: Mapping[int, str] = {}
+        """Why rows of the shard can't be read."""
         self.schema = WantedColumns.from_paths(schema, columns).columns
         ranges = shard.ranges if shard.rows else ()
         partitions = partition_values(ranges[0].url) if ranges and spec.partitioning else {}
@@ -73,6 +82,23 @@ class ShardReader:
         self._skips_bad_files = spec.bad_files == "skip"
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None
+
+    @classmethod
+    def opened(cls, work: OpenShard, stores: Callable[[str], Store] = store_for) -> Self:
+        """Opens a shard within the grant of its job."""
+        kept_url = input_form(work.spec).kept_url
+        inputs, outputs = readable(work.grant, stores), writable(work.grant, stores)
+        limits = ReadLimits.from_read_bytes(work.read_bytes, work.footer_bytes)
+        reader = cls(
+            work.shard,
+            work.columns,
+            decode_schema(work.schema),
+            work.spec,
+            lambda url: outputs(url) if is_below(url, kept_url) else inputs(url),
+            limits=limits,
+        )
+        reader.unreadable = work.unreadable
+        return reader
 
     def read(self, rows: int) -> RowBatch | None:
         """Reads the next rows, fewer at the memory limit; `None` = the end."""
@@ -117,18 +143,27 @@ class ShardReader:
             source.check_again()
 
     def _read_file(self, source: "_Source", left: deque[Range]) -> Generator["_Chunk", None, None]:
+        self._begin_range(source)
         with _explained(source), closing(self._files.open(source, left)) as file:
             while left:
+                self._begin_range(source)
                 for rows in self._with_partitions(source.url, file.batches(left[0])):
                     now, left[0] = _parted(left[0], rows.record.num_rows)
+                    self.position += now.rows
                     yield rows, Segment(source.url, now.row_group, now.first_row, now.rows)
                 left.popleft()
+
+    def _begin_range(self, source: "_Source") -> None:
+        if why := self.unreadable.get(self.position):
+            raise SourceBroken(f"'{source.url}' can't be read; is it damaged? {why}")
+        self.on_position(self.position)
 
     def _unread(self, source: "_Source", left: deque[Range], why: str) -> Generator["_Chunk", None, None]:
         """Yields null rows for the rest of a row group, or of a file without row groups."""
         is_last = False
         while left and not is_last:
             lost = left.popleft()
+            self.position += lost.rows
             is_last = lost.row_group != NO_GROUPS
             message = f"rows {lost.first_row} to {lost.first_row + lost.rows - 1}: {why}"
             most = max(1, min(_LOST_ROWS, self.limits.rows_bytes // max(1, self._nulls(1).nbytes)))

@@ -13,6 +13,7 @@ import tritonclient.http.aio as over_http
 
 from qinfer.backends import registry
 from qinfer.core.settings import RepositorySettings, Settings, WorkerSettings
+from qinfer.jobs.examiner_pool import READ_SHARES, READERS, ExaminerPool
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane
@@ -71,6 +72,7 @@ class ServedModels:
         )
         renewals = InlineRenewals(settings, worker_id, os.environ)
         worker = Worker(settings, queue, self._database.store(), loader, worker_id, renewals)
+        worker.readers = ExaminerPool(settings, os.environ, processes=READERS, shares=READ_SHARES)
         stop = asyncio.Event()
         self._workers[worker_id] = (stop, self._tasks.create_task(worker.run(stop)))
 

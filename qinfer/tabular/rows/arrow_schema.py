@@ -1,20 +1,18 @@
-"""Measures the memory of an Arrow schema before pyarrow reads it.
+"""Measures the memory of an Arrow schema before pyarrow reads it, where no process of its own does.
 
 In the flatbuffer (https://github.com/apache/arrow/blob/main/format/Schema.fbs), fields, names and metadata are offsets:
 a thousand fields can share one name of a megabyte, which pyarrow copies a thousand times. A schema is in an Arrow
-footer, in a stream's first message, and as text `ARROW:schema` in a Parquet footer.
+footer, and in a stream's first message.
 """
 
 import struct
-from base64 import b64decode
 
 import numpy as np
 import numpy.typing as npt
 
 from qinfer.tensors import Bytes
 
-MAX_METADATA_BYTES = 128 * 2**20
-"""The approximate memory limit of a footer."""
+_MAX_METADATA_BYTES = 128 * 2**20
 
 _TABLE_BYTES = 1000  # of a field or metadata entry in Arrow and Python
 _MAX_DEPTH = 128  # the limit of Arrow's verifier
@@ -24,6 +22,7 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 Positions = npt.NDArray[np.int64]
 
 _MESSAGE_HEADER = 2
+_FOOTER_SCHEMA, _FOOTER_METADATA = 1, 4
 _SCHEMA_FIELDS, _SCHEMA_METADATA = 1, 2
 _FIELD_NAME, _FIELD_KIND, _FIELD_TYPE, _FIELD_CHILDREN, _FIELD_METADATA = 0, 2, 3, 5, 6
 _TIMESTAMP, _UNION = 10, 14  # with a time zone; with a number for each child
@@ -34,11 +33,6 @@ _KEY, _VALUE = 0, 1
 
 class SchemaTooLarge(ValueError):
     """A schema takes more memory than it may."""
-
-
-def check_schema_text(text: bytes) -> None:
-    """Checks a schema in base64, as in a Parquet footer."""
-    check_schema_message(b64decode(text))
 
 
 def check_schema_message(data: Bytes) -> None:
@@ -54,12 +48,16 @@ def check_schema_message(data: Bytes) -> None:
         raise ValueError(f"its schema is damaged: {error}") from None
 
 
-def check_schema(footer: bytes, table: int, metadata: int) -> None:
-    """Checks a footer's schema at `table`, and the root's `metadata`."""
-    if len(footer) > _HARMLESS_BYTES:
-        size = _Size(footer)
-        size.take_schema(table)
-        size.take_pairs(np.array([unsigned(footer, 0)]), metadata)
+def check_footer(footer: bytes) -> None:
+    """Checks the schema and the metadata of an Arrow file's footer."""
+    try:
+        schema = field_of(footer, unsigned(footer, 0), _FOOTER_SCHEMA)
+        if schema and len(footer) > _HARMLESS_BYTES:
+            size = _Size(footer)
+            size.take_schema(schema + unsigned(footer, schema))
+            size.take_pairs(np.array([unsigned(footer, 0)]), _FOOTER_METADATA)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"its footer is damaged: {error}") from None
 
 
 class _Size:
@@ -70,7 +68,7 @@ class _Size:
 
     def __init__(self, buffer: bytes) -> None:
         self._bytes = np.frombuffer(buffer, np.uint8)
-        self._left_bytes = MAX_METADATA_BYTES
+        self._left_bytes = _MAX_METADATA_BYTES
 
     def take_schema(self, table: int) -> None:
         self.take_pairs(np.array([table]), _SCHEMA_METADATA)

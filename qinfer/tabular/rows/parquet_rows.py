@@ -1,29 +1,25 @@
-"""Reads the rows of a Parquet file in bounded memory, regardless of its layout.
+"""Reads the rows of a Parquet file in few row batches at a time, fewer where they take too much memory.
 
-Pages are read while they are decoded, or fetched before (`parquet_windows`). Page headers determine how many rows are
-decoded at a time. A column of byte arrays whose dictionary has long values is read as indices and dictionary, and split
-before rows get values (`decoded_sizes`).
+The process has a memory limit, since a small file may become gigabytes. Pages are read while they are decoded, or
+fetched before (`parquet_windows`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from qinfer.tabular.rows.footers import read_metadata
 from qinfer.tabular.rows.parquet_instants import INT96, arrow_schema, exact
-from qinfer.tabular.rows.parquet_levels import RowLengths
-from qinfer.tabular.rows.parquet_pages import ChunkPages, ReadAt, data_pages, read_metadata, read_pages
-from qinfer.tabular.rows.parquet_windows import Windows, spans_of
+from qinfer.tabular.rows.parquet_windows import ReadAt, Windows, spans_of
 from qinfer.tabular.rows.source import ReadLimits, SourceBroken
 from qinfer.tabular.spec import Range
 
 _MOST_ROWS = 65_536
 _MOST_TEXT_ROWS = 8192  # a dictionary may be much smaller than the values
-_FEW_ROWS = 256  # fewer rows are slow: indices are read instead of values
+_FEWER = 8
 
 _BUFFERS_BYTES = 16 * 2**20
 _FAR_BUFFERS_BYTES = 128 * 2**20
@@ -32,60 +28,9 @@ _MOST_BUFFER_BYTES = 2**20
 _FAR_LEAST_BUFFER_BYTES = 2**20
 _FAR_MOST_BUFFER_BYTES = 16 * 2**20
 _FETCHED_BYTES = 96 * 2**20  # compressed row groups up to this are fetched before decoding
-_THREADS = 16
-_PEEKED_ROWS = 1024
 
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, INT96: 24}  # INT96 is read twice
-_LEVELS_BYTES = 4
-_TEXT_BYTES = 16  # in a decoder: pointer and length
-_INDEX_BYTES = 48  # rebuilt, with its hash
-
-
-class _Leaf(NamedTuple):
-    """A leaf column in a row group.
-
-    Attributes:
-        width: The bytes of each value; 0 = they differ.
-        max_level: The highest repetition level; 0 = each row has one value.
-        longest_bytes: The length of the dictionary's longest value, unless all are short.
-        longest_row: The most values of a row, unless all rows are short.
-        is_distinct: The dictionary has no value twice, as pyarrow's indices require.
-    """
-
-    path: str
-    kind: str
-    width: int
-    max_level: int
-    pages: ChunkPages
-    longest_bytes: int = 0
-    longest_row: int = 0
-    is_distinct: bool = True
-
-    @property
-    def is_text(self) -> bool:
-        return self.kind == "BYTE_ARRAY" and self.pages.has_indices
-
-    def value_bytes(self, *, as_indices: bool) -> float:
-        each = self.width or max(self.pages.value_bytes, 0 if as_indices else self.longest_bytes) + _LEVELS_BYTES
-        return each + _LEVELS_BYTES
-
-    def row_bytes(self, rows: int, *, as_indices: bool) -> float:
-        """Returns the bytes of a row; for short lists, of an average one."""
-        if not self.max_level:
-            return self.value_bytes(as_indices=as_indices)
-        values = self.longest_row or max(self.pages.values / max(rows, 1), 1.0)
-        return self.value_bytes(as_indices=as_indices) * values
-
-    def held_bytes(self, *, as_indices: bool) -> int:
-        """Returns the bytes of a page, and of the dictionary in stored and decoded form."""
-        pages = self.pages
-        copies, entry = (4, _INDEX_BYTES) if as_indices else (2, _TEXT_BYTES)
-        return self.width + pages.largest_bytes + copies * pages.dictionary_bytes + entry * pages.dictionary_values
-
-
-class _Reading(NamedTuple):
-    rows: int
-    indices: tuple[str, ...]
+_TEXT = "BYTE_ARRAY"
+_VALUE_BYTES = 16  # with its levels
 
 
 class ParquetGroups:
@@ -106,7 +51,7 @@ class ParquetGroups:
     ) -> None:
         self._content, self._names, self._url = content, list(names), url
         self._far = far and not isinstance(content, pa.NativeFile)  # which is in memory
-        self._rows_bytes, self._page_bytes = limits.rows_bytes, limits.page_bytes
+        self._rows_bytes = limits.rows_bytes
         self._metadata = read_metadata(content, limits.footer_bytes)
         self.schema: pa.Schema = arrow_schema(content, self._metadata)
         self._leaves = _leaves(self._metadata, self._names)
@@ -115,24 +60,44 @@ class ParquetGroups:
         self._windows = self._fetched(set(wanted).intersection(groups) if wanted else groups) if self._far else None
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
-        """Reads from the group's first row; byte arrays may be indices and dictionary."""
+        """Reads from the group's first row."""
         group = wanted.row_group
         if not 0 <= group < self._metadata.num_row_groups:
             raise SourceBroken(f"'{self._url}' has no row group {group}")
         if self._windows is not None:
             self._windows.prepare(group)
-        reading = self._reading(group)
-        file = self._open_file(reading.indices)
-        has_indices = any("dictionary<" in str(kind) for kind in file.schema_arrow.types)
-        instants = self._open_file((), "us").iter_batches(reading.rows, [group], self._int96, use_threads=False)
-        for record in file.iter_batches(reading.rows, [group], self._names, use_threads=False):
-            if has_indices:
-                record.validate(full=True)  # pyarrow does not check indices
-            yield self._exact(record, next(instants)) if self._int96 else record
+        rows, done = self._rows_at_once(group), 0
+        while True:
+            try:
+                for record in self._read(group, rows, done):
+                    done += record.num_rows
+                    yield record
+            except MemoryError:
+                if rows == 1:
+                    raise SourceBroken(
+                        f"a row of '{self._url}', with its pages and dictionaries, takes more memory than a worker may "
+                        "use to read it; write smaller pages and dictionaries, or raise QINFER_BULK__MAX_READ_BYTES"
+                    ) from None
+                rows = max(1, rows // _FEWER)
+                pa.default_memory_pool().release_unused()
+            else:
+                return
 
     def close(self) -> None:
         """Closes the file."""
         self._content.close()
+
+    def _read(self, group: int, rows: int, skip: int) -> Iterator[pa.RecordBatch]:
+        read = self._open_file().iter_batches(rows, [group], self._names, use_threads=False)
+        instants = self._open_file("us").iter_batches(rows, [group], self._int96, use_threads=False)
+        for record in read:
+            coarse = next(instants) if self._int96 else None
+            if skip >= record.num_rows:
+                skip -= record.num_rows
+                continue
+            whole = record if coarse is None else self._exact(record, coarse)
+            yield whole.slice(skip)
+            skip = 0
 
     def _exact(self, record: pa.RecordBatch, coarse: pa.RecordBatch) -> pa.RecordBatch:
         columns, problem = exact(record.select(coarse.schema.names), coarse, self.schema)
@@ -142,11 +107,10 @@ class ParquetGroups:
             record = record.set_column(record.schema.get_field_index(name), name, column)
         return record
 
-    def _open_file(self, indices: Sequence[str], unit: str | None = None) -> pq.ParquetFile:
+    def _open_file(self, unit: str | None = None) -> pq.ParquetFile:
         return pq.ParquetFile(
             self._content,
             metadata=self._metadata,
-            read_dictionary=list(indices) or None,
             coerce_int96_timestamp_unit=unit,
             pre_buffer=False,
             buffer_size=0 if self._windows else _buffer_bytes(len(self._leaves), far=self._far),
@@ -160,95 +124,12 @@ class ParquetGroups:
         self._content = windows = Windows(self._content, _read_at(self._content), spans)
         return windows
 
-    def _reading(self, group: int) -> _Reading:
-        rows = max(1, int(self._metadata.row_group(group).num_rows))
-        leaves = self._pages_of(group)
-        self._check_held(sum(leaf.held_bytes(as_indices=False) for leaf in leaves))
-        most = _MOST_TEXT_ROWS if any(leaf.is_text for leaf in leaves) else _MOST_ROWS
-        enough = self._rows_bytes / max(1, sum(leaf.is_text for leaf in leaves)) / _FEW_ROWS
-        measured = [self._with_longest(leaf, group, rows, most) for leaf in leaves]
-        long = {leaf.path for leaf in measured if leaf.row_bytes(rows, as_indices=False) > enough and leaf.is_text}
-        if doubled := next((one for one in measured if one.path in long and not one.is_distinct), None):
-            raise SourceBroken(
-                f"'{self._url}' has a dictionary of column '{doubled.path}' with a value in it twice, and long values; "
-                "write each value once, or without a dictionary"
-            )
-        self._check_held(sum(leaf.held_bytes(as_indices=leaf.path in long) for leaf in measured))
-        measured = [
-            self._with_longest_row(leaf, number, group, as_indices=leaf.path in long)
-            for number, leaf in zip(self._leaves, measured, strict=True)
-        ]
-        row_bytes = sum(leaf.row_bytes(rows, as_indices=leaf.path in long) for leaf in measured)
-        return _Reading(int(max(1, min(most, self._rows_bytes // max(1.0, row_bytes)))), tuple(long))
-
-    def _check_held(self, held_bytes: int) -> None:
-        if held_bytes > self._page_bytes:
-            raise SourceBroken(
-                f"the pages of '{self._url}' take {held_bytes} bytes at once when they are decompressed, one of each "
-                f"column that the job reads, and may take {self._page_bytes}; write smaller pages and "
-                "dictionaries, or raise QINFER_BULK__MAX_READ_BYTES"
-            )
-
-    def _pages_of(self, group: int) -> list[_Leaf]:
-        read_at, whole = _read_at(self._content), self._metadata.row_group(group)
-
-        def leaf_of(number: int) -> _Leaf:
-            column, chunk = self._metadata.schema.column(number), whole.column(number)
-            kind = column.physical_type
-            width = column.length if kind == "FIXED_LEN_BYTE_ARRAY" else _WIDTHS.get(kind, 0)
-            return _Leaf(column.path, kind, width, column.max_repetition_level, read_pages(read_at, chunk))
-
-        if not self._far or self._windows:
-            return [leaf_of(number) for number in self._leaves]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-pages") as pool:
-            return list(pool.map(leaf_of, self._leaves))
-
-    def _with_longest(self, leaf: _Leaf, group: int, rows: int, most: int) -> _Leaf:
-        """Assumes the worst of a small dictionary."""
-        pages = leaf.pages
-        count = pages.values if leaf.max_level else min(rows, most)
-        if not leaf.is_text or count * pages.dictionary_bytes <= self._rows_bytes:
-            return leaf._replace(longest_bytes=pages.dictionary_bytes if leaf.is_text else 0)
-        self._check_held(leaf.held_bytes(as_indices=True))
-        values = self._dictionary_of(leaf, group) if pages.begins_with_indices else None
-        if values is None:
-            return leaf._replace(longest_bytes=pages.dictionary_bytes)
-        longest = pc.max(pc.binary_length(values)).as_py() or 0
-        return leaf._replace(longest_bytes=longest, is_distinct=len(values) >= pages.dictionary_values)
-
-    def _with_longest_row(self, leaf: _Leaf, number: int, group: int, *, as_indices: bool) -> _Leaf:
-        """Refuses too long rows; small column chunks are not measured."""
-        each = leaf.value_bytes(as_indices=as_indices)
-        if not leaf.max_level or each * leaf.pages.values <= self._page_bytes / 2:
-            return leaf
-        chunk = self._metadata.row_group(group).column(number)
-        lengths = RowLengths(leaf.max_level)
-        for page in data_pages(_read_at(self._content), chunk):
-            lengths.add(page, chunk.compression)
-            if lengths.longest * each > self._page_bytes:
-                raise SourceBroken(
-                    f"a row of '{self._url}' has {lengths.longest} values or more in column '{leaf.path}', which take "
-                    f"more than {self._page_bytes} bytes; write shorter lists, or raise QINFER_BULK__MAX_READ_BYTES"
-                )
-        return leaf._replace(longest_row=lengths.longest)
-
-    def _dictionary_of(self, leaf: _Leaf, group: int) -> pa.Array | None:
-        for record in self._open_file([leaf.path]).iter_batches(_PEEKED_ROWS, [group], [leaf.path], use_threads=False):
-            values = _dictionary_in(record.column(0))
-            if values is not None and len(values):
-                return values
-        return None
-
-
-def _dictionary_in(array: pa.Array) -> pa.Array | None:
-    if isinstance(array, pa.DictionaryArray):
-        return array.dictionary
-    if pa.types.is_struct(array.type):
-        return next((found for n in range(array.type.num_fields) if (found := _dictionary_in(array.field(n)))), None)
-    if pa.types.is_map(array.type):
-        keys = _dictionary_in(array.keys)
-        return keys if keys is not None else _dictionary_in(array.items)
-    return _dictionary_in(array.values) if pa.types.is_nested(array.type) else None
+    def _rows_at_once(self, group: int) -> int:
+        whole = self._metadata.row_group(group)
+        chunks = [whole.column(leaf) for leaf in self._leaves]
+        most = _MOST_TEXT_ROWS if any(chunk.physical_type == _TEXT for chunk in chunks) else _MOST_ROWS
+        size = sum(max(chunk.total_uncompressed_size, chunk.num_values * _VALUE_BYTES) for chunk in chunks)
+        return int(max(1, min(most, self._rows_bytes * whole.num_rows // max(1, size))))
 
 
 def _read_at(content: Any) -> ReadAt:

@@ -6,17 +6,19 @@ window, and the next window is fetched meanwhile.
 
 import io
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from qinfer.tabular.rows.parquet_pages import PADDING_BYTES, ReadAt, chunk_begin
-
+_PADDING_BYTES = 100  # old parquet-mr omits the dictionary's header from a chunk's size (PARQUET-816)
 _MOST_BYTES = 48 * 2**20  # unless one chunk is larger
 _SMALL_GAP_BYTES = 256 * 1024  # faster than another read
 _MOST_GAP_BYTES = 4 * 2**20
 _FETCHES = 16  # fetches of one file at once
+
+ReadAt = Callable[[int, int], bytes]
+"""Reads `size` bytes at an offset, fewer at the end."""
 
 
 class ByteRange(NamedTuple):
@@ -30,8 +32,9 @@ def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRan
     """Returns the column chunks of a row group's leaf columns."""
     found = []
     for chunk in map(group.column, leaves):
-        begin = min(max(0, chunk_begin(chunk)), file_bytes)
-        end = begin + max(0, chunk.total_compressed_size) + PADDING_BYTES
+        first, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset or 0
+        begin = min(max(0, dictionary if 0 < dictionary < first else first), file_bytes)
+        end = begin + max(0, chunk.total_compressed_size) + _PADDING_BYTES
         found.append(ByteRange(begin, min(end, file_bytes)))
     return found
 

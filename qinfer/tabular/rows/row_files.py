@@ -12,7 +12,7 @@ import pyarrow as pa
 from qinfer.tabular.columns.decoded_sizes import cut
 from qinfer.tabular.columns.fields import Fields, pick, pruned, select
 from qinfer.tabular.columns.schemas import as_read, cast, common_field
-from qinfer.tabular.rows.arrow_footer import BatchSizes, open_arrow
+from qinfer.tabular.rows.footers import open_arrow
 from qinfer.tabular.rows.parquet_rows import ParquetGroups
 from qinfer.tabular.rows.source import FileFormat, ReadLimits, SourceBroken
 from qinfer.tabular.rows.text_rows import FAULT, CsvReader, open_text
@@ -75,11 +75,10 @@ class _Parquet:
 
 class _Arrow:
     def __init__(self, content: Any, wanted: WantedColumns, url: str, limits: ReadLimits) -> None:
-        self._content, self._url, self._limits = content, url, limits
+        self._content, self._url = content, url
         there = open_arrow(content, limits.footer_bytes).schema
         self._columns = _Columns(there, wanted, url, limits.rows_bytes)
         names = pruned(there, wanted.columns.names).names
-        self._sizes = BatchSizes(content, there, names, limits.footer_bytes)
         fields = [there.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         self._reader = pa.ipc.open_file(content, options=options)
@@ -87,23 +86,19 @@ class _Arrow:
     def batches(self, wanted: Range) -> Iterator[FileRows]:
         if not 0 <= wanted.row_group < self._reader.num_record_batches:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
-        self._check_batch(wanted.row_group)
-        whole = self._reader.get_batch(wanted.row_group)
+        try:
+            whole = self._reader.get_batch(wanted.row_group)
+        except MemoryError:
+            raise SourceBroken(
+                f"record batch {wanted.row_group} of '{self._url}', with its dictionaries, takes more memory than a "
+                "worker may use to read it; write record batches of fewer rows, or raise QINFER_BULK__MAX_READ_BYTES"
+            ) from None
         whole.validate(full=True)  # damaged offsets could point anywhere
         for record in _within(iter([whole]), wanted.first_in_group, wanted.rows, self._url):
             yield from self._columns.decode_batch(record)
 
     def close(self) -> None:
         self._content.close()
-
-    def _check_batch(self, number: int) -> None:
-        size = self._sizes.batch_bytes(number)
-        if size > self._limits.page_bytes:
-            raise SourceBroken(
-                f"record batch {number} of '{self._url}' and its dictionaries take {size} bytes when they are read, "
-                f"and may take {self._limits.page_bytes}; write record batches of fewer rows, or raise "
-                "QINFER_BULK__MAX_READ_BYTES"
-            )
 
 
 class TextRows:

@@ -15,9 +15,8 @@ from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
-from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES, batch_rows, open_arrow
+from qinfer.tabular.rows.footers import FOOTER_BYTES, batch_rows, open_arrow, read_metadata
 from qinfer.tabular.rows.parquet_instants import arrow_schema
-from qinfer.tabular.rows.parquet_pages import read_metadata
 from qinfer.tabular.rows.tables import check_above, check_names, table_of_log
 from qinfer.tabular.rows.text_rows import OnBlock, read_through, text_schema
 from qinfer.tabular.rows.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
@@ -49,16 +48,20 @@ class SourceBroken(InvalidRequest):
 
 
 class ReadLimits(NamedTuple):
-    """Memory limits: decoded rows, encoded pages or record batch, footer."""
+    """Memory limits: decoded rows, footer."""
 
     rows_bytes: int
-    page_bytes: int
     footer_bytes: int = FOOTER_BYTES
 
     @classmethod
     def from_read_bytes(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "ReadLimits":
         """Returns the limits for `bulk.max_read_bytes`."""
-        return cls(read_bytes // _CHUNKS, 2 * read_bytes, footer_bytes)
+        return cls(read_bytes // _CHUNKS, footer_bytes)
+
+    @property
+    def process_bytes(self) -> int:
+        """The memory of a process that reads, beyond its libraries."""
+        return 4 * _CHUNKS * self.rows_bytes + 8 * max(0, self.footer_bytes - FOOTER_BYTES)
 
 
 class Footer(NamedTuple):

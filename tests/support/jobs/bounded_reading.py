@@ -1,62 +1,60 @@
-"""Scores files in processes of their own, and tells how much memory each took: `python -m` this module.
+"""Plans and scores files as a server does, and tells how much memory each took: `python -m` this module.
 
-Standard input has a `Case` a line, standard output gets a `Found` a line. Each case runs in a fork of a process that
-has imported all it needs, so that its peak is that of the case. Address space is limited, so that a defect does not
-take the machine's memory.
+Standard input has a `Case` a line, standard output gets a `Found` a line. Examiners read the files; this process does
+the rest of a worker's work, with a model that takes no time and no memory.
 """
 
+import asyncio
 import os
-import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import psutil
+import pyarrow.parquet as pq
 
-if TYPE_CHECKING:
-    from qinfer.storage.store import Stat
+from qinfer.core.environments import ALLOW_INSPECTION
+from qinfer.core.settings import Settings, StoreSettings
+from qinfer.core.store_urls import UrlGrant
+from qinfer.errors import QinferError
+from qinfer.jobs.examined_rows import ExaminedShard
+from qinfer.jobs.examiner_pool import READ_SHARES, ExaminerPool
+from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.plan import Shard, UnplannedJob, decode_plan, decode_plan_head, encode_plan_head
+from qinfer.jobs.shards import ShardPace
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer_workers.inference.bulk.batch_size import BatchSize
+from qinfer_workers.inference.bulk.chunks import Chunks
+from qinfer_workers.inference.bulk.shard_files import ScoringTask, ShardFiles
 
-GUARD_BYTES = 3 * 2**30
 READ_BYTES = 64 * 2**20
+LIBRARIES_BYTES = 160 * 2**20
+"""Memory of an examiner that has read no file."""
+GRANT = UrlGrant(("file:///",), ("file:///",))
 
 
 class Case(msgspec.Struct):
-    """A file to be scored: column `x` is the input, columns `k…`, where there are some, are copied.
+    """A file to be scored: column `x` is the input.
 
     Attributes:
         path: The file.
         datatype: The datatype of the input `x`.
         dims: Its dimensions.
+        copies: Whether all other columns are copied.
     """
 
     path: str
     datatype: str = "BYTES"
     dims: tuple[int, ...] = (1,)
-
-
-class Planned(msgspec.Struct):
-    """What an examiner tells of a file: its columns (`schemas.encode_schema`) and rows, or why it has none.
-
-    Attributes:
-        schema: The columns.
-        rows: The rows.
-        groups: The rows of each row group; `None` = the format has none.
-        error: Why it can't be read; empty = it can.
-        peak_bytes: By how much the process grew at most.
-    """
-
-    schema: str = ""
-    rows: int = 0
-    groups: tuple[int, ...] | None = None
-    error: str = ""
-    peak_bytes: int = 0
+    copies: bool = True
 
 
 class Found(msgspec.Struct):
@@ -68,8 +66,9 @@ class Found(msgspec.Struct):
         message: The error of the first of those, or that of the file.
         scored: The rows that the model saw.
         seconds: How long it took.
-        planned_bytes: By how much the process grew, at most, while the file was planned, which an examiner does.
-        peak_bytes: By how much the process grew, at most, beyond what it had with everything imported.
+        planned_bytes: The memory that an examiner took at most while the file was planned, beyond its libraries.
+        read_bytes: The memory that an examiner took at most while the file was read, beyond its libraries.
+        peak_bytes: By how much the worker grew at most.
     """
 
     rows: int = 0
@@ -77,6 +76,7 @@ class Found(msgspec.Struct):
     message: str = ""
     scored: int = 0
     planned_bytes: int = 0
+    read_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
 
@@ -90,90 +90,55 @@ def found_of(cases: Iterable[Case]) -> list[Found]:
     return [msgspec.json.decode(line, type=Found) for line in done.stdout.splitlines()]
 
 
+class Server(NamedTuple):
+    """Examiners that plan, and examiners that read."""
+
+    plans: ExaminerPool
+    reads: ExaminerPool
+
+
 def main() -> None:
     """Serves the process that started it."""
-    import qinfer_workers.inference.bulk.shard_files  # noqa: F401  before the fork, so that its memory is the base
+    asyncio.run(_serve())
 
+
+async def _serve() -> None:
+    environment = dict(os.environ) | {ALLOW_INSPECTION: "true"}
+    settings = Settings(stores=StoreSettings(allow=GRANT.read))
+    server = Server(
+        ExaminerPool(settings, environment, processes=1),
+        ExaminerPool(settings, environment, processes=1, shares=READ_SHARES),
+    )
+    running = [asyncio.create_task(pool.run()) for pool in server]
+    await asyncio.sleep(0)
     for line in sys.stdin.buffer.read().splitlines():
-        case = msgspec.json.decode(line, type=Case)
-        told, status = _forked(partial(_score_bounded, case))
-        sys.stdout.buffer.write((told or msgspec.json.encode(Found(message=f"died with status {status}"))) + b"\n")
+        found = await _score_bounded(msgspec.json.decode(line, type=Case), server)
+        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
         sys.stdout.buffer.flush()
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
 
 
-def _forked(work: Callable[[], msgspec.Struct]) -> tuple[bytes, int]:
-    """Does work in a fork; returns what it came to, as JSON, and the fork's status. Empty = it died."""
-    inbox, outbox = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(inbox)
-        with open(outbox, "wb") as file:
-            file.write(msgspec.json.encode(work()))
-        os._exit(0)
-    os.close(outbox)
-    with open(inbox, "rb") as file:
-        told = file.read()
-    _, status = os.waitpid(child, 0)
-    return told, status
-
-
-def _score_bounded(case: Case) -> Found:
-    from qinfer.errors import QinferError
-
-    resource.setrlimit(resource.RLIMIT_AS, (GUARD_BYTES, GUARD_BYTES))
-    _begin_peak()
-    base, begin_s, found = _peak_bytes(), time.monotonic(), Found()
-    try:
-        with TemporaryDirectory() as folder:
-            _score(case, Path(folder), found, base)
-    except (QinferError, MemoryError) as error:
-        found.message = f"{type(error).__name__}: {error}"
+async def _score_bounded(case: Case, server: Server) -> Found:
+    begin_s, found = time.monotonic(), Found()
+    with TemporaryDirectory() as folder:
+        try:
+            await _score(case, Path(folder), found, server)
+        except (QinferError, MemoryError) as error:
+            found.message = f"{type(error).__name__}: {error}"
     found.seconds = time.monotonic() - begin_s
-    found.peak_bytes = _peak_bytes() - base
     return found
 
 
-def _begin_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _score(case: Case, folder: Path, found: Found, base: int) -> None:
-    """Scores a file as a worker does, with a model that takes no time and no memory."""
-    import pyarrow.parquet as pq
-
-    from qinfer.core.store_urls import UrlGrant
-    from qinfer.jobs.job import JobSpec, Output
-    from qinfer.jobs.plan import JobPlan, Shard, decode_plan_head, encode_plan_head
-    from qinfer.models.spec import ModelSpec, TensorSpec
-    from qinfer.storage.open import store_for
-    from qinfer.tabular.columns.schemas import decode_schema, encode_schema
-    from qinfer.tabular.rows.source import ReadLimits
-    from qinfer.tabular.spec import Range
-    from qinfer_workers.inference.bulk.batch_size import BatchSize
-    from qinfer_workers.inference.bulk.chunks import Chunks
-    from qinfer_workers.inference.bulk.shard_files import ScoringTask, ShardFiles
-
-    url = f"file://{case.path}"
-    stat = store_for(url).stat(url)
-    assert stat is not None
-    told, status = _forked(lambda: _planned(stat, folder, base))
-    planned = msgspec.json.decode(told, type=Planned) if told else Planned(error=f"died with status {status}")
-    found.planned_bytes = planned.peak_bytes
-    if planned.error:
-        found.message = planned.error
-        return
-    schema = decode_schema(planned.schema)
-    ranges, first = [], 0
-    for number, rows in enumerate(planned.groups) if planned.groups is not None else [(-1, planned.rows)]:
-        ranges.append(Range(url, stat.etag, number, first, rows, 0 if planned.groups is not None else first))
-        first += rows
-    shard = Shard(0, "part-00000.parquet", first, tuple(ranges))
+async def _score(case: Case, folder: Path, found: Found, server: Server) -> None:
     spec = JobSpec(
         model="m",
-        inputs=(url,),
+        inputs=(f"file://{case.path}",),
         output=Output(url=f"file://{folder}/out"),
         error_threshold=-1.0,
-        passthrough=tuple(name for name in schema.names if name.startswith("k")),
+        passthrough=("*",) if case.copies else (),
+        exclude=("x",) if case.copies else (),
     )
     model = ModelSpec(
         name="m",
@@ -182,14 +147,41 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
         outputs=(TensorSpec(name="y", datatype="FP32", dims=(1,)),),
         max_batch_size=1024,
     )
-    plan = JobPlan(
-        job_id="job", spec=spec, model_hash="", schema=encode_schema(schema), sources=(), shards=(), rows=first
-    )
+    _begin_peaks()
+    try:
+        job = UnplannedJob("job", spec, model, "", GRANT)
+        plan = decode_plan(await server.plans.plan(job, ShardPace(0.0, 30.0, 10**9, 10**9), 1))
+    finally:
+        found.planned_bytes = _examined_bytes()
+    ranges = tuple(one for shard in plan.shards for one in shard.ranges)
+    shard = Shard(0, "part-00000.parquet", sum(one.rows for one in ranges), ranges)
     task = ScoringTask(
-        job_id="job", spec=spec, shard=shard, model=model, head=decode_plan_head(encode_plan_head(plan)), model_hash="",
-        max_errors=-1, spool=folder, limits=ReadLimits.from_read_bytes(READ_BYTES), grant=UrlGrant(("file:///",), ("file:///",)),
-    )  # fmt: skip
-    files, work = ShardFiles(task), threading.Event()
+        job_id="job",
+        spec=plan.spec,
+        shard=shard,
+        model=model,
+        head=decode_plan_head(encode_plan_head(plan)),
+        model_hash="",
+        max_errors=-1,
+        spool=folder,
+        read_bytes=READ_BYTES,
+        footer_bytes=Settings().bulk.max_footer_bytes,
+        grant=GRANT,
+        open_reader=partial(ExaminedShard, server.reads, asyncio.get_running_loop()),
+    )
+    base = _begin_peaks()
+    try:
+        found.scored = await asyncio.to_thread(_run, ShardFiles(task))
+    finally:
+        found.read_bytes, found.peak_bytes = _examined_bytes(), _memory("self", "VmHWM") - base
+    part = pq.read_table(folder / "out" / shard.part, columns=["error_message"])
+    messages = part.column("error_message").drop_null()
+    found.rows, found.failed = part.num_rows, len(messages)
+    found.message = messages[0].as_py() if len(messages) else ""
+
+
+def _run(files: ShardFiles) -> int:
+    work = threading.Event()
     chunks = Chunks(BatchSize(1024, 0.02), work.set, lambda: None)
     scored: list[int] = []
     scorer = threading.Thread(target=_echo, args=(chunks, work, scored))
@@ -204,32 +196,10 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     finally:
         writer.join()
         scorer.join()
-    part = pq.read_table(folder / "out" / shard.part, columns=["error_message"])
-    messages = part.column("error_message").drop_null()
-    found.rows, found.failed, found.scored = part.num_rows, len(messages), sum(scored)
-    found.message = messages[0].as_py() if len(messages) else ""
+    return sum(scored)
 
 
-def _planned(file: "Stat", folder: Path, base: int) -> Planned:
-    """Reads a file as an examiner does, which is a process of its own."""
-    from qinfer.errors import QinferError
-    from qinfer.storage.open import store_for
-    from qinfer.tabular.columns.schemas import encode_schema
-    from qinfer.tabular.rows.source import format_of, read_footer
-    from qinfer.tabular.rows.text_streams import PieceKeeper
-
-    kept = PieceKeeper(store_for, f"file://{folder}/kept", file.url, file.etag)
-    try:
-        footer = read_footer(file, format_of(file.url, ""), on_block=kept.add)
-    except (QinferError, MemoryError) as error:
-        return Planned(error=f"{type(error).__name__}: {error}", peak_bytes=_peak_bytes() - base)
-    return Planned(encode_schema(footer.schema), footer.rows, footer.groups, "", _peak_bytes() - base)
-
-
-def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:
-    from qinfer_workers.inference.bulk.chunks import Chunks
-
-    assert isinstance(chunks, Chunks)
+def _echo(chunks: Chunks, work: threading.Event, scored: list[int]) -> None:
     while not chunks.has_ended:
         work.wait()
         work.clear()
@@ -238,9 +208,24 @@ def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:
             chunks.done(part, {"y": np.zeros((part.rows, 1), np.float32)}, 0.001)
 
 
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+def _begin_peaks() -> int:
+    """Returns the memory of this process."""
+    for process in ("self", *(str(child.pid) for child in psutil.Process().children())):
+        Path(f"/proc/{process}/clear_refs").write_text("5")
+    return _memory("self", "VmRSS")
+
+
+def _examined_bytes() -> int:
+    peaks = [_memory(str(child.pid), "VmHWM") for child in psutil.Process().children()]
+    return max(peaks, default=0) - LIBRARIES_BYTES
+
+
+def _memory(process: str, name: str) -> int:
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int((status.partition(f"{name}:")[2].split() or ["0"])[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from qinfer.jobs.plan import ExpectedParts, Shard, UnplannedJob, decode_plan
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for
-from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES
+from qinfer.tabular.rows.footers import FOOTER_BYTES
 from qinfer.testing import eventually, stub_spec, wait_until
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.examiner_stub import STUB, looking
@@ -403,7 +403,7 @@ def test_a_parent_that_dies_before_it_reads_leaves_none() -> None:
     mine, theirs = socket.socketpair()
     with open(os.memfd_create("notes"), "rb") as notes, theirs:
         process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[notes.fileno()])
-        mine.sendall(packed(ExaminerHello((), SMALLEST, notes.fileno(), FOOTER_BYTES)))
+        mine.sendall(packed(ExaminerHello((), SMALLEST, notes.fileno(), notes.fileno(), FOOTER_BYTES)))
     try:
         select.select([mine], [], [])
         mine.close()

@@ -23,6 +23,7 @@ from qinfer.core.environments import model_environment
 from qinfer.core.processes import SWITCH_INTERVAL_S, protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.jobs.examiner_pool import READ_SHARES, READERS, ExaminerPool
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import open_repositories
@@ -75,6 +76,7 @@ async def serve(settings: Settings) -> None:
     )
     loader.watchdog = ExecutionWatchdog(due)
     worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id, os.environ, due))
+    worker.readers = ExaminerPool(settings, os.environ, processes=READERS, shares=READ_SHARES)
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
     worker.catalog = catalog

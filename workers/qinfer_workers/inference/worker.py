@@ -23,6 +23,7 @@ from qinfer.batching.watched import ExecutionClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.jobs.examiner_pool import READ_SHARES, READERS, ExaminerPool
 from qinfer.models.catalog import Catalog
 from qinfer.models.state import WorkerRecord
 from qinfer.models.store import ControlStore
@@ -65,7 +66,7 @@ _AGAIN_S = 0.5
 
 
 class Worker:
-    """Serves models until it is stopped; set `spans` and `catalog` before `run`."""
+    """Serves models until it is stopped; set `spans`, `catalog` and `readers` before `run`."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Worker:
         renewals: Renewals,
     ) -> None:
         self.spans: Spans | None = None
+        self.readers = ExaminerPool(settings, {}, processes=READERS, shares=READ_SHARES)
         self._settings, self._metrics = settings.worker, settings.metrics
         self._queue = queue
         self._store = store
@@ -138,7 +140,8 @@ class Worker:
             pins = [tasks.create_task(self._sequences.pins.run()), tasks.create_task(self._step_pins.run())]
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
-            bulk = self._bulk.start(tasks, EnsembleParts(self._planner, self._caller), self.spans)
+            bulk = self._bulk.start(tasks, EnsembleParts(self._planner, self._caller), self.readers, self.spans)
+            readers = tasks.create_task(self.readers.run(self._bulk.is_prepared))
             shadows = self._bulk.start_shadows(EndpointStore(self._store), self._publisher, self._intake)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
             heartbeat = tasks.create_task(self._heartbeat.run())
@@ -158,7 +161,7 @@ class Worker:
             reads = [task for one in servings for task in (*one.reads.open, one.fetcher)]
             await cancel_tasks(heartbeat, cancels, watchdog, *calls, *reads, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
-            await cancel_tasks(renewals)
+            await cancel_tasks(renewals, readers)
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> WorkerCaller:
         caller = WorkerCaller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)

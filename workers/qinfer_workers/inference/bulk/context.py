@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import StoreSettings
 from qinfer.errors import ErrorCode, QinferError
+from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
@@ -121,6 +122,7 @@ class ScoredVersion:
     read_bytes: int
     footer_bytes: int
     stores: StoreSettings
+    readers: ExaminerPool
     ensembles: EnsembleParts | None = None
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_open: asyncio.Event = field(default_factory=asyncio.Event)

@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import pyarrow as pa
 
 from qinfer.core.retry import Backoff
-from qinfer.core.store_urls import UrlGrant, is_below
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Conflict, ErrorCode, QinferError, StoreError, StoreNotFound, StoreUnavailable
-from qinfer.jobs.inputs import input_form
+from qinfer.jobs.examined_rows import RowReader
+from qinfer.jobs.examiner import OpenShard
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.outputs import OutputColumns
-from qinfer.jobs.parts import PartBroken, PartColumns, PartWriter, part_metadata, validate_part
-from qinfer.jobs.plan import PlanHead, Shard, url_of
+from qinfer.jobs.parts import PartColumns, PartWriter, part_metadata, read_part
+from qinfer.jobs.plan import ExpectedParts, PartInfo, PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import KeptPiece, PieceFile, RowSpan, pieces_folder, rows_of
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.models.spec import ModelSpec
-from qinfer.storage.open import Within, readable, store_for, writable
+from qinfer.storage.open import Within, store_for, writable
 from qinfer.storage.store import CommitOutcome, Store
 from qinfer.tabular.batches import BAD_FILE, RowBatch, RowErrors
 from qinfer.tabular.columns.fields import select
@@ -84,19 +84,17 @@ class ScoringTask:
     model_hash: str
     max_errors: int
     spool: Path
-    limits: ReadLimits
+    read_bytes: int
+    footer_bytes: int
     grant: UrlGrant
     store_for: Callable[[str], Store] = store_for
+    open_reader: Callable[[OpenShard], RowReader] = ShardReader.opened
+    read_part: Callable[[ExpectedParts], PartInfo | str] = read_part
 
     @property
     def url(self) -> str:
         """The URL of the part."""
         return f"{self.spec.output.url.rstrip('/')}/{self.shard.part}"
-
-    @property
-    def inputs(self) -> Within:
-        """The stores that the job may read."""
-        return readable(self.grant, self.store_for)
 
     @property
     def outputs(self) -> Within:
@@ -129,19 +127,15 @@ class ShardFiles:
 
     def existing(self) -> ShardOutcome | None:
         """Returns the outcome of a part that is already committed."""
-        task = self._task
-        try:
-            info = validate_part(
-                task.outputs(task.url),
-                task.url,
-                task.shard,
-                task.job_id,
-                task.head.model_hash,
-                is_split=task.spec.output.is_split,
-            )
-        except (PartBroken, StoreNotFound):
+        task, output = self._task, self._task.spec.output
+        if task.outputs(task.url).stat(task.url) is None:
             return None
-        return ShardOutcome(task.shard.index, info.rows, info.errors)
+        shards = (task.shard,)
+        parts = ExpectedParts(
+            task.job_id, task.head.model_hash, output.url, shards, task.grant, is_split=output.is_split
+        )
+        found = task.read_part(parts)
+        return None if isinstance(found, str) else ShardOutcome(task.shard.index, found.rows, found.errors)
 
     def read(self, chunks: Chunks) -> None:
         """Reads all rows into chunks, unless stopped."""
@@ -156,7 +150,7 @@ class ShardFiles:
         inputs = InputColumns(task.spec, task.model, typed(schema))
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
         values = TypedColumns(select(schema, columns), task.spec.csv_form.decimal_point)
-        with closing(self._reader(columns, schema)) as reader:
+        with closing(self._reader(columns)) as reader:
             rows = _STREAMED_ROWS if task.model.decoupled else _FIRST_ROWS
             while chunks.reserve():
                 with _one_at_a_time(chunks):
@@ -164,7 +158,7 @@ class ShardFiles:
                     if batch is None:
                         break
                     self.faults |= dict.fromkeys(fault.message for fault in batch.faults)
-                    errors = _unread(batch, reader.limits.rows_bytes)
+                    errors = _unread(batch, ReadLimits.from_read_bytes(task.read_bytes).rows_bytes)
                     if self.step.is_deadly:
                         errors.mark(np.ones(batch.record.num_rows, np.bool_), EXECUTION_FAILED, DEADLY)
                     batch = values.parse_texts(batch, errors)
@@ -175,15 +169,19 @@ class ShardFiles:
                     rows = min(rows * _GROWTH, most)
         chunks.end_input()
 
-    def _reader(self, columns: Sequence[str], schema: pa.Schema) -> ShardReader:
+    def _reader(self, columns: Sequence[str]) -> RowReader:
         task = self._task
-        kept_url, inputs, outputs = input_form(task.spec).kept_url, task.inputs, task.outputs
-
-        def store_of(url: str) -> Store:
-            return outputs(url) if is_below(url, kept_url) else inputs(url)
-
-        shard = rows_of(task.shard, self.step.first, self.step.stop)
-        return ShardReader(shard, columns, schema, task.spec, store_of, limits=task.limits)
+        return task.open_reader(
+            OpenShard(
+                shard=rows_of(task.shard, self.step.first, self.step.stop),
+                columns=tuple(columns),
+                schema=task.head.schema,
+                spec=task.spec,
+                grant=task.grant,
+                read_bytes=task.read_bytes,
+                footer_bytes=task.footer_bytes,
+            )
+        )
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows and commits the part; `None` for stopped chunks, or a piece.

@@ -18,12 +18,12 @@ import pyarrow as pa
 
 from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.errors import Cancelled, DeliveryError, ErrorCode, QinferError
+from qinfer.jobs.examined_rows import ExaminedShard, examined_part
 from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
 from qinfer.jobs.resumption import bound_to
 from qinfer.models.pins import is_executed
-from qinfer.tabular.rows.source import ReadLimits
 from qinfer_workers.inference.bulk.arbiter import Turn
 from qinfer_workers.inference.bulk.chunks import Chunks
 from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion
@@ -328,7 +328,10 @@ async def make_run(
         model_hash=model_hash,
         max_errors=record.max_errors,
         spool=served.spool,
-        limits=ReadLimits.from_read_bytes(served.read_bytes, served.footer_bytes),
+        read_bytes=served.read_bytes,
+        footer_bytes=served.footer_bytes,
+        open_reader=partial(ExaminedShard, served.readers, asyncio.get_running_loop()),
+        read_part=partial(examined_part, served.readers, asyncio.get_running_loop()),
         grant=grant,
     )
     name = f"{record.id}-{ticket.shard.index}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
+from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
@@ -68,13 +69,14 @@ class ShardService:
         self._spool = Path(settings.bulk.spool_dir or tempfile.gettempdir())
         self._shadows: ShadowLoops | None = None
         self._is_paused = False
-        self._is_prepared = False
+        self.is_prepared = asyncio.Event()
+        """Set once a model has jobs."""
 
     def start(
-        self, tasks: asyncio.TaskGroup, ensembles: EnsembleParts, spans: Spans | None = None
+        self, tasks: asyncio.TaskGroup, ensembles: EnsembleParts, readers: ExaminerPool, spans: Spans | None = None
     ) -> "asyncio.Task[None]":
         """Looks for jobs in a task, to be cancelled."""
-        self._tasks, self._ensembles = tasks, ensembles
+        self._tasks, self._ensembles, self._readers = tasks, ensembles, readers
         self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._follow_jobs())
 
@@ -96,10 +98,10 @@ class ShardService:
             except QinferError as error:  # the loops report more
                 outage.failed(error.message)
                 models = set()
-            if not self._is_prepared and any(model in models for model, _ in self._served):
+            if not self.is_prepared.is_set() and any(model in models for model, _ in self._served):
                 if not await in_thread("bulk-prepare", self._prepare):
                     return
-                self._is_prepared = True
+                self.is_prepared.set()
             for (model, _), served in self._served.items():
                 if model in models:
                     served.is_open.set()
@@ -135,6 +137,7 @@ class ShardService:
                 read_bytes=self._settings.max_read_bytes,
                 footer_bytes=self._settings.max_footer_bytes,
                 stores=self._stores,
+                readers=self._readers,
                 ensembles=self._ensembles,
             )
             self._served[key] = known

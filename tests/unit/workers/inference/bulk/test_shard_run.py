@@ -23,9 +23,10 @@ from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
-from qinfer.core.settings import StoreSettings
+from qinfer.core.settings import Settings, StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InferenceFailed, QueueFull, StoreUnavailable
+from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import RECORDS, PlanHead, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
@@ -35,8 +36,7 @@ from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
 from qinfer.tabular.columns.schemas import encode_schema
-from qinfer.tabular.rows.arrow_footer import FOOTER_BYTES
-from qinfer.tabular.rows.source import ReadLimits
+from qinfer.tabular.rows.footers import FOOTER_BYTES
 from qinfer.tabular.spec import Range
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
@@ -111,7 +111,8 @@ class Ground:
             "model_hash": "h",
             "max_errors": -1,
             "spool": self.folder,
-            "limits": ReadLimits.from_read_bytes(2**26),
+            "read_bytes": 2**26,
+            "footer_bytes": FOOTER_BYTES,
             "grant": ANY_FILE,
             **options,
         }
@@ -140,6 +141,7 @@ class Ground:
             read_bytes=2**26,
             footer_bytes=FOOTER_BYTES,
             stores=StoreSettings(allow=ANY_FILE.read),
+            readers=ExaminerPool(Settings(), {}),
             line=self.line,
         )
         purpose = Purpose(
