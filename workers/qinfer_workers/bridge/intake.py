@@ -15,7 +15,7 @@ from qinfer.bridge.reports import ACCEPTED, PAUSED_MS, RECEIVED, REPEATED, UNIDE
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
 from qinfer.queue.entries import Acceptance, AcceptOutcome
-from qinfer_workers.bridge.links import BrokerLink
+from qinfer_workers.bridge.links import Link
 from qinfer_workers.bridge.messages import Receipt, SourceMessage
 from qinfer_workers.bridge.reading import Reader, Work
 from qinfer_workers.bridge.transports.base import MessageSource
@@ -36,7 +36,7 @@ _ID_USED = "the id of the message was used before with another body; give each i
 Refused = tuple[SourceMessage, QinferError]
 
 
-class Consumer(BrokerLink[MessageSource]):
+class Consumer(Link[MessageSource]):
     """The consumer of a route; `stop` ends the intake, `finish` the acknowledgements.
 
     `again` publishes a repeated message's reply again.

@@ -1,4 +1,4 @@
-"""Connections to other queues, kept open by coroutines: `BrokerLink`, and `LinkPublisher` that publishes over one.
+"""Connections to other queues, kept open by coroutines: `Link`, and `LinkPublisher` that publishes over one.
 
 kombu's and py-amqp's calls block, so each link makes them in a thread of its own; all else is on the loop. Unconfirmed
 messages are published again over the next connection: one may arrive twice, none is lost.
@@ -25,7 +25,7 @@ L = TypeVar("L", MessageSource, MessageSink)
 T = TypeVar("T")
 
 
-class BrokerLink(ABC, Generic[L]):
+class Link(ABC, Generic[L]):
     """Holds one connection, and replaces it when it breaks; `connect` runs in the thread."""
 
     def __init__(self, route: str, connection: str, outage: str, connect: Callable[[], L], tally: RouteTally) -> None:
@@ -91,7 +91,7 @@ class BrokerLink(ABC, Generic[L]):
 _SETTLE_S = 1.0
 
 
-class LinkPublisher(BrokerLink[MessageSink]):
+class LinkPublisher(Link[MessageSink]):
     """The publisher of a route to one broker; `stop` settles posted messages first."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """The ports to other queues, sources and sinks. Each is used in one thread.
 
-A link is one connection: an exception other than `MessageRefused` shows that it is broken, and a `BrokerLink` opens
+A link is one connection: an exception other than `MessageRefused` shows that it is broken, and a `Link` opens
 another one, with a new epoch.
 """
 
