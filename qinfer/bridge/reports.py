@@ -1,6 +1,6 @@
 """The counts of bridges by route: in one bridge, summed in Redis, and as metrics.
 
-A bridge counts in plain integers (`RouteTally`), serves them on its own port and reports
+A bridge counts in plain integers (`RouteTally`), each written by one thread, serves them on its own port and reports
 them. In Redis, all reports sum up to `RouteTotals`.
 
 A report has a number and the counts since the previous one. A report that may not be stored is sent again unchanged,
@@ -10,8 +10,8 @@ All keys share a hash tag for the script. A bridge's entry is `<expiry in ms> <n
 hand>`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,36 +29,64 @@ from qinfer.wire.versions import encode_document
 
 RECEIVED, ACCEPTED, REPEATED, UNIDENTIFIED = "received", "accepted", "repeated", "unidentified"
 PAUSED_MS = "paused_ms"
-"""Milliseconds in which the lane was full or the queue unavailable."""
+"""`paused_s` in milliseconds."""
 REFUSED, REPLIED, UNROUTABLE = "refused:", "replied:", "unroutable:"
 """Prefixes of counts by code, state and place: `refused:<error code>`, …"""
+
+_COUNTING = threading.Lock()
 
 
 @dataclass(slots=True)
 class RouteTally:
-    """The counts of one route in one bridge, which only grow, and its messages in hand."""
+    """The counts of one route in one bridge.
+
+    Attributes:
+        unroutable: Messages that no queue took: `reply`, `sink`, `dead_letter`.
+        paused_s: The lane was full or the queue unavailable.
+    """
 
     route: str
-    counts: Counter[str] = field(default_factory=Counter)
+    received: int = 0
+    accepted: int = 0
+    repeated: int = 0
+    unidentified: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    replied: dict[str, int] = field(default_factory=dict)
+    unroutable: dict[str, int] = field(default_factory=dict)
+    paused_s: float = 0.0
     unacknowledged: int = 0
     unconfirmed: int = 0
     connected: dict[str, bool] = field(default_factory=dict)
 
-
-class RouteUse(msgspec.Struct, frozen=True):
-    """One bridge's messages in hand for a route."""
-
-    unacknowledged: int = 0
-    unconfirmed: int = 0
-    connected: dict[str, int] = msgspec.field(default_factory=dict)
+    def counts(self) -> dict[str, int]:
+        """Returns the counts that only grow."""
+        counts = {
+            RECEIVED: self.received,
+            ACCEPTED: self.accepted,
+            REPEATED: self.repeated,
+            UNIDENTIFIED: self.unidentified,
+            PAUSED_MS: int(self.paused_s * 1000),
+        }
+        for prefix, by in ((REFUSED, self.refused), (REPLIED, self.replied), (UNROUTABLE, self.unroutable)):
+            counts.update((prefix + key, value) for key, value in list(by.items()))
+        return counts
 
 
 @dataclass(slots=True)
 class RouteTotals:
-    """The counts of one route in all bridges, including ended bridges, and the uses of live bridges."""
+    """The counts of one route in all bridges, including ended bridges; gauges cover the live `processes`."""
 
     counts: Mapping[str, int]
-    uses: list[RouteUse] = field(default_factory=list)
+    processes: int = 0
+    unacknowledged: int = 0
+    unconfirmed: int = 0
+    connected: dict[str, int] = field(default_factory=dict)
+
+
+def count(counts: dict[str, int], key: str, by: int = 1) -> None:
+    """Adds to a count, thread-safe: a decrease would look like a restart."""
+    with _COUNTING:
+        counts[key] = counts.get(key, 0) + by
 
 
 class BridgeCollector(Collector):
@@ -70,7 +98,7 @@ class BridgeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        own = _merged({tally.route: dict(tally.counts) for tally in self._tallies}, [_uses(self._tallies)])
+        own = _merged({tally.route: tally.counts() for tally in self._tallies}, [_uses(self._tallies)])
         own_infos = {info.name: info for info in catalogue.OF_BRIDGES}
         for family in _families(own):
             info = own_infos[family.info.name]
@@ -87,25 +115,22 @@ def families(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
     yield from _families(routes)
     living = Family(catalogue.BRIDGE_PROCESSES)
     for route, totals in routes.items():
-        living.add(len(totals.uses), route=route)
+        living.add(totals.processes, route=route)
     yield living
 
 
 def _families(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
     yield from _counted(routes)
-    for info, name in _GAUGES:
+    for info, gauged in _GAUGES:
         family = Family(info)
         for route, totals in routes.items():
-            if totals.uses:
-                family.add(sum(getattr(use, name) for use in totals.uses), route=route)
+            if totals.processes:
+                family.add(gauged(totals), route=route)
         yield family
     connected = Family(catalogue.BRIDGE_CONNECTED)
     for route, totals in routes.items():
-        standing = Counter[str]()
-        for use in totals.uses:
-            standing.update(use.connected)
-        for connection, count in standing.items():
-            connected.add(count, connection=connection, route=route)
+        for connection, standing in totals.connected.items():
+            connected.add(standing, connection=connection, route=route)
     yield connected
 
 
@@ -136,7 +161,10 @@ _COUNTERS_BY: tuple[tuple[Info, str, str], ...] = (
     (catalogue.BRIDGE_REPLIED, REPLIED, "state"),
     (catalogue.BRIDGE_UNROUTABLE, UNROUTABLE, "place"),
 )
-_GAUGES = ((catalogue.BRIDGE_UNACKNOWLEDGED, "unacknowledged"), (catalogue.BRIDGE_UNCONFIRMED, "unconfirmed"))
+_GAUGES: tuple[tuple[Info, Callable[[RouteTotals], int]], ...] = (
+    (catalogue.BRIDGE_UNACKNOWLEDGED, lambda totals: totals.unacknowledged),
+    (catalogue.BRIDGE_UNCONFIRMED, lambda totals: totals.unconfirmed),
+)
 
 
 KEPT_S = 30 * 24 * 3600.0
@@ -149,6 +177,14 @@ MOST_ROUTES = 1000
 
 _REPORT = load_script("report", "now_ms", package="qinfer.bridge").text
 _LIVE = load_script("live", "now_ms", package="qinfer.bridge").text
+
+
+class RouteUse(msgspec.Struct, frozen=True):
+    """One bridge's messages in hand for a route."""
+
+    unacknowledged: int = 0
+    unconfirmed: int = 0
+    connected: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class BridgeUses(msgspec.Struct, frozen=True):
@@ -203,6 +239,10 @@ class BridgeReports:
         read = [self._records.one(uses, BridgeUses, "a bridge") for uses in live]
         return _merged(counts, [of.routes for of in read if of is not None])
 
+    async def close(self) -> None:
+        """Closes the client."""
+        await self._client.aclose()
+
 
 class ReportSequence:
     """Makes the reports of one bridge; for one thread."""
@@ -218,7 +258,7 @@ class ReportSequence:
         """Returns the next report, or repeats one that was not stored, with current messages in hand."""
         if self._totals is None:
             self._number += 1
-            self._totals = {tally.route: dict(tally.counts) for tally in self._tallies}
+            self._totals = {tally.route: tally.counts() for tally in self._tallies}
         return BridgeReport(
             process=self._process,
             number=self._number,
@@ -234,15 +274,21 @@ class ReportSequence:
     @property
     def is_complete(self) -> bool:
         """Whether all counts are stored."""
-        return self._totals is None and self._stored == {tally.route: dict(tally.counts) for tally in self._tallies}
+        return self._totals is None and self._stored == {tally.route: tally.counts() for tally in self._tallies}
 
 
 def _merged(counts: Mapping[str, Mapping[str, int]], live: Iterable[Mapping[str, RouteUse]]) -> dict[str, RouteTotals]:
     totals = {route: RouteTotals(counts=of) for route, of in sorted(counts.items())}
     for uses in live:
         for route, use in uses.items():
-            if route in totals:
-                totals[route].uses.append(use)
+            of = totals.get(route)
+            if of is None:
+                continue
+            of.processes += 1
+            of.unacknowledged += use.unacknowledged
+            of.unconfirmed += use.unconfirmed
+            for connection, standing in use.connected.items():
+                of.connected[connection] = of.connected.get(connection, 0) + standing
     return totals
 
 

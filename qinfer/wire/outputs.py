@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.core.messages import Response
-from qinfer.errors import InvalidRequest, OutputMismatch, QinferError, RegionUnavailable, UnsupportedFeature
+from qinfer.errors import InvalidRequest, OutputMismatch, RegionUnavailable, UnsupportedFeature
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes, to_numpy
 
 Array = npt.NDArray[Any]
@@ -130,21 +130,17 @@ class Regions(Protocol):
 class NoRegions:
     """The `Regions` of a server without shared memory."""
 
-    def refusal(self) -> QinferError:
-        """Returns the error of all methods."""
-        return no_shared_memory()
-
     def view(self, name: str, offset: int, byte_size: int) -> NoReturn:
         """Refuses."""
-        raise self.refusal()
+        raise no_shared_memory()
 
     def check(self, name: str, offset: int, byte_size: int) -> NoReturn:
         """Refuses."""
-        raise self.refusal()
+        raise no_shared_memory()
 
     def write(self, name: str, offset: int, data: Bytes) -> NoReturn:
         """Refuses."""
-        raise self.refusal()
+        raise no_shared_memory()
 
 
 NO_REGIONS = NoRegions()

@@ -81,7 +81,7 @@ async def test_a_message_that_comes_again_after_a_change_is_executed_once(gatewa
 
     assert [version_of(each) for each in (first, again, other)] == ["2", "2", "1"]
     assert first.headers["x-qinfer-request-id"] == again.headers["x-qinfer-request-id"]
-    assert (again.body, one.routes[0].tally.counts["repeated"]) == (first.body, 1)
+    assert (again.body, one.routes[0].tally.repeated) == (first.body, 1)
     assert Counter(request.version for request in gateway.requests) == {2: 1, 1: 1}
 
 
@@ -117,7 +117,7 @@ async def test_messages_wait_where_an_endpoint_has_moved_to_another_model(gatewa
         await changed(one, gateway, split(stable="späte modelle:1"))
         broker.put(message(), message_id="m1")
 
-        await eventually(lambda: one.routes[0].tally.counts["received"] == 1)
+        await eventually(lambda: one.routes[0].tally.received == 1)
         with pytest.raises(QinferError, match="restart the bridge"):
             one.routes[0].versions.resolve()
     assert (gateway.requests, broker.size(DEAD)) == ([], 0)

@@ -123,7 +123,7 @@ async def test_a_message_that_comes_again_gets_the_stored_prediction(scene: Inli
         broker.put(body_of(4.0), message_id="m1")
         await scene.queued(2)
         broker.put(body_of(4.0), message_id="m1")
-        await eventually(lambda: one.routes[0].tally.counts["repeated"] == 1)
+        await eventually(lambda: one.routes[0].tally.repeated == 1)
         scene.go()
         await first
         (prediction,) = await broker.take()
@@ -148,7 +148,7 @@ async def test_kombu_gives_an_id_where_the_producer_did_not(scene: InlineWorkers
 
     async with bridge(scene, routes(broker.url)) as one:
         predictions = await broker.take(2)
-        assert one.routes[0].tally.counts["unidentified"] == 0
+        assert one.routes[0].tally.unidentified == 0
 
     assert len({headers_of(each) for each in predictions}) == 2
 
@@ -162,7 +162,7 @@ async def test_an_id_with_another_body_is_a_dead_letter(scene: InlineWorkers, br
         await broker.take()
         broker.put(body_of(2.0), message_id="m1")
         (letter,) = await broker.take(queue=DEAD)
-        assert one.routes[0].tally.counts["refused:conflict"] == 1
+        assert one.routes[0].tally.refused == {"conflict": 1}
 
     assert letter.body == body_of(2.0)
     assert "used before with another body" in letter.headers["x-qinfer-reason"]
@@ -252,7 +252,7 @@ async def test_plain_json_is_answered_or_refused(
         letters = await broker.take(len(bad), queue=DEAD)
         (prediction,) = await broker.take()
         await eventually(lambda: in_hand(redis_server) == 0)
-        assert one.routes[0].tally.counts["unidentified"] == 0
+        assert one.routes[0].tally.unidentified == 0
 
     assert value_of(prediction) == 3.0
     assert [letter.body for letter in letters[:-1]] == list(bad[:-1])
@@ -349,10 +349,10 @@ async def test_a_full_lane_leaves_messages_in_the_source(
         broker.put(body_of(number), message_id=f"m{number}")
 
     async with bridge(scene, document) as one:
-        await eventually(lambda: one.routes[0].tally.counts["accepted"] == 3)
+        await eventually(lambda: one.routes[0].tally.accepted == 3)
         await eventually(lambda: one.routes[0].tally.unacknowledged >= 7)
-        await eventually(lambda: one.routes[0].tally.counts["paused_ms"] > 0)
-        assert one.routes[0].tally.counts["accepted"] == 3
+        await eventually(lambda: one.routes[0].tally.paused_s > 0)
+        assert one.routes[0].tally.accepted == 3
     assert broker.size(TASKS) + in_hand(redis_server) == 17
     async with bridge(scene, document):
         scene.go()
@@ -367,7 +367,7 @@ async def test_messages_wait_for_a_model_that_is_not_there_yet(scene: InlineWork
     """Nothing is wrong with them: they stay in the source."""
     broker.put(body_of(1.0))
     async with bridge(scene, routes(broker.url)) as one:
-        await eventually(lambda: one.routes[0].tally.counts["received"] == 1)
+        await eventually(lambda: one.routes[0].tally.received == 1)
         await scene.model()
         await scene.worker()
         (prediction,) = await broker.take()
@@ -385,7 +385,7 @@ async def test_two_bridges_share_a_route(scene: InlineWorkers, broker: Broker) -
 
     async with bridge(scene, routes(broker.url)) as one, bridge(scene, routes(broker.url)) as other:
         predictions = await broker.take(100)
-        assert one.routes[0].tally.counts["received"] + other.routes[0].tally.counts["received"] == 100
+        assert one.routes[0].tally.received + other.routes[0].tally.received == 100
 
     assert sorted(value_of(each) for each in predictions) == list(range(100))
     assert (broker.get(), broker.size(TASKS)) == (None, 0)
@@ -465,7 +465,7 @@ async def test_metrics_are_served_by_route(scene: InlineWorkers, broker: Broker)
     async with bridge(scene, routes(broker.url) | {"metrics_port": port}) as one:
         await broker.take()
         await broker.take(queue=DEAD)
-        await eventually(lambda: one.routes[0].tally.counts["replied:succeeded"] == 1)
+        await eventually(lambda: one.routes[0].tally.replied == {"succeeded": 1})
         async with httpx.AsyncClient() as client:
             text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
 

@@ -100,7 +100,7 @@ async def test_a_message_that_comes_again_is_recognised(
             (first,) = await broker.take()
     async with bridge(scene, document(broker)) as one:
         (again,) = await broker.take()
-        assert (one.routes[0].tally.counts["repeated"], one.routes[0].tally.counts["unidentified"]) == (1, 0)
+        assert (one.routes[0].tally.repeated, one.routes[0].tally.unidentified) == (1, 0)
 
     assert (first.body, first.headers["x-qinfer-request-id"]) == (again.body, again.headers["x-qinfer-request-id"])
     assert sum(scene.backends["w1"][0].sizes) == 1

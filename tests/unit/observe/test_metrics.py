@@ -1,6 +1,5 @@
 """The text of /metrics."""
 
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from qinfer.bridge.reports import BridgeCollector, RouteTally, RouteTotals, RouteUse, families
+from qinfer.bridge.reports import BridgeCollector, RouteTally, RouteTotals, families
 from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.models.state import State, VersionState, WorkerRecord
@@ -276,7 +275,7 @@ def everything() -> tuple[GatewayTally, MetricsSnapshot]:
         host=HostUse(0.5, 100, 50),
         use=ProcessUse(1.5, 2048),
         features=[
-            *families({"r": RouteTotals(ROUTE, [RouteUse(3, 4, {"source": 1}), RouteUse(4)])}),
+            *families({"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})}),
             *nodes.families([nodes.RedisNode("h:1", NODE), nodes.RedisNode("h:2", None)]),
         ],
         labeling={"m": 6},
@@ -434,9 +433,7 @@ def test_a_route_without_a_bridge_keeps_its_counts() -> None:
 
 def test_a_bridge_shows_its_own_with_its_name() -> None:
     """The same series as of the cluster, from the port of the bridge, but for how many live."""
-    tally = RouteTally(
-        "r", Counter({"received": 3, "refused:conflict": 1, "paused_ms": 500}), connected={"source": True}
-    )
+    tally = RouteTally("r", received=3, refused={"conflict": 1}, paused_s=0.5, connected={"source": True})
     registry = CollectorRegistry(auto_describe=False)
     registry.register(BridgeCollector("b1", [tally]))
     page = text_string_to_metric_families(generate_latest(registry).decode())

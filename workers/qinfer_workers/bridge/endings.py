@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
 from qinfer.queue.deliveries import DeliveryKind
@@ -42,7 +41,7 @@ class Endings:
     queue.
     """
 
-    def __init__(  # noqa: PLR0913 - keywords: what an end passes through
+    def __init__(
         self,
         *,
         delivery: Queue,
@@ -51,24 +50,28 @@ class Endings:
         render: Callable[[Ending, Sequence[bytes]], RenderedEnd | None],
         post: Callable[[Sequence[RenderedEnd]], None],
         took: Callable[[], None],
-        tally: RouteTally,
     ) -> None:
         self._delivery = delivery
         self._place = (model, PARTITION, kind)
         self._render_one = render
         self._post = post
         self._took = took
-        self._tally = tally
         self._in_hand: dict[str, int] = {}  # ends → bytes of their results
         self._in_hand_bytes = 0
-        self._streams: deque[Ending] = deque()  # they wait until there is room for their responses
-        self._confirmed: list[str] = []
+        self._confirmed: deque[str] = deque()
         self._news = asyncio.Event()
+        self._to_confirm = asyncio.Event()
+        self._room = asyncio.Event()
         self._stopping = False
-        self._backoff = Backoff(PACE_S * 10, _LONGEST_PAUSE_S)
+        self._is_taking = True
         self._away = OutageLog(
             logger, "ended requests can't be read", remind_s=REMIND_S, outbox=kind.name.removeprefix("outbox:")
         )
+
+    @property
+    def in_hand(self) -> int:
+        """Ends that are not confirmed."""
+        return len(self._in_hand)
 
     def wake(self) -> None:
         """Notes that the outbox may have ends."""
@@ -77,63 +80,72 @@ class Endings:
     def confirm(self, ending_ids: Sequence[str]) -> None:
         """Takes ends with confirmed messages off the outbox."""
         self._confirmed.extend(ending_ids)
-        self._news.set()
+        self._to_confirm.set()
 
     def drop(self, ending_id: str) -> None:
-        """Drops an end; unless it is confirmed, it is delivered again."""
-        self._in_hand_bytes -= self._in_hand.pop(ending_id, 0)
-        self._tally.unconfirmed = len(self._in_hand)
-        self._news.set()
+        """Drops an end, which is delivered again."""
+        self._remove_ending(ending_id)
+        self._to_confirm.set()
 
     def stop(self) -> None:
         """Stops reading; ends `run` once replies in hand are confirmed."""
         self._stopping = True
         self._news.set()
+        self._room.set()
+        self._to_confirm.set()
 
     async def run(self) -> None:
         """Takes and confirms until `stop`."""
-        while self._in_hand or not self._stopping:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._take_all())
+            group.create_task(self._confirm_all())
+
+    async def _take_all(self) -> None:
+        backoff = Backoff(PACE_S * 10, _LONGEST_PAUSE_S)
+        while not self._stopping:
             self._news.clear()
-            try:
-                await self._confirm()
-                taken = await self._take()
-                while self._streams and self._has_room:
-                    await self._render_stream(self._streams.popleft())
-                    await self._confirm()
-                self._backoff.reset()
-                self._away.over()
-            except QinferError as error:
-                self._away.failed(error.message)
-                await asyncio.sleep(self._backoff.next_s())
-                continue
-            if not taken:
+            count = min(MOST_AT_ONCE, MOST_IN_HAND - len(self._in_hand))
+            if self._in_hand_bytes >= MOST_BYTES_IN_HAND:
+                count = 0
+            taken: list[Ending] = []
+            if count > 0:
+                try:
+                    taken = await self._delivery.requests.endings(*self._place, count)
+                    backoff.reset()
+                    self._away.over()
+                except QinferError as error:
+                    self._away.failed(error.message)
+                    await asyncio.sleep(backoff.next_s())
+                    continue
+            fresh = [ending for ending in taken if ending.id not in self._in_hand]
+            if fresh:
+                self._took()
+                await self._render([ending for ending in fresh if not _is_stream(ending)])
+                for stream in filter(_is_stream, fresh):
+                    await self._render_stream(stream)
+            if count <= 0 or not taken:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REREAD_S):
                         await self._news.wait()
-            if taken < MOST_AT_ONCE:
+            if len(taken) < MOST_AT_ONCE:
                 await asyncio.sleep(PACE_S)
-
-    @property
-    def _has_room(self) -> bool:
-        return self._in_hand_bytes < MOST_BYTES_IN_HAND and not self._stopping
-
-    async def _take(self) -> int:
-        """Publishes the next ends, but those of streams; returns how many there were."""
-        count = min(MOST_AT_ONCE, MOST_IN_HAND - len(self._in_hand))
-        if count <= 0 or self._streams or not self._has_room:
-            return 0
-        taken = await self._delivery.requests.endings(*self._place, count)
-        if fresh := [ending for ending in taken if ending.id not in self._in_hand]:
-            self._took()
-            self._streams += filter(_is_stream, fresh)
-            await self._render([ending for ending in fresh if not _is_stream(ending)])
-        return len(taken)
+        self._is_taking = False
+        self._to_confirm.set()
 
     async def _render_stream(self, ending: Ending) -> None:
-        """Publishes a stream's end; if its responses can't be read, the end is delivered again."""
+        """Publishes a stream's end once there is room, or leaves it to a later delivery."""
+        while self._in_hand_bytes >= MOST_BYTES_IN_HAND and not self._stopping:
+            self._room.clear()
+            await self._room.wait()
+        if self._stopping:
+            return
         place, stored = EntryAddress(*self._place[:2], ending.request_id), list[bytes]()
-        while page := await self._delivery.requests.responses.read(place, len(stored)):
-            stored += page
+        try:
+            while page := await self._delivery.requests.responses.read(place, len(stored)):
+                stored += page
+        except QinferError as error:
+            self._away.failed(error.message)
+            return
         await self._render([ending], stored)
 
     async def _render(self, endings: Sequence[Ending], stored: Sequence[bytes] = ()) -> None:
@@ -141,18 +153,35 @@ class Endings:
             size = len(ending.blob or b"") + sum(len(blob) + _MESSAGE_BYTES for blob in stored)
             self._in_hand[ending.id] = size
             self._in_hand_bytes += size
-        self._tally.unconfirmed = len(self._in_hand)
         rendered = await asyncio.to_thread(lambda: [self._render_one(ending, stored) for ending in endings])
         if silent := [ending.id for ending, each in zip(endings, rendered, strict=True) if each is None]:
             self.confirm(silent)
         self._post([each for each in rendered if each is not None])
 
-    async def _confirm(self) -> None:
-        if ids := list(self._confirmed):
-            await self._delivery.deliveries.done(*self._place, ids)
-            del self._confirmed[: len(ids)]
-            for ending_id in ids:
-                self.drop(ending_id)
+    def _remove_ending(self, ending_id: str) -> None:
+        self._in_hand_bytes -= self._in_hand.pop(ending_id, 0)
+        self._room.set()
+
+    async def _confirm_all(self) -> None:
+        backoff = Backoff(PACE_S * 10, _LONGEST_PAUSE_S)
+        while self._is_taking or self._in_hand:
+            if not self._confirmed:
+                self._to_confirm.clear()
+                if not self._confirmed:
+                    await self._to_confirm.wait()
+                continue
+            ids = list(self._confirmed)
+            try:
+                await self._delivery.deliveries.done(*self._place, ids)
+            except QinferError as error:
+                self._away.failed(error.message)
+                await asyncio.sleep(backoff.next_s())
+                continue
+            backoff.reset()
+            for _ in ids:
+                self._remove_ending(self._confirmed.popleft())
+            if len(self._in_hand) < MOST_AT_ONCE:
+                self._news.set()
 
 
 def _is_stream(ending: Ending) -> bool:

@@ -83,12 +83,10 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
 class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
     """Messages published together.
 
-    Once `left` is 0, `ending_id` of final `state` is confirmed or `receipt` acknowledged; a `failed` group is tried
-    again.
+    Once `left` is 0, `ending_id` is confirmed or `receipt` acknowledged; a `failed` group is tried again.
     """
 
     ending_id: str = ""
-    state: str = ""
     receipt: Receipt | None = None
     left: int = 0
     failed: bool = False
@@ -101,15 +99,8 @@ def identity(message: SourceMessage, id_header: str | None) -> bytes:
     if message.reply_to and message.correlation_id:
         return message.correlation_id
     if id_header is not None and (value := message.headers.get(id_header)) not in (None, "", b""):
-        return id_bytes(value)
+        return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
     return message.broker_id
-
-
-def id_bytes(value: object) -> bytes:
-    """Returns an id of any type as bytes; `None` = empty."""
-    if value is None:
-        return b""
-    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 def request_id(route: str, message_id: bytes, model: str) -> str:

@@ -1,18 +1,19 @@
-"""The bridge as a process: its routes, its reports, and the checks of its configuration."""
+"""The bridge as a process: an event loop, the routes' threads, and the reporting thread."""
 
 import asyncio
 import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from qinfer.bridge.reports import BridgeCollector, BridgeReports, ReportSequence
+from qinfer.bridge.reports import BridgeCollector, BridgeReports, ReportSequence, RouteTally
 from qinfer.core.messages import IdFactory
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
@@ -39,30 +40,64 @@ REPORT_TTL_S = 15.0
 CLOSE_S = 5.0
 
 
-async def report(sequence: ReportSequence, reports: BridgeReports, stop: asyncio.Event, every_s: float) -> None:
-    """Adds the bridge's counts to the installation's metrics until `stop`; without Redis they grow."""
-    outage = OutageLog(logger, "the bridge's counts are not stored", "the bridge's counts are stored again")
+class Reporter:
+    """A thread that adds the bridge's counts to the installation's metrics; without Redis they grow."""
 
-    async def put(ttl_s: float) -> None:
+    def __init__(
+        self,
+        process: str,
+        tallies: Sequence[RouteTally],
+        connect: Callable[[], BridgeReports],
+        every_s: float = REPORT_EVERY_S,
+    ) -> None:
+        self._sequence = ReportSequence(process, tallies)
+        self._connect = connect
+        self._every_s = every_s
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._outage = OutageLog(logger, "the bridge's counts are not stored", "the bridge's counts are stored again")
+        self._thread = threading.Thread(target=self._run_loop, name="bridge-reporter", daemon=True)
+
+    def start(self) -> None:
+        """Begins to report."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes the last report, and ends the thread; blocking."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CLOSE_S)
+
+    def _run_loop(self) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._report_on())
+
+    async def _report_on(self) -> None:
+        reports = self._connect()
         try:
-            await reports.put(sequence.next(), ttl_s)
+            while not self._stop.is_set():
+                await self._report(reports, REPORT_TTL_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._every_s):
+                        await self._stop.wait()
+            await self._report(reports, 0.0)
+            if not self._sequence.is_complete:  # the report repeated an earlier report
+                await self._report(reports, 0.0)
+        finally:
+            with contextlib.suppress(QinferError, OSError):
+                await reports.close()
+
+    async def _report(self, reports: BridgeReports, ttl_s: float) -> None:
+        try:
+            await reports.put(self._sequence.next(), ttl_s)
         except QinferError as error:
-            outage.failed(error.message)
+            self._outage.failed(error.message)
             return
         except Exception:  # metrics must not end a bridge
             logger.exception("the bridge's counts are not stored")
             return
-        outage.over()
-        sequence.stored()
-
-    while not stop.is_set():
-        await put(REPORT_TTL_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(every_s):
-                await stop.wait()
-    await put(0.0)
-    if not sequence.is_complete:  # the report repeated an earlier report
-        await put(0.0)
+        self._outage.over()
+        self._sequence.stored()
 
 
 class Bridge:
@@ -93,14 +128,29 @@ class Bridge:
                 group.create_task(self._delivery.listen(self.process, self._on_hint)),
                 group.create_task(self._endpoints.catalog.run()),
                 group.create_task(self._endpoints.run()),
+                group.create_task(self._refresh_tallies()),
             ]
-            await asyncio.gather(*[group.create_task(route.run(stop)) for route in self.routes])
+            running = [group.create_task(route.run()) for route in self.routes]
+            group.create_task(self._stop_with(stop))
+            await asyncio.gather(*running)
+            stop.set()
             for task in background:
                 task.cancel()
 
     def _on_hint(self, _: bytes) -> None:
         for route in self.routes:
             route.wake()
+
+    async def _stop_with(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        for route in self.routes:
+            route.stop()
+
+    async def _refresh_tallies(self) -> None:
+        while True:
+            for route in self.routes:
+                route.refresh_tally()
+            await asyncio.sleep(1.0)
 
     def _serve_metrics(self) -> None:
         config = self._config
@@ -148,20 +198,21 @@ async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator
 async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: asyncio.Event) -> None:
     """Runs a bridge until `stop` is set."""
     delivery, store, endpoints = links
-    bridge = Bridge(config, delivery, endpoints, settings)
-    sequence = ReportSequence(bridge.process, [route.tally for route in bridge.routes])
-    ended = asyncio.Event()
-    reporting = asyncio.create_task(report(sequence, BridgeReports(store.client), ended, REPORT_EVERY_S))
-    logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})
-    liveness = asyncio.create_task(
-        report_liveness(store, f"qinfer-bridge-{os.getpid()}@{socket.gethostname()}", BRIDGE)
-    )
-    try:
-        await bridge.run(stop)
-    finally:
-        liveness.cancel()
-        ended.set()
-        await asyncio.wait([liveness, reporting], timeout=CLOSE_S)
+    async with AsyncExitStack() as opened:
+        bridge = Bridge(config, delivery, endpoints, settings)
+        tallies = [route.tally for route in bridge.routes]
+        reporter = Reporter(bridge.process, tallies, lambda: BridgeReports(admin_client(settings.redis)))
+        reporter.start()
+        opened.push_async_callback(asyncio.to_thread, reporter.close)
+        logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})
+        liveness = asyncio.create_task(
+            report_liveness(store, f"qinfer-bridge-{os.getpid()}@{socket.gethostname()}", BRIDGE)
+        )
+        try:
+            await bridge.run(stop)
+        finally:
+            liveness.cancel()
+            await asyncio.wait([liveness])
     logger.info("bridge stopped")
 
 

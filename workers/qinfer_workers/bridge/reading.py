@@ -50,9 +50,8 @@ class Reader:
         self._served: ServedVersion | None = None
         self._codec: BodyCodec | None = None
 
-    def set_model(self) -> None:
-        """Chooses the model version to read for; raises what `RouteVersions.resolve` raises."""
-        served = self._versions.resolve()
+    def set_model(self, served: ServedVersion) -> None:
+        """Sets the model version to read for."""
         if served is not self._served:
             self._codec = body_codec(self._route, served)
             self._served = served

@@ -49,6 +49,7 @@ _notes = msgspec.msgpack.Decoder(Note)
 class RenderedEnd(NamedTuple):
     """The end of one request, as published."""
 
+    state: str
     group: PublishGroup
     messages: Sequence[Outgoing]
     ending: Ending
@@ -78,8 +79,8 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
                 headers[STATE_HEADER] = state = RequestState.FAILED.value
     if failure is not None:
         messages = _render_failure(route, note, failure, headers, group)
-    group.state, group.left = state, len(messages)
-    return RenderedEnd(group, messages, ending, responses[-1] if responses else None)
+    group.left = len(messages)
+    return RenderedEnd(state, group, messages, ending, responses[-1] if responses else None)
 
 
 def refusal(route: RouteOptions, message: SourceMessage, error: QinferError) -> Iterator[Outgoing]:

@@ -1,8 +1,8 @@
 """A route of a bridge: its parts and the data that they exchange, its start and its end.
 
-`Consumer` receives, reads, accepts into the lane and acknowledges. `Endings` takes ends from the outbox and renders
-them, and a `LinkPublisher` publishes; the broker's confirms end them. Dead letters on another broker have their own
-publisher. All of them are coroutines, and each connection has a thread for its blocking calls.
+The source's thread receives and reads messages; on the loop, `MessageIntake` accepts batches of them into the lane, and
+the thread acknowledges. `Endings` takes ends from the outbox, a thread renders them, and the sink's thread publishes;
+the broker's confirms end them. Dead letters on another broker have a thread of their own.
 
 A message is acknowledged only once it is in the model's queue, or its dead letter is confirmed; an end leaves the
 outbox only once its reply is confirmed. After a crash, both are delivered again, with the same id.
@@ -10,11 +10,11 @@ outbox only once its reply is confirmed. After a crash, both are delivered again
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from qinfer.bridge.reports import REFUSED, REPLIED, UNROUTABLE, RouteTally
+from qinfer.bridge.reports import RouteTally, count
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.queue.deliveries import outbox
 from qinfer.queue.entries import RequestState, reply_address
@@ -22,12 +22,12 @@ from qinfer.queue.lanes import Queue
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.endings import Endings
-from qinfer_workers.bridge.intake import Consumer, Refused
-from qinfer_workers.bridge.links import LinkPublisher
+from qinfer_workers.bridge.intake import MessageIntake
+from qinfer_workers.bridge.links import Consumer, LinkPublisher, Refused
 from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, Receipt
 from qinfer_workers.bridge.reading import Reader
 from qinfer_workers.bridge.rendering import RenderedEnd, refusal, render
-from qinfer_workers.bridge.transports.base import SettledMessages
+from qinfer_workers.bridge.transports.base import MessageSink, MessageSource, SettledMessages
 from qinfer_workers.bridge.transports.kombu import open_sink, open_source
 from qinfer_workers.bridge.versions import RouteVersions
 
@@ -55,27 +55,37 @@ class BridgeRoute:
         self.options = options
         self.tally = RouteTally(options.name)
         self._observed = endpoints.observed
+        self._loop = asyncio.get_running_loop()
+        self._states: dict[str, str] = {}  # ends in hand, by id → final state
         self._lost = OutageLog(logger, "published messages reach no queue", remind_s=REMIND_S, route=options.name)
         self._publishers = self._make_publishers()
-        self.versions = RouteVersions(options, endpoints.view)
-        self._consumer = Consumer(
+        self._intake = MessageIntake(
             name=options.name,
-            connect=partial(open_source, options.source, options.body.max_bytes),
-            reader=Reader(
-                options, config.result_ttl_s, reply_address(endpoints.owner), inline_max_bytes, self.versions
-            ),
             accept=delivery.requests.accept_all,
+            done=self._done,
             refuse=self._refuse,
             again=self.wake,
+            epoch=lambda: self._consumer.epoch,
             tally=self.tally,
         )
+        self.versions = RouteVersions(options, endpoints.view)
         self._endings = Endings(
             delivery=delivery,
             model=self.versions.model,
             kind=outbox(options.outbox, config.retry_s),
             render=partial(render, options),
             post=self._publish_rendered,
-            took=self._consumer.notify_room,
+            took=self._intake.notify_room,
+        )
+        reader = Reader(options, config.result_ttl_s, reply_address(endpoints.owner), inline_max_bytes, self.versions)
+        connect: Callable[[int], MessageSource] = partial(open_source, options.source, options.body.max_bytes)
+        self._consumer = Consumer(
+            name=options.name,
+            connect=connect,
+            reader=reader,
+            resolve=self.versions.resolve,
+            accept=self._intake.add,
+            refuse=self._refuse,
             tally=self.tally,
         )
 
@@ -83,47 +93,67 @@ class BridgeRoute:
         """Notes that a request of this process has ended."""
         self._endings.wake()
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self) -> None:
         """Moves messages until `stop`, and finishes those in hand."""
         publishers = list(dict.fromkeys(self._publishers.values()))
+        for publisher in publishers:
+            publisher.start()
+        self._consumer.start()
         async with asyncio.TaskGroup() as group:
-            source, endings = group.create_task(self._consumer.run()), group.create_task(self._endings.run())
-            sinks = [group.create_task(publisher.run()) for publisher in publishers]
-            await stop.wait()
-            self._consumer.stop()
-            self._endings.stop()
-            is_late = await _end([endings], LAST_STEP_S)
-            for publisher in publishers:
-                publisher.stop()
-            await _end(sinks, NO_STEP_S if is_late else LAST_STEP_S)  # first: or messages would be delivered again
-            self._consumer.finish()
-            await _end([source], LAST_STEP_S)
+            endings = group.create_task(self._endings.run())
+            await group.create_task(self._intake.run())
+            _, late = await asyncio.wait([endings], timeout=LAST_STEP_S)
+            for task in late:
+                task.cancel()
+        for publisher in publishers:
+            publisher.stop()
+        for publisher in publishers:  # first: or messages would be delivered again
+            await asyncio.to_thread(publisher.join, NO_STEP_S if late else LAST_STEP_S)
+        self._consumer.finish()
+        await asyncio.to_thread(self._consumer.join, LAST_STEP_S)
         logger.info("route stopped", extra={"route": self.options.name})
 
+    def stop(self) -> None:
+        """Takes no more messages."""
+        self._consumer.stop()
+        self._intake.stop()
+        self._endings.stop()
+
+    def refresh_tally(self) -> None:
+        """Updates gauges."""
+        self.tally.unconfirmed = self._endings.in_hand
+
     def _make_publishers(self) -> dict[bool, LinkPublisher]:
-        """Returns the publishers of predictions, and of dead letters (`True`)."""
-        options, source, sink = self.options, self.options.source, self.options.sink
-        queues = [sink.routing_key] if sink.declare and sink.routing_key and not sink.exchange else []
+        options, source = self.options, self.options.source
+        fixed = [options.sink.routing_key] if options.sink.declare and not options.sink.exchange else []
+        queues = [queue for queue in fixed if queue]
         dead_letters = [options.dead_letters] if source.declare else []
 
-        def made(connection: str, *words: Any) -> LinkPublisher:
-            return LinkPublisher(options.name, connection, partial(open_sink, *words), self._on_settled, self.tally)
+        def made(
+            connection: str, url: str, of: Mapping[str, Any], queues: Sequence[str], exchange: str = ""
+        ) -> LinkPublisher:
+            connect: Callable[[], MessageSink] = partial(open_sink, url, of, queues, exchange)
+            return LinkPublisher(options.name, connection, connect, self._on_settled, self.tally)
 
         if options.sink_url == options.source_url:
-            both = made("sink", options.sink_url, options.sink_options, queues + dead_letters, sink.exchange)
+            both = made("sink", options.sink_url, options.sink_options, queues + dead_letters, options.sink.exchange)
             return {False: both, True: both}
         return {
-            False: made("sink", options.sink_url, options.sink_options, queues, sink.exchange),
+            False: made("sink", options.sink_url, options.sink_options, queues, options.sink.exchange),
             True: made("dead_letters", options.source_url, source.options, dead_letters),
         }
 
+    def _done(self, receipts: Sequence[Receipt]) -> None:
+        self._consumer.done(receipts)
+
     def _refuse(self, refused: Sequence[Refused]) -> None:
         for _, error in refused:
-            self.tally.counts[REFUSED + error.code.value] += 1
+            count(self.tally.refused, error.code.value)
         self._publish([each for message, error in refused for each in refusal(self.options, message, error)])
 
     def _publish_rendered(self, rendered: Sequence[RenderedEnd]) -> None:
         for each in rendered:
+            self._states[each.group.ending_id] = each.state
             self._observe(each)
         self._publish([message for each in rendered for message in each.messages])
 
@@ -147,12 +177,15 @@ class BridgeRoute:
                 self._publishers[is_dead_letter].post(some)
 
     def _on_settled(self, settled: SettledMessages) -> None:
+        self._loop.call_soon_threadsafe(self._settle_messages, settled)
+
+    def _settle_messages(self, settled: SettledMessages) -> None:
         confirmed: list[str] = []
         done: list[Receipt] = []
         for message in settled.taken:
             self._settle_one(message, confirmed, done)
         for message in settled.unroutable:
-            self.tally.counts[UNROUTABLE + message.place.value] += 1
+            count(self.tally.unroutable, message.place.value)
             if message.place is not Destination.REPLY:  # its caller is gone; other queues may yet be made
                 message.group.failed = True
                 self._lost.failed(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
@@ -164,7 +197,7 @@ class BridgeRoute:
         if confirmed:
             self._endings.confirm(confirmed)
         if done:
-            self._consumer.done(done)
+            self._done(done)
 
     def _settle_one(self, message: Outgoing, confirmed: list[str], done: list[Receipt]) -> None:
         """Adds complete groups to `confirmed` or `done`."""
@@ -175,22 +208,15 @@ class BridgeRoute:
         if group.receipt is not None:
             if group.failed:
                 group.left, group.failed = 1, False
-                asyncio.get_running_loop().call_later(AGAIN_S, self._publish, [message])
+                self._loop.call_later(AGAIN_S, self._publish, [message])
             else:
                 done.append(group.receipt)
             return
         if not group.ending_id:
             return
+        state = self._states.pop(group.ending_id, "")
         if group.failed:
             self._endings.drop(group.ending_id)
         else:
-            self.tally.counts[REPLIED + group.state] += 1
+            count(self.tally.replied, state)
             confirmed.append(group.ending_id)
-
-
-async def _end(tasks: Sequence["asyncio.Task[None]"], within_s: float) -> bool:
-    """Waits for tasks, and cancels those that are late; returns whether some are."""
-    _, late = await asyncio.wait(tasks, timeout=within_s)
-    for task in late:
-        task.cancel()
-    return bool(late)

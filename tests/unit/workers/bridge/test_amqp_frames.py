@@ -13,8 +13,10 @@ from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, 
 from qinfer_workers.bridge.transports.amqp_frames import (
     AckLine,
     BrokenFrames,
+    Due,
     FrameReader,
     ReturnedMessage,
+    ack_frames,
     publish_frames,
 )
 
@@ -216,41 +218,82 @@ def test_ids_go_back_as_the_bytes_that_came() -> None:
     assert (message.message_id, message.correlation_id) == (raw, raw)
 
 
-def acknowledged(frames: bytes) -> list[tuple[int, bool]]:
-    """Returns the tags of acknowledgements, and whether they are for all before."""
-    return [(tag, is_multiple) for tag, is_multiple, _ in Reading().feed(frames).confirms]
+def test_acknowledgements_are_written_at_once() -> None:
+    """One for many, and single ones."""
+    seen = Reading().feed(ack_frames(CHANNEL, Due(7, [9, 300])))
+
+    assert seen.confirms == [(7, True, True), (9, False, True), (300, False, True)]
+
+
+PATIENCE_S = 0.2
+
+
+def line() -> AckLine:
+    return AckLine(PATIENCE_S)
 
 
 def test_one_acknowledgement_is_for_all_that_are_done() -> None:
     """However many come, and in whatever order."""
-    acks = AckLine(CHANNEL)
+    acks = line()
 
-    assert acknowledged(acks.frames([1, 2, 3])) == [(3, True)]
-    assert acknowledged(acks.frames([6, 5, 4])) == [(6, True)]
-    assert acks.frames([]) == b""
+    assert acks.due([1, 2, 3], 0.0) == Due(3)
+    assert acks.due([6, 5, 4], 0.0) == Due(6)
+    assert acks.due([], 9.0) == Due()
 
 
-def test_what_is_done_out_of_order_is_acknowledged_singly() -> None:
-    """The message before it does not keep it, and later ones go on as before."""
-    acks = AckLine(CHANNEL)
+def test_what_is_done_out_of_order_waits_a_moment() -> None:
+    """The one before it mostly follows."""
+    acks = line()
 
-    assert acknowledged(acks.frames([4, 2])) == [(2, False), (4, False)]
-    assert acknowledged(acks.frames([3])) == [(3, False)]
-    assert acknowledged(acks.frames([1, 6])) == [(1, True), (6, False)]
-    assert acknowledged(acks.frames([5, 7])) == [(7, True)]
+    assert acks.due([2, 3], 0.0) == Due()
+    assert acks.waits
+    assert acks.due([1], 0.1) == Due(3)
+    assert not acks.waits
+
+
+def test_what_waits_too_long_is_acknowledged_singly() -> None:
+    """The message before it keeps it no longer, and later ones go on as before."""
+    acks = line()
+
+    assert acks.due([2, 4], 0.0) == Due()
+    assert acks.due([], PATIENCE_S) == Due(0, [2, 4])
+    assert acks.due([3], 0.3) == Due()
+    assert acks.due([], 0.3 + PATIENCE_S) == Due(0, [3])
+    assert acks.due([1], 0.6) == Due(1)
+    assert acks.due([5], 0.6) == Due(5)
+
+
+def test_a_tag_that_was_acknowledged_is_never_named_again() -> None:
+    """RabbitMQ closes a channel that does, for many too."""
+    acks = line()
+    assert acks.due([2, 3], 0.0) == Due()
+    assert acks.due([], 1.0) == Due(0, [2, 3])
+
+    assert acks.due([1], 1.0) == Due(1)
+    assert acks.due([4], 1.0) == Due(4)
+
+
+def test_what_is_left_is_told_at_the_end() -> None:
+    acks = line()
+    acks.due([1, 3, 4], 0.0)
+
+    assert acks.left() == [3, 4]
 
 
 def test_every_message_is_acknowledged_once_whatever_the_order() -> None:
-    """A broker that is simulated: it refuses tags that it does not have, for many too."""
+    """A broker that is simulated: it refuses tags that it does not have."""
     for seed in range(50):
         rng = random.Random(seed)
         order = sorted(range(1, 101), key=lambda tag: tag + rng.uniform(0, 30))
-        acks, outstanding = AckLine(CHANNEL), set(range(1, 101))
-        while order:
+        acks, outstanding, now_s = line(), set(range(1, 101)), 0.0
+        while order or outstanding:
             count = rng.randint(0, 10)
             done, order = order[:count], order[count:]
-            for tag, is_multiple in acknowledged(acks.frames(done)):
+            now_s += rng.uniform(0, 0.15)
+            due = acks.due(done, now_s)
+            if due.up_to:
+                assert due.up_to in outstanding
+                outstanding -= set(range(1, due.up_to + 1))
+            for tag in due.tags:
                 outstanding.remove(tag)
-                if is_multiple:
-                    outstanding -= set(range(1, tag))
-        assert not outstanding
+            assert now_s < 60

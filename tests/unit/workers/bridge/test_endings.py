@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from qinfer.bridge.reports import RouteTally
 from qinfer.errors import QinferError, SettingsError
 from qinfer.queue.deliveries import outbox as outbox_kind
 from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestState
@@ -37,7 +36,6 @@ class Outbox:
         self.streams: dict[str, list[bytes]] = {}
         self.stored: dict[str, list[bytes]] = {}
         self.requests = self.deliveries = self.responses = self
-        self.tally = RouteTally("route")
         self.one = Endings(
             delivery=self,  # type: ignore[arg-type]  # it has what is asked of one
             model="m",
@@ -45,12 +43,11 @@ class Outbox:
             render=self.rendered,
             post=lambda rendered: self.posted.extend(each.group.ending_id for each in rendered),
             took=lambda: None,
-            tally=self.tally,
         )
 
     def rendered(self, ending: Ending, stored: Sequence[bytes]) -> RenderedEnd:
         self.stored[ending.request_id] = list(stored)
-        return RenderedEnd(PublishGroup(ending_id=ending.id), [], ending, None)
+        return RenderedEnd("succeeded", PublishGroup(ending_id=ending.id), [], ending, None)
 
     def stream(self, number: int, count: int) -> None:
         """Makes an end that of a stream, with so many responses before it."""
@@ -94,7 +91,7 @@ async def test_large_results_wait_in_the_outbox_until_others_are_published(monke
         await eventually(lambda: len(box.posted) == 4)
         box.one.wake()
         await asyncio.sleep(0.05)
-        assert (len(box.posted), box.tally.unconfirmed) == (4, 4)
+        assert (len(box.posted), box.one.in_hand) == (4, 4)
         box.one.confirm(box.posted[:2])
         await eventually(lambda: len(box.posted) == 6)
         box.one.drop(box.posted[2])
@@ -129,7 +126,7 @@ async def test_a_stream_whose_responses_can_not_be_read_comes_again() -> None:
         ending = box.waiting[0]
         box.read_errors = [SettingsError("the password is wrong")]
         await eventually(lambda: not box.read_errors)
-        assert (box.posted, box.tally.unconfirmed) == ([], 0)
+        assert (box.posted, box.one.in_hand) == ([], 0)
         box.waiting = [ending]
         box.one.wake()
         await eventually(lambda: box.stored == {"r0": [b"0", b"1", b"2"]})

@@ -44,10 +44,12 @@ def test_a_message_that_can_not_be_published_is_given_back(monkeypatch: pytest.M
         publish(message)
 
     monkeypatch.setattr(sink, "_publish", picky)
+    sink.send(messages)
+    sink.send([outgoing(9)])
 
-    assert sink.exchange(messages, 0.0) == (messages[:2], [messages[2]], ())
+    assert sink.wait_settled(0.0) == (messages[:2], [messages[2]], ())
     with pytest.raises(OverflowError, match="too large"):
-        sink.exchange([outgoing(9)], 0.0)
+        sink.wait_settled(0.0)
     assert bodies(connection) == [b"0", b"1"]
     sink.close()
 

@@ -144,7 +144,7 @@ def test_a_prediction_that_has_expired_is_reported_as_gone(end: Ending) -> None:
 
     assert rendered is not None
     (dead_letter,) = rendered.messages
-    assert (rendered.group.state, dead_letter.place, dead_letter.headers["x-qinfer-state"]) == (
+    assert (rendered.state, dead_letter.place, dead_letter.headers["x-qinfer-state"]) == (
         GONE,
         Destination.DEAD_LETTER,
         GONE,

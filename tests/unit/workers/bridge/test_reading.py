@@ -20,25 +20,14 @@ from qinfer_workers.bridge.versions import RouteVersions
 KSERVE = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
 
 
-class OneVersion(RouteVersions):
-    """The version that a test gives."""
-
-    def __init__(self, route: RouteOptions, served: ServedVersion) -> None:
-        super().__init__(route, Endpoints(None))  # type: ignore[arg-type]  # without endpoints no model is looked at
-        self._served = served
-
-    def resolve(self) -> ServedVersion:
-        return self._served
-
-
 def reader(*, decoupled: bool = True, **options: Any) -> Reader:
     source = {"url": "amqp://broker//", "queue": "tasks"}
     route = {"name": "r", "model": "stub", "source": source, "sink": {"routing_key": "done"}, **options}
     spec = replace(stub_spec(), decoupled=decoupled)
     parsed = RouteOptions.model_validate(route)
-    served = ServedVersion(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1))
-    one = Reader(parsed, 60.0, "reply:bridge", 1000, OneVersion(parsed, served))
-    one.set_model()
+    versions = RouteVersions(parsed, Endpoints(None))  # type: ignore[arg-type]  # without endpoints nobody looks at models
+    one = Reader(parsed, 60.0, "reply:bridge", 1000, versions)
+    one.set_model(ServedVersion(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1)))
     return one
 
 

@@ -129,7 +129,7 @@ def test_a_stream_that_lacks_responses_is_gone() -> None:
     for responses in ("one", "each"):
         found = rendered(responses, stream(y(0), y(1))[1:])
 
-        assert found.group.state == "gone"
+        assert found.state == "gone"
         assert [each.place for each in found.messages] == [Destination.DEAD_LETTER, Destination.REPLY]
 
 
@@ -137,7 +137,7 @@ def test_a_row_has_one_row() -> None:
     two = (from_numpy("y", np.array([[1], [2]], "<f4")),)
     found = rendered("each", stream(y(0), two), form="json")
 
-    assert found.group.state == "failed"
+    assert found.state == "failed"
     assert "2 rows" in found.messages[0].headers["x-qinfer-reason"]
 
 
@@ -148,4 +148,4 @@ def test_messages_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(rendered("each", stream(y(0), y(1))).messages) == 2
     found = rendered("each", stream(y(0), y(1), y(2)))
     assert [each.headers["x-qinfer-code"] for each in found.messages] == ["payload_too_large"] * 2
-    assert rendered("one", stream(y(0), y(1), y(2))).group.state == "succeeded"
+    assert rendered("one", stream(y(0), y(1), y(2))).state == "succeeded"

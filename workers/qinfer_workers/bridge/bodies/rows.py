@@ -23,8 +23,8 @@ from qinfer.tabular.columns.casts import is_text
 from qinfer.tabular.columns.fields import pruned
 from qinfer.tabular.columns.inputs import DecodedBatch, InputColumns
 from qinfer.tabular.columns.schemas import without_views
-from qinfer.tabular.rows.arrow_footer import BLOCK, TAIL, open_arrow
-from qinfer.tabular.rows.arrow_schema import check_schema_message, field_of, unsigned
+from qinfer.tabular.rows.arrow_schema import check_footer, check_schema_message, field_of, unsigned
+from qinfer.tabular.rows.footers import BLOCK, TAIL, arrow_footer
 from qinfer.tabular.spec import shown
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth, check_size
@@ -138,7 +138,8 @@ def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
     """Returns the columns of a body."""
     try:
         if form == "arrow-file":
-            return open_arrow(pa.BufferReader(body)).schema
+            check_footer(arrow_footer(pa.BufferReader(body)))
+            return _open_arrow(body, form).schema
         check_schema_message(body)
         return _open_arrow(body, form).schema
     except BROKEN as error:

@@ -17,8 +17,10 @@ from qinfer_workers.bridge.config import SourceOptions
 from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 from qinfer_workers.bridge.transports.amqp_frames import (
     AckLine,
+    Due,
     FrameReader,
     ReturnedMessage,
+    ack_frames,
     publish_frames,
 )
 from qinfer_workers.bridge.transports.base import MessageRefused, SettledMessages
@@ -67,6 +69,7 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 HEARTBEAT_S = 10.0
 
+_ACK_PATIENCE_S = 0.2
 _BEAT_EVERY_S = 1.0
 _CLOSE_S = 2.0
 _RECEIVE_BYTES = 256 * 1024
@@ -143,7 +146,7 @@ class AmqpSource(_Link):
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         super().__init__(client)
         self.epoch = epoch
-        self._acks = AckLine(self._channel.channel_id)
+        self._acks = AckLine(_ACK_PATIENCE_S)
         if options.declare:
             self._declare([options.queue])
         self._channel.basic_qos(0, options.prefetch, False)
@@ -152,11 +155,25 @@ class AmqpSource(_Link):
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
         """Implements `MessageSource.receive`."""
+        if self._acks.waits:
+            timeout_s = min(timeout_s, _ACK_PATIENCE_S)
+            self._acknowledge([])
         return self._receive_messages(timeout_s)
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
         """Implements `MessageSource.acknowledge`."""
-        self._send_bytes(self._acks.frames(int(receipt.tag) for receipt in receipts))
+        self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
+
+    def close(self) -> None:
+        """Acknowledges settled messages, and disconnects."""
+        with suppress(OSError):
+            self._send_bytes(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
+        super().close()
+
+    def _acknowledge(self, tags: Sequence[int]) -> None:
+        due = self._acks.due(tags, time.monotonic())
+        if due.up_to or due.tags:
+            self._send_bytes(ack_frames(self._channel.channel_id, due))
 
 
 class AmqpSink(_Link):
@@ -180,18 +197,8 @@ class AmqpSink(_Link):
             )
         )
 
-    def exchange(self, messages: Sequence[Outgoing], timeout_s: float) -> SettledMessages:
-        """Implements `MessageSink.exchange`."""
-        self._send(messages)
-        try:
-            self._receive_messages(0.0 if self._refused else timeout_s)
-        except ChannelError as error:  # such as a too large message
-            raise MessageRefused(str(error)) from error
-        settled = SettledMessages(self._taken, self._refused, self._unroutable)
-        self._taken, self._refused, self._unroutable = [], [], []
-        return settled
-
-    def _send(self, messages: Sequence[Outgoing]) -> None:
+    def send(self, messages: Sequence[Outgoing]) -> None:
+        """Implements `MessageSink.send`."""
         channel_id, longest = self._channel.channel_id, self._connection.frame_max
         pieces: list[bytes] = []
         size = 0
@@ -210,6 +217,16 @@ class AmqpSink(_Link):
                 pieces, size = [], 0
         if pieces:
             self._send_bytes(b"".join(pieces))
+
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
+        """Implements `MessageSink.wait_settled`."""
+        try:
+            self._receive_messages(0.0 if self._refused else timeout_s)
+        except ChannelError as error:  # such as a too large message
+            raise MessageRefused(str(error)) from error
+        settled = SettledMessages(self._taken, self._refused, self._unroutable)
+        self._taken, self._refused, self._unroutable = [], [], []
+        return settled
 
     def _on_confirm(self, tag: int, is_multiple: bool, is_taken: bool) -> None:  # noqa: FBT001 - as it is in the frame
         tags = list(takewhile(lambda sent: sent <= tag, self._sent)) if is_multiple else [tag]

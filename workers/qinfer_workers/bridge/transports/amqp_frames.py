@@ -4,7 +4,7 @@ py-amqp's system calls, three a read frame and one a written message, are most o
 split at once, and a batch is one write. py-amqp gets all other frames.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from struct import Struct, error
 from typing import NamedTuple
@@ -15,28 +15,62 @@ from amqp.serialization import loads
 from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 
 
+class Due(NamedTuple):
+    """The messages to acknowledge: all messages up to a tag (0 = none), and single messages."""
+
+    up_to: int = 0
+    tags: Sequence[int] = ()
+
+
 class AckLine:
-    """The acknowledgements of one AMQP channel, which numbers its messages from 1."""
+    """The acknowledgements of one AMQP channel, which numbers its messages from 1.
 
-    def __init__(self, channel: int) -> None:
-        self._channel = channel
+    After `patience_s`, messages done out of order are acknowledged singly, so that one slow message does not stop
+    the source.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._done_to = 0  # all tags up to it are done
-        self._beyond: set[int] = set()  # acknowledged, beyond `_done_to`
+        self._beyond: set[int] = set()  # done, and not acknowledged
+        self._single: set[int] = set()  # acknowledged singly, beyond `_done_to`
+        self._waits_since_s: float | None = None
 
-    def frames(self, done: Iterable[int]) -> bytes:
-        """Returns the frames for finished tags: one for those that close the line, and one for each beyond a gap."""
-        beyond = set(done)
+    def due(self, done: Iterable[int], now_s: float) -> Due:
+        """Adds finished tags; returns due acknowledgements."""
+        beyond, single = self._beyond, self._single
+        beyond.update(done)
         up_to, following = 0, self._done_to + 1
-        while following in beyond or following in self._beyond:
+        while True:
             if following in beyond:
                 beyond.remove(following)
                 up_to = following  # RabbitMQ refuses repeated tags
-            self._beyond.discard(following)
+            elif following in single:
+                single.remove(following)
+            else:
+                break
             following += 1
         self._done_to = following - 1
-        self._beyond |= beyond
-        line = _ack_frame(self._channel, up_to, is_multiple=True) if up_to else b""
-        return line + b"".join(_ack_frame(self._channel, tag, is_multiple=False) for tag in sorted(beyond))
+        if up_to or not beyond:
+            self._waits_since_s = now_s if beyond else None
+        elif self._waits_since_s is None:
+            self._waits_since_s = now_s
+        if self._waits_since_s is None or now_s - self._waits_since_s < self._patience_s:
+            return Due(up_to)
+        singly = sorted(beyond)
+        single.update(singly)
+        beyond.clear()
+        self._waits_since_s = None
+        return Due(up_to, singly)
+
+    @property
+    def waits(self) -> bool:
+        """Whether finished messages lack an acknowledgement."""
+        return bool(self._beyond)
+
+    def left(self) -> list[int]:
+        """Returns finished, unacknowledged tags."""
+        return sorted(self._beyond)
 
 
 Frame = tuple[int, int, bytes]
@@ -203,6 +237,12 @@ def _short_at(data: bytes, position: int) -> tuple[bytes, int]:
 @lru_cache(maxsize=256)
 def _decode_word(word: bytes) -> str:
     return word.decode("utf-8", "replace")
+
+
+def ack_frames(channel: int, due: Due) -> bytes:
+    """Returns the frames that acknowledge messages."""
+    singly = [_ack_frame(channel, tag, is_multiple=False) for tag in due.tags]
+    return b"".join([_ack_frame(channel, due.up_to, is_multiple=True), *singly] if due.up_to else singly)
 
 
 def _ack_frame(channel: int, tag: int, *, is_multiple: bool) -> bytes:

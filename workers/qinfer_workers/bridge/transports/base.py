@@ -1,6 +1,6 @@
-"""The ports to other queues, sources and sinks. Each is used in one thread.
+"""The ports to other queues, sources and sinks. Each serves one thread.
 
-A link is one connection: an exception other than `MessageRefused` shows that it is broken, and a `Link` opens
+A link is one connection: an exception other than `MessageRefused` shows that it is broken, and a `LinkThread` opens
 another one, with a new epoch.
 """
 
@@ -20,11 +20,11 @@ class MessageSource(Protocol):
     epoch: int
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
-        """Waits for messages or `wake`; also sends heartbeats."""
+        """Waits for messages or `wake`; also acknowledges, and sends heartbeats."""
         ...
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Acknowledges messages of this connection."""
+        """Acknowledges messages, maybe later; drops receipts of other connections."""
         ...
 
     def wake(self) -> None:
@@ -32,7 +32,7 @@ class MessageSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Acknowledges settled messages, and closes the connection."""
         ...
 
 
@@ -47,15 +47,16 @@ class SettledMessages(NamedTuple):
 class MessageSink(Protocol):
     """A connection that publishes."""
 
-    def exchange(self, messages: Sequence[Outgoing], timeout_s: float) -> SettledMessages:
-        """Publishes, and waits for outcomes, also of earlier messages, or `wake`; each message is settled once.
+    def send(self, messages: Sequence[Outgoing]) -> None:
+        """Publishes without waiting for confirms."""
+        ...
 
-        Raises `MessageRefused`.
-        """
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
+        """Waits for outcomes or `wake`; each message is settled once. Raises `MessageRefused`."""
         ...
 
     def wake(self) -> None:
-        """Ends an `exchange` soon; for other threads."""
+        """Ends a `wait_settled` soon; for other threads."""
         ...
 
     def close(self) -> None:

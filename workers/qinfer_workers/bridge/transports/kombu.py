@@ -13,7 +13,7 @@ from kombu import Connection
 
 from qinfer_workers.bridge.bodies.content import COMPRESSION_HEADER
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage, id_bytes
+from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSink, AmqpSource, missing_queues
 from qinfer_workers.bridge.transports.base import MessageSink, MessageSource, SettledMessages
 from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
@@ -112,8 +112,9 @@ class KombuSource:
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
         """Implements `MessageSource.acknowledge`."""
         for receipt in receipts:
-            self._channel.basic_ack(receipt.tag)
-            self._outstanding.discard(str(receipt.tag))
+            if receipt.epoch == self.epoch:
+                self._channel.basic_ack(receipt.tag)
+                self._outstanding.discard(str(receipt.tag))
 
     def wake(self) -> None:
         """Ends a wait."""
@@ -143,26 +144,34 @@ class KombuSink:
         self._client = client
         self._channel: Any = client.channel()
         self._awake = threading.Event()
+        self._taken: list[Outgoing] = []
+        self._refused: list[Outgoing] = []
         self._broken: Exception | None = None
         for queue in queues:
             self._channel.queue_declare(queue, durable=True)
 
-    def exchange(self, messages: Sequence[Outgoing], timeout_s: float) -> SettledMessages:
-        """Implements `MessageSink.exchange`."""
-        if self._broken is not None:
-            raise self._broken  # the next connection sends the other messages
-        taken: list[Outgoing] = []
+    def send(self, messages: Sequence[Outgoing]) -> None:
+        """Implements `MessageSink.send`."""
         for message in messages:
+            if self._broken is not None:
+                return  # the next connection sends the other messages
             try:
                 self._publish(message)
-                taken.append(message)
+                self._taken.append(message)
             except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
                 self._broken = error
-                return SettledMessages(taken, [message])
-        if not messages:
+                self._refused.append(message)
+
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
+        """Implements `MessageSink.wait_settled`."""
+        settled = SettledMessages(self._taken, self._refused)
+        if not any(settled):
+            if self._broken is not None:
+                raise self._broken
             self._awake.wait(timeout_s)
-            self._awake.clear()
-        return SettledMessages(taken)
+        self._awake.clear()
+        self._taken, self._refused = [], []
+        return settled
 
     def wake(self) -> None:
         """Ends a wait."""
@@ -219,10 +228,10 @@ def _delivered(receipt: Receipt, message: Any) -> SourceMessage:
         content_type=_text_or_empty(message.content_type),
         content_encoding=_text_or_empty(message.content_encoding),
         headers=message.headers if isinstance(message.headers, dict) else {},
-        message_id=id_bytes(properties.get("message_id")),
-        correlation_id=id_bytes(properties.get("correlation_id")),
-        reply_to=id_bytes(properties.get("reply_to")),
-        broker_id=id_bytes(_broker_id(properties)),
+        message_id=_id(properties.get("message_id")),
+        correlation_id=_id(properties.get("correlation_id")),
+        reply_to=_id(properties.get("reply_to")),
+        broker_id=_id(_broker_id(properties)),
         broken="the message's body can't be unpacked" if message.errors else "",
     )
 
@@ -236,6 +245,12 @@ def _broker_id(properties: Any) -> object:
 
 def _text_or_empty(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+def _id(value: object) -> bytes:
+    if value is None:
+        return b""
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 def _release(client: Connection, channel: Any) -> None:

@@ -25,7 +25,7 @@ from kombu import Connection
 from qinfer.errors import SettingsError
 from qinfer.queue.router import load_script, ttl_ms
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Receipt, SourceMessage, id_bytes
+from qinfer_workers.bridge.messages import Receipt, SourceMessage
 
 _PACKAGE = "qinfer_workers.bridge.transports"
 _TAKE = load_script("take", "now_ms", package=_PACKAGE).text
@@ -114,13 +114,14 @@ class ListSource:
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
         """Implements `MessageSource.acknowledge`."""
-        done = [str(receipt.tag) for receipt in receipts]
-        # no transaction: a full Redis refuses it; a leftover lease is harmless
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hdel(self._taken, *done)
-            pipe.zrem(self._leases, *done)
-            pipe.execute()
-        self._outstanding_bytes -= sum(self._outstanding.pop(tag, 0) for tag in done)
+        done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
+        if done:
+            # no transaction: a full Redis refuses it; a leftover lease is harmless
+            with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hdel(self._taken, *done)
+                pipe.zrem(self._leases, *done)
+                pipe.execute()
+            self._outstanding_bytes -= sum(self._outstanding.pop(tag, 0) for tag in done)
 
     def wake(self) -> None:
         """Ends a wait."""
@@ -205,9 +206,13 @@ def delivered(receipt: Receipt, tag: bytes, text: bytes) -> SourceMessage:
         content_type=envelope.content_type or "",
         content_encoding=envelope.content_encoding or "",
         headers=envelope.headers or {},
-        message_id=id_bytes(about.message_id),
-        correlation_id=id_bytes(about.correlation_id),
-        reply_to=id_bytes(about.reply_to),
+        message_id=_id(about.message_id),
+        correlation_id=_id(about.correlation_id),
+        reply_to=_id(about.reply_to),
         broker_id=about.delivery_tag.encode() or tag,
         broken=broken,
     )
+
+
+def _id(text: str | None) -> bytes:
+    return (text or "").encode("utf-8", "surrogatepass")
