@@ -50,8 +50,8 @@ _STACK_BYTES = 2 * 2**20  # of a thread, which the limit of memory counts whole
 class ExaminerHello(msgspec.Struct, array_like=True):
     """Settings for all requests; the environment has the stores' credentials.
 
-    Drivers of the stores in `allow` are loaded at once; `notes` and `rows` are descriptors. `max_bytes` 0 = `OpenShard`
-    limits the memory.
+    Drivers of the stores in `allow` are loaded at once; `notes` and `rows` are descriptors. `max_bytes` 0 =
+    `PART_BYTES`, and from the first `OpenShard` on its limit.
     """
 
     allow: tuple[str, ...]

@@ -12,6 +12,7 @@ loaded is withdrawn after `ServedVersion.wait_s`.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -170,7 +171,7 @@ class Submission:
         }
 
 
-class Entrance:
+class Entrance(ABC):
     """The way into a served version; `lane` is the innermost entrance, `uncached` the one past the response cache."""
 
     def __init__(self, served: ServedVersion, inner: "Entrance | None" = None) -> None:
@@ -181,6 +182,7 @@ class Entrance:
         if inner is not None:
             self.lane, self.uncached = inner.lane, inner.uncached
 
+    @abstractmethod
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
     ) -> PendingCall:
@@ -189,7 +191,6 @@ class Entrance:
         The request's `timeout_s` is its queue timeout, the argument the time to its deadline; a stream also needs a
         first response in the model's default timeout. `quota` counts the request while it is in flight.
         """
-        raise NotImplementedError
 
     def submit_near(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher

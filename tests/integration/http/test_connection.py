@@ -209,7 +209,7 @@ async def test_small_reads_of_a_flood_wait_for_turns() -> None:
 
 
 async def test_a_small_rest_keeps_no_whole_read() -> None:
-    """What waits behind the most requests that a connection may have is copied, and counted as it is."""
+    """Unparsed bytes behind the most requests that a connection may have are copied, and counted by their length."""
     sent = infer("a", url="/v2/models/stuck/infer") * (MAX_PIPELINED + 10)
     async with running_gateway() as running, connected(running) as client:
         client.send(sent)

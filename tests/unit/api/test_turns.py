@@ -1,6 +1,7 @@
 """Turns of the event loop: connections that have sent much go on one after the other, and none waits for ever."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -94,6 +95,23 @@ async def test_who_has_just_sent_goes_first_and_keeps_no_one_waiting_for_ever(cl
         await asyncio.sleep(0)
 
     assert "".join(served) == "xayx"
+
+
+async def test_tasks_start_in_turns_and_in_order(clock: Clock) -> None:
+    ours, served = Turns(), list[int]()
+
+    async def start(number: int) -> None:
+        await ours.start()
+        served.append(number)
+
+    tasks = [asyncio.create_task(start(number)) for number in range(5)]
+    found = []
+    for _ in range(10):
+        await asyncio.sleep(0)
+        found.append(len(served))
+
+    assert max(later - earlier for earlier, later in pairwise(found)) <= TURN_S / START_S < len(tasks)
+    assert served == [0, 1, 2, 3, 4]
 
 
 async def test_a_failure_stops_no_one_else(clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -13,17 +14,18 @@ import pytest
 
 from qinfer.core.settings import Settings, StoreSettings
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.examined_rows import ExaminedShard, RowReader
+from qinfer.jobs.examined_rows import ExaminedShard, RowReader, examined_part
 from qinfer.jobs.examiner import OpenShard
 from qinfer.jobs.examiner_pool import READ_SHARES, ExaminerPool
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.plan import Shard
+from qinfer.jobs.plan import ExpectedParts, Shard
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.storage.open import store_for
 from qinfer.tabular.batches import RowBatch
 from qinfer.tabular.columns.schemas import encode_schema
 from qinfer.tabular.rows.footers import FOOTER_BYTES
 from qinfer.tabular.spec import Range
+from tests.support.jobs import parquet_bytes as raw
 from tests.support.jobs.arrow_bytes import file_of_one_name
 from tests.support.jobs.bulk_data import ANY_FILE, write
 
@@ -52,6 +54,11 @@ def deadly(path: Path) -> str:
     return f"file://{path}"
 
 
+def examiner_processes() -> list[psutil.Process]:
+    """Returns the examiners of this process, whose other children are servers of many tests."""
+    return [one for one in psutil.Process().children() if "qinfer.jobs.examiner" in one.cmdline()]
+
+
 def read_all(reader: RowReader, rows: int = 300) -> list[RowBatch]:
     batches = []
     with closing(reader):
@@ -61,16 +68,22 @@ def read_all(reader: RowReader, rows: int = 300) -> list[RowBatch]:
 
 
 @asynccontextmanager
-async def examined() -> AsyncIterator[Callable[[OpenShard], ExaminedShard]]:
+async def examiners() -> AsyncIterator[ExaminerPool]:
     settings = Settings(stores=StoreSettings(allow=ANY_FILE.read))
     pool = ExaminerPool(settings, os.environ, shares=READ_SHARES)
     running = asyncio.create_task(pool.run())
     await asyncio.sleep(0)
     try:
-        yield lambda work: ExaminedShard(pool, asyncio.get_running_loop(), work)
+        yield pool
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+@asynccontextmanager
+async def examined() -> AsyncIterator[Callable[[OpenShard], ExaminedShard]]:
+    async with examiners() as pool:
+        yield lambda work: ExaminedShard(pool, asyncio.get_running_loop(), work)
 
 
 async def test_rows_are_those_of_this_process(tmp_path: Path) -> None:
@@ -81,7 +94,7 @@ async def test_rows_are_those_of_this_process(tmp_path: Path) -> None:
         processes = set()
         for _ in range(2):
             assert await asyncio.to_thread(read_all, reader(work)) == expected
-            processes |= {one.pid for one in psutil.Process().children() if "qinfer.jobs.examiner" in one.cmdline()}
+            processes |= {one.pid for one in examiner_processes()}
         assert len(processes) == 1
 
 
@@ -91,7 +104,7 @@ async def test_a_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
         reading = reader(work)
         first = await asyncio.to_thread(reading.read, 300)
         assert first is not None
-        for child in psutil.Process().children():
+        for child in examiner_processes():
             child.kill()
         rest = await asyncio.to_thread(read_all, reading)
         records = [batch.record for batch in (first, *rest)]
@@ -109,3 +122,19 @@ async def test_a_file_that_kills_its_readers_costs_no_other(tmp_path: Path) -> N
         faults = [fault for batch in batches for fault in batch.faults]
         assert sum(fault.rows for fault in faults) == ROWS
         assert all(urls[1] in fault.message and "SIGABRT" in fault.message for fault in faults)
+
+
+async def test_a_part_that_was_replaced_costs_an_examiner_at_most(tmp_path: Path) -> None:
+    """Column chunks of three bytes take 800 each: these would take 480 MiB of the worker."""
+    shard = Shard(0, "part-00000.parquet", 1, ())
+    chunk = raw.thrift({2: (raw.I64, 0)})
+    group = raw.thrift({1: (raw.LIST, (raw.STRUCT, [chunk] * 99_000)), 2: (raw.I64, 0), 3: (raw.I64, 0)})
+    (tmp_path / shard.part).write_bytes(raw.parquet(1, extra={4: (raw.LIST, (raw.STRUCT, [group] * 6))}))
+    parts = ExpectedParts("job", "hash", tmp_path.as_uri(), (shard,), ANY_FILE)
+    loop, before_kib = asyncio.get_running_loop(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    async with examiners() as pool:
+        found = await asyncio.to_thread(examined_part, pool, loop, parts)
+
+    assert isinstance(found, str)
+    assert "memory" in found or "is no whole part" in found
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before_kib + 100 * 1024

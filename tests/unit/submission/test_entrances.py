@@ -113,7 +113,7 @@ async def test_an_entrance_is_composed_of_what_the_configuration_asks_for(
 
 
 async def test_a_refresh_without_changes_keeps_the_entrances(scene: Scene) -> None:
-    """And a version has one, also for requests without a version."""
+    """A version has one entrance, also for requests that name no version."""
     await scene.change(1, config=CONFIG)
     entrance = scene.submission.asked("m", 1)
 
@@ -155,7 +155,7 @@ async def test_a_request_does_not_join_an_execution_of_another_generation(scene:
 
 
 async def test_a_version_that_only_pins_keep_has_an_entrance_of_its_own(scene: Scene) -> None:
-    """Those that name it use it, all others the version of the policy, before and after a pin ends."""
+    """Requests that name the version use it, all others the version of the policy, before and after a pin ends."""
     await scene.change(1, 2, config=CONFIG)
     newest, waiting = scene.submission.asked("m", 0), scene.submit(2)
     generation = newest.served.generation
@@ -175,7 +175,7 @@ async def test_a_version_that_only_pins_keep_has_an_entrance_of_its_own(scene: S
 
 
 async def test_an_unload_ends_an_entrance_and_not_its_requests(scene: Scene) -> None:
-    """They are executed or expire; new ones are refused as the catalog says."""
+    """Requests in flight are executed or expire; new ones are refused as the catalog says."""
     await scene.change(1, config=CONFIG)
     waiting = scene.submit()
     desired = (await scene.store.desired())["m"]

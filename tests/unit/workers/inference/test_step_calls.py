@@ -101,7 +101,7 @@ async def failure_of(running: Coroutine[Any, Any, Response] | asyncio.Task[Respo
 
 
 async def test_a_step_is_submitted_again() -> None:
-    """As it was: what the submission has written to it is not."""
+    """The second submission gets the request without what the first one has written to it."""
     scene = Scene()
     running = await scene.begin()
 
@@ -176,7 +176,7 @@ async def test_no_time_is_left(retried: frozenset[str], expected: Failure) -> No
 
 
 async def test_asynchronous_requests_wait_for_models_with_too_much_to_do() -> None:
-    """As long as their deadline allows; then they expire, and do not fail."""
+    """Such a request waits as long as its deadline allows; then it expires, and does not fail."""
     scene = Scene(OF_STORED)
     running = await scene.begin()
     await scene.submitted[-1].give(FULL)
@@ -227,7 +227,7 @@ async def test_a_cancelled_step_is_known_only_if_it_was_taken_or_not_submitted()
 
 
 async def test_no_more_requests_of_a_step_are_in_flight_than_may() -> None:
-    """Those that wait go on in order, when one has ended; other steps have a bound of their own."""
+    """Waiting requests go on in order, when one has ended; other steps have a bound of their own."""
     scene = Scene(most=2)
     for name in "abcd":
         await scene.begin(name)

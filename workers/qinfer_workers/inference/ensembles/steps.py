@@ -8,6 +8,7 @@ numbered step of a sequence executes once.
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -140,7 +141,7 @@ class StepCall:
             except DeadlineExceeded as error:
                 return self._passed(Response(request_id="", failure=Failure.from_error(error)))
             self._has_slot = True
-        for failures in range(1, 2**31):
+        for failures in count(1):
             failure = self._submit()
             if failure is None:
                 response = await self._received()
