@@ -175,3 +175,4 @@ async def test_what_can_not_be_traced_is_answered(scene: EnsemblesServed, monkey
     assert outer["calls"] == []
     assert outer["timestamps"]
     assert await scene.infer("middle") == [2 * value for value in ROW]
+    await eventually(lambda: len(written(scene)) == 2, description="its trace, which no later test may find")

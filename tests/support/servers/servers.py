@@ -73,19 +73,11 @@ def _missing(reason: str) -> Path:
 def embedded_server() -> EmbeddedServer:
     """Returns the server that all tests of a process share, started at the first call; `tests/conftest.py` ends it.
 
-    Each test has databases of its own.
+    Each test has databases of its own. Nobody moves its time.
     """
-    server = _SteadyServer()
+    server = EmbeddedServer()
     server.start()
     return server
-
-
-class _SteadyServer(EmbeddedServer):
-    """A server whose time can't be moved: with libfaketime each command reads a file, and takes twice as long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_movable, self._environment = False, None
 
 
 class Database:
