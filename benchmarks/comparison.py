@@ -1,7 +1,9 @@
 """Compares this checkout with another one of qinfer: both run at once, and take turns under load.
 
 A noisy machine is 40 % slower a minute later: two runs one after the other say nothing about a change of 5 %. Turns of
-two seconds do, each compared with the one of the other checkout beside it, and CPU per request says most.
+half a second do, each compared with the one of the other checkout beside it, and CPU per request says most. The same
+code in two processes differs by up to 5 % as long as they live (addresses, hash seeds), so both are started anew
+several times.
 """
 
 import os
@@ -37,8 +39,9 @@ def compare(
     settings: Annotated[
         str, typer.Option(help="model:encoding:connections, by commas; 4x16: 16 calls on each of 4.")
     ] = SETTINGS,
-    seconds: Annotated[float, typer.Option(help="Seconds of load each turn.")] = 2.0,
-    rounds: Annotated[int, typer.Option(help="Turns of each checkout.")] = 15,
+    seconds: Annotated[float, typer.Option(help="Seconds of load each turn.")] = 0.5,
+    rounds: Annotated[int, typer.Option(help="Turns of each checkout after each start.")] = 10,
+    starts: Annotated[int, typer.Option(help="How often both are started.")] = 5,
 ) -> None:
     """Prints rate, p50 and CPU µs per request of both checkouts, medians of their turns.
 
@@ -47,32 +50,42 @@ def compare(
     console = make_console()
     trees = {THIS: environments.ROOT, OTHER: other.resolve()}
     for model, loads in _by_model(settings).items():
-        with processes.alone(WORK), ExitStack() as stack:
+        tallies = {load: Tally(strict=False) for load in loads}
+        with processes.alone(WORK):
             material = prepare(MODELS[model], WORK)
-            running = {name: stack.enter_context(_start(name, tree, material)) for name, tree in trees.items()}
-            for server in running.values():
-                run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
-            for encoding, connections, streams in loads:
-                one = Setting(model=model, encoding=encoding, connections=connections, streams=streams, server="")
-                body, tally = material.bodies[encoding], Tally(strict=False)
-                pair = [
-                    contestant(server, body, replace(one, server=name), rounds, seconds)
-                    for name, server in running.items()
-                ]
-                take_turns(pair, tally, lambda _: None)
-                title = f"{model} {encoding}, {one.load} connections; {tally.disturbed} of {2 * rounds} turns disturbed"
-                console.print(title, *_lines(tally.samples), sep="\n  ")
+            for number in range(starts):
+                with ExitStack() as stack:
+                    running = {
+                        name: stack.enter_context(_start(name, trees[name], material))
+                        for name in sorted(trees, reverse=number % 2 == 1)
+                    }
+                    for server in running.values():
+                        run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
+                    for load, tally in tallies.items():
+                        pair = [
+                            contestant(
+                                server, material.bodies[load.encoding], replace(load, server=name), rounds, seconds
+                            )
+                            for name, server in running.items()
+                        ]
+                        take_turns(pair, tally, lambda _: None)
+        for load, tally in tallies.items():
+            disturbed = f"{tally.disturbed} of {2 * rounds * starts} turns disturbed"
+            title = f"{model} {load.encoding}, {load.load} connections; {disturbed}"
+            console.print(title, *_lines(tally.samples), sep="\n  ")
 
 
-def _by_model(settings: str) -> dict[str, list[tuple[str, int, int]]]:
-    chosen: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+def _by_model(settings: str) -> dict[str, list[Setting]]:
+    chosen: dict[str, list[Setting]] = defaultdict(list)
     for setting in settings.split(","):
         model, encoding, load = setting.split(":")
         if model not in MODELS or encoding not in ENCODINGS:
             known = f"model one of {', '.join(MODELS)}; encoding one of {', '.join(ENCODINGS)}"
             raise typer.BadParameter(f"'{setting}': {known}")
         connections, _, streams = load.partition("x")
-        chosen[model].append((encoding, int(connections), int(streams or 1)))
+        chosen[model].append(
+            Setting(model=model, encoding=encoding, connections=int(connections), streams=int(streams or 1), server="")
+        )
     return chosen
 
 
