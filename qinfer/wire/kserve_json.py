@@ -29,7 +29,7 @@ from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepar
 _BOUNDS = JsonBounds()
 _NULL = b"n"
 _PIECE_ELEMENTS = 8192  # outputs with more elements are written in pieces
-_ELEMENTS_AT_ONCE = 2048  # of a piece: other threads run after each
+_ELEMENTS_AT_ONCE = 512  # of a piece: other threads run after each
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
