@@ -35,6 +35,7 @@ from qinfer.submission.submit import Entrance, Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
+from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_api.auth import ANONYMOUS, Auth, CallerContext, Principal
 from qinfer_api.ordering import OrderedSink, Ordering
 from qinfer_api.stages import Passage, QuotaStage, Stage, wrappers_of
@@ -42,6 +43,8 @@ from qinfer_api.status import has_id, of_request, told
 
 # 0 means no timeout
 _SHORTEST_S = 0.001
+
+NO_PLAN = OutputPlan()
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
 
@@ -144,9 +147,25 @@ class Dispatcher:
             raise Overloaded("Server exiting")
         return self._catalog.asked(*self.endpoints.stable(model, version))
 
-    def choose(self, context: CallerContext, request: OutgoingRequest, header: Header = no_header) -> bool:
-        """Chooses an endpoint request's target; returns whether it names one."""
-        return self.endpoints.choose(request, context.tenant, header)
+    def aim(
+        self,
+        context: CallerContext,
+        request: OutgoingRequest,
+        header: Header = no_header,
+        plan: OutputPlan = NO_PLAN,
+        served: ServedVersion | None = None,
+    ) -> OutputPlan:
+        """Chooses an endpoint request's target; returns the plan, bound to it. The body was read for `served`."""
+        if not self.endpoints.choose(request, context.tenant, header):
+            return plan
+        plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
+        return plan if plan.special is None else bound(plan, self._target_of(request, served))
+
+    def _target_of(self, request: OutgoingRequest, served: ServedVersion | None) -> ServedVersion:
+        place = request.model, request.version
+        if served is not None and (not request.endpoint or (served.spec.name, served.version) == place):
+            return served
+        return self.of_model(*place)
 
     def of_model(self, model: str, version: int) -> ServedVersion:
         """Resolves like `resolve`, without endpoints."""
@@ -210,8 +229,9 @@ class Dispatcher:
         if has_id(error):
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
-    def check(self, request: OutgoingRequest, served: ServedVersion) -> None:
-        """Checks a request as `submit` does."""
+    def check(self, request: OutgoingRequest, served: ServedVersion | None = None) -> None:
+        """Checks a request, whose body was read for `served`, as `submit` does; usable in any thread."""
+        served = self._target_of(request, served)
         try:
             check(request, served)
         except InvalidRequest as error:
@@ -301,6 +321,12 @@ class Dispatcher:
             self._tally.count_ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
         self._on_response(pending, answer)
+
+
+def bound(plan: OutputPlan, served: ServedVersion) -> OutputPlan:
+    """Binds a special plan to a model's outputs."""
+    labels = {output.name: output.labels for output in served.spec.outputs}
+    return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
 def timeout_of(entrance: Entrance, asked_s: float | None, within_s: float) -> float:

@@ -18,7 +18,7 @@ from qinfer.errors import Overloaded, QinferError
 from qinfer.submission.pending import Memory, PendingCall
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import CallerContext, Restrictions
-from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.dispatcher import NO_PLAN, Dispatcher
 from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, HttpPort
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
@@ -46,7 +46,6 @@ UNCOUNTED_BYTES = 16 * 1024
 """Larger bodies are counted as received."""
 
 _NO_REQUEST = OutgoingRequest(model="", inputs=())
-_NO_PLAN = OutputPlan()
 _GONE = HttpReply(400, b"")
 
 
@@ -115,7 +114,7 @@ class FastCall:
             memory.become(len(reply.body))
             self.memory = memory
         self._pending = None  # breaks the reference cycle call - pending
-        self._plan = _NO_PLAN  # the plan may hold shared memory
+        self._plan = NO_PLAN  # the plan may hold shared memory
         self.reply = reply
         self._connection.on_reply()
 
@@ -137,8 +136,8 @@ class FastCall:
                 self._plan = strictly(self._plan)
             if head.forwarded:
                 with_headers(request, head.forwarded)
-            if dispatcher.endpoints.by_name and dispatcher.choose(context, request, head.header):
-                self._plan = codec.routed(request, self._plan)
+            if dispatcher.endpoints.by_name:
+                self._plan = dispatcher.aim(context, request, head.header, self._plan)
             self.request = request
             pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
             if self.reply is None:
@@ -154,8 +153,7 @@ class FastCall:
         if head.strict:
             plan = strictly(plan)
         with_headers(request, head.forwarded)
-        if dispatcher.choose(context, request, head.header):
-            served, plan = dispatcher.of_model(request.model, request.version), self._codec.routed(request, plan)
+        plan = dispatcher.aim(context, request, head.header, plan, served)
         dispatcher.check(request, served)
         self.request, self._plan = request, plan
 
@@ -183,7 +181,7 @@ class FastCall:
 
     def cancel(self, dispatcher: Dispatcher) -> None:
         """Cancels the request of a lost connection."""
-        self._plan = _NO_PLAN
+        self._plan = NO_PLAN
         if self._pending is not None:
             dispatcher.cancel(self._pending)
             self._pending.forget_memory()

@@ -41,8 +41,8 @@ from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.json_pieces import JsonBounds
 from qinfer.wire.kserve_exact import check_forwarded
 from qinfer.wire.kserve_json import decode_infer, encode_infer
-from qinfer.wire.outputs import OutputPlan, Regions, bind
-from qinfer_api.dispatcher import Dispatcher
+from qinfer.wire.outputs import OutputPlan, Regions
+from qinfer_api.dispatcher import Dispatcher, bound
 from qinfer_api.shared_memory import RequestRegions, SharedMemory
 from qinfer_api.status import http_status, of_request, retry_after_s
 
@@ -354,15 +354,6 @@ class InferCodec:
             return failure_reply(error)
         return HttpReply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
 
-    def routed(self, request: OutgoingRequest, plan: OutputPlan, served: ServedVersion | None = None) -> OutputPlan:
-        """Returns an endpoint request's plan, bound to its target."""
-        plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
-        return (
-            plan
-            if plan.special is None
-            else bound(plan, served or self._dispatcher.of_model(request.model, request.version))
-        )
-
     def reads_memory(self, body: Bytes) -> bool:
         """Returns whether decoding may read shared memory."""
         return self.shares_memory and _IN_SHARED_MEMORY in body
@@ -395,12 +386,6 @@ def hold(plan: OutputPlan) -> None:
     """Pins the request's shared memory while its plan lives."""
     if isinstance(plan.held, RequestRegions):
         plan.held.hold()
-
-
-def bound(plan: OutputPlan, served: ServedVersion) -> OutputPlan:
-    """Binds a special plan to a model's outputs."""
-    labels = {output.name: output.labels for output in served.spec.outputs}
-    return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
 def with_headers(request: OutgoingRequest, forwarded: Mapping[str, Scalar]) -> None:

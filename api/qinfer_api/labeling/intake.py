@@ -278,7 +278,8 @@ class TaskIntake:
         task = await self.task_of(board, entry)
         request = await request_of(mapping, served, task, self._files.fetcher_for(board.tenant, mapping.project))
         context = CallerContext(board.tenant)
-        if not self._requests.dispatcher.choose(context, request):
+        self._requests.dispatcher.aim(context, request)
+        if not request.endpoint:
             request.version = entry.version
         longest_s = float(served.spec.parameters.get(MAX_TIMEOUT, self._limits.max_timeout_s))
         submission = SubmitOptions(

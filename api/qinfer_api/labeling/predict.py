@@ -126,7 +126,8 @@ class PredictionRun:
         mapping, context = self._call.mapping, self._call.context
         fetch = self._files.fetcher_for(context.tenant, mapping.project)
         request = await request_of(mapping, self._call.served, task, fetch)
-        if not self._dispatcher.choose(context, request):
+        self._dispatcher.aim(context, request)
+        if not request.endpoint:
             request.version = self._call.served.version
         while True:
             left_s = self._left_s()

@@ -34,8 +34,7 @@ from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, CallerContext
-from qinfer_api.dispatcher import Dispatcher, Ending, checked_timeout_s
-from qinfer_api.http.infer import bound
+from qinfer_api.dispatcher import Dispatcher, Ending, bound, checked_timeout_s
 from qinfer_api.receiving import AnswerMemory, ReceivingBudget
 from qinfer_api.requests.records import (
     chosen_address,

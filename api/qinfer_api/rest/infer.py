@@ -64,7 +64,7 @@ from qinfer_api.rest.services import (
     Services,
     answers,
     authorize,
-    choose,
+    caller,
     context_of,
     decoded_infer,
     decoded_tensors,
@@ -298,7 +298,8 @@ def _decode(
     strict = is_strict(request) or strict
     forward_headers(services, request, decoded)
     answers(request, decoded)
-    services.dispatcher.check(decoded, choose(services, request, decoded, served))
+    services.dispatcher.aim(caller(request), decoded, request.headers.get)
+    services.dispatcher.check(decoded, served)
     return _FreeRequest(decoded, strict)
 
 

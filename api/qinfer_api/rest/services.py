@@ -390,9 +390,9 @@ async def decoded_infer(
         plan = as_accepted(request, plan)
         forward_headers(services, request, decoded)
         answers(request, decoded)
-        target_served = choose(services, request, decoded, served)
-        services.dispatcher.check(decoded, target_served)
-        return decoded, services.codec.routed(decoded, plan, target_served) if decoded.endpoint else plan
+        plan = services.dispatcher.aim(caller(request), decoded, request.headers.get, plan, served)
+        services.dispatcher.check(decoded, served)
+        return decoded, plan
 
     length = parse_json_length(request.headers.get(JSON_LENGTH_HEADER), len(body))
     nbytes = math.inf if services.codec.shares_memory else len(body)
@@ -413,14 +413,6 @@ def timeout_of(request: Request) -> float | None:
 def is_strict(request: Request) -> bool:
     """Returns whether JSON excludes NaN and infinities."""
     return wants_strict(",".join(request.headers.getlist("accept")))
-
-
-def choose(services: Services, request: Request, decoded: OutgoingRequest, served: ServedVersion) -> ServedVersion:
-    """Chooses where an endpoint's request is served."""
-    services.dispatcher.choose(caller(request), decoded, request.headers.get)
-    if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
-        return served
-    return services.dispatcher.of_model(decoded.model, decoded.version)
 
 
 def room_of_answer(services: Services, request: Request) -> Room:

@@ -11,8 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
@@ -29,8 +27,8 @@ from qinfer.wire.kserve_grpc import (
     encode_streamed_error,
     parse_infer,
 )
-from qinfer.wire.outputs import OutputPlan
-from qinfer_api.http.infer import answered_by, bound, hold, noting, parse_version, regions_of, with_headers
+from qinfer_api.dispatcher import NO_PLAN, bound
+from qinfer_api.http.infer import answered_by, hold, noting, parse_version, regions_of, with_headers
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, CallGuard
 from qinfer_api.rpc.headers import Abort, Method
@@ -39,7 +37,6 @@ from qinfer_api.rpc.protocol import LARGE_BYTES, GrpcCall
 logger = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-_NO_PLAN = OutputPlan()
 _UNREAD = "the responses were read too slowly while others waited for memory: read 64 KiB a second"
 _MOST_OF_CONTENTS = 8  # tensor bytes per byte of typed contents
 
@@ -55,7 +52,7 @@ class InferSink:
 
     def __init__(self) -> None:
         self.client_id = ""
-        self.plan = _NO_PLAN
+        self.plan = NO_PLAN
         self.empty_final = False
 
     def deliver(self, response: Response) -> None:
@@ -84,7 +81,7 @@ class _UnaryAnswer(InferSink):
         return False
 
     def cancel(self) -> None:
-        pending, self.pending, self.plan = self.pending, None, _NO_PLAN
+        pending, self.pending, self.plan = self.pending, None, NO_PLAN
         if pending is not None:
             self.infer.dispatcher.cancel(pending)
             pending.forget_memory()
@@ -110,14 +107,14 @@ class _UnaryAnswer(InferSink):
                 call.finish(self.infer.encode(response, self))
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` reports it
             call.fail(error)
-        self.plan = _NO_PLAN
+        self.plan = NO_PLAN
 
     async def _finish(self, response: Response) -> None:
         try:
             parts, is_compressed = await asyncio.to_thread(self._packed, response)
             self.call.finish(parts, is_compressed=is_compressed)
         finally:
-            self.plan = _NO_PLAN
+            self.plan = NO_PLAN
 
     def _packed(self, response: Response) -> tuple[Sequence[Bytes], bool]:
         return self.call.packed(self.infer.encode(response, self))
@@ -251,20 +248,15 @@ class Infer:
         return decoded
 
     def _decode_and_check(self, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
-        decoded = self._routed(self._completed(self._decode(message, call.context.tenant), call), call)
-        request = decoded.request
-        self.dispatcher.check(request, self.dispatcher.of_model(request.model, request.version))
-        return decoded
-
-    def _routed(self, decoded: DecodedRequest, call: GrpcCall) -> DecodedRequest:
-        if self.dispatcher.choose(call.context, decoded.request, call.head.first):
-            return decoded._replace(plan=msgspec.structs.replace(decoded.plan, endpoint=decoded.request.endpoint))
-        return decoded
+        decoded = self._completed(self._decode(message, call.context.tenant), call)
+        plan = self.dispatcher.aim(call.context, decoded.request, call.head.first, decoded.plan)
+        self.dispatcher.check(decoded.request)
+        return decoded._replace(plan=plan)
 
     def _submit(self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink) -> PendingCall:
-        if self.dispatcher.endpoints.by_name:
-            decoded = self._routed(decoded, call)
         request, plan = decoded.request, decoded.plan
+        if self.dispatcher.endpoints.by_name:
+            plan = self.dispatcher.aim(call.context, request, call.head.first, plan)
         if plan.special is not None:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
@@ -335,7 +327,7 @@ class _StreamCall:
                 raise Abort("UNAVAILABLE", SHUTTING_DOWN)
         finally:
             for slot in self._open:
-                slot.plan = _NO_PLAN
+                slot.plan = NO_PLAN
                 if slot.pending is not None:
                     self._infer.dispatcher.cancel(slot.pending)
                     slot.pending.forget_memory()
@@ -447,7 +439,7 @@ class _StreamCall:
                     self._open.discard(slot)
                     if slot.pending is not None:
                         slot.pending.forget_memory()
-                    slot.plan = _NO_PLAN
+                    slot.plan = NO_PLAN
                     self._room.release()
                 elif slot.pending is not None and slot.pending.stream is not None:
                     slot.pending.stream.took(nbytes)
