@@ -24,14 +24,13 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.models.catalog import Catalog, ServedVersion
-from qinfer.models.routes import LaneRoute
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import Attributes
-from qinfer.queue.entries import RequestRecord
+from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import is_callers
 from qinfer.submission.pending import Counter, PendingCall, ResponseSink
-from qinfer.submission.submit import Entrance, Submission, check
+from qinfer.submission.submit import Entrance, StampedRequest, Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
@@ -128,15 +127,13 @@ class Dispatcher:
         if context.principal is not None:
             self._auth.charge(context.principal)
 
-    def choose_route(
-        self, served: ServedVersion, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
-    ) -> LaneRoute:
-        """Admits a request that the caller enqueues itself, and chooses its lane."""
+    def store(
+        self, request: OutgoingRequest, served: ServedVersion, address: EntryAddress, timeout_s: float
+    ) -> Callable[[], StampedRequest]:
+        """See `LaneEntrance.store`."""
         if self.draining:
             raise Overloaded("Server exiting")
-        route = served.routes.for_priority(priority)
-        self.submission.admit(served, route, timeout_s, asked_s, tenant=tenant)
-        return route
+        return self.submission.of(served).lane.store(request, address, timeout_s)
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
         """Returns the version that serves a model, or an endpoint's stable target, now or soon.
@@ -155,7 +152,7 @@ class Dispatcher:
         plan: OutputPlan = NO_PLAN,
         served: ServedVersion | None = None,
     ) -> OutputPlan:
-        """Chooses an endpoint request's target; returns the plan, bound to it. The body was read for `served`."""
+        """Chooses an endpoint request's target, and binds its plan; the body was read for `served`."""
         if not self.endpoints.choose(request, context.tenant, header):
             return plan
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
@@ -230,7 +227,7 @@ class Dispatcher:
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
     def check(self, request: OutgoingRequest, served: ServedVersion | None = None) -> None:
-        """Checks a request, whose body was read for `served`, as `submit` does; usable in any thread."""
+        """Checks a request, read for `served`, as `submit` does."""
         served = self._target_of(request, served)
         try:
             check(request, served)

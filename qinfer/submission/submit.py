@@ -3,9 +3,10 @@
     lane | policy (priorities, queue timeouts, streams, waits for workers) | sequence
     cache(lane), split(lane), split(cache(lane))
 
-The catalog's refresh replaces all entrances at once; requests in flight keep theirs. `prepare` serves stored requests
-(`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid out again (`Layouts`).
-Large tensors travel beside the entry; the size of an entry is bounded, because lanes are limited by entries.
+The catalog's refresh replaces all entrances at once; requests in flight keep theirs. Stored requests (`/v1`) enter by
+`LaneEntrance.store`, those of bridges by `prepare`. Similar requests are neither checked nor laid out again
+(`Layouts`). Large tensors travel beside the entry; the size of an entry is bounded, because lanes are limited by
+entries.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
 loaded is withdrawn after `ServedVersion.wait_s`.
@@ -146,13 +147,6 @@ class Submission:
         done = partial(self.pending.submitted, waiting)
         self.queue.submit(lane, frame, done, payload=payload, tenant=request.tenant, endpoint=request.moves_by)
 
-    def admit(
-        self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float, *, tenant: str = ""
-    ) -> None:
-        """Raises `Overloaded` as `LaneLoads.judge` decides."""
-        if (refusal := self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)) is not None:
-            raise refusal
-
     async def run(self) -> None:
         """Works in the background until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -290,6 +284,13 @@ class LaneEntrance(Entrance):
             raise
         return pending
 
+    def store(
+        self, request: OutgoingRequest, address: EntryAddress, timeout_s: float
+    ) -> Callable[[], "StampedRequest"]:
+        """Admits a checked request to be stored; returns its `prepare`."""
+        self.admit(request, self.served.routes.for_priority(request.priority), timeout_s)
+        return partial(prepare, request, self.served, address, timeout_s, self._layouts.inline_max_bytes)
+
     def prepare(self, request: OutgoingRequest) -> None:
         """Checks a request that others execute."""
         if len(self.table) >= self._max_in_flight:
@@ -302,8 +303,10 @@ class LaneEntrance(Entrance):
             check(request, self.served)
 
     def admit(self, request: OutgoingRequest, route: LaneRoute, timeout_s: float) -> None:
-        """Refuses a request that may not wait."""
-        self._submission.admit(self.served, route, timeout_s, request.timeout_s, tenant=request.tenant)
+        """Raises `Overloaded` as `LaneLoads.judge` decides."""
+        judge = self._submission.backlog.judge
+        if (refusal := judge(self.served, route, timeout_s, request.timeout_s, tenant=request.tenant)) is not None:
+            raise refusal
 
     def begin(
         self, request: OutgoingRequest, sink: ResponseSink, quota: Counter | None = None, load: LaneLoad | None = None
@@ -474,19 +477,15 @@ class StampedRequest(NamedTuple):
     endpoint: str
 
 
-def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
+def prepare(
     request: OutgoingRequest,
     served: ServedVersion,
-    *,
     address: EntryAddress,
     timeout_s: float,
     inline_max_bytes: int,
-    tenant: str = "",
-    trace: str = "",
-    route: LaneRoute | None = None,
     max_waiting: int = 0,
 ) -> StampedRequest:
-    """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
+    """Stamps and encodes a checked request with tenant and trace; in a thread if its tensors do not fit the frame.
 
     The call modifies the request: keep the result for a repetition. `timeout_s` is as for `Entrance.submit`.
     `max_waiting` limits waiting entries, beside the policy's and the lane's limits; 0 = unlimited.
@@ -494,11 +493,8 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     check_stateless(served)
     if served.spec.splits:
         check_whole(request, served.spec)
-    if route is None:
-        route = served.routes.for_priority(request.priority)
+    route = served.routes.for_priority(request.priority)
     request.id = address.id
-    request.tenant = tenant
-    request.trace = trace
     _stamp(request, served, route, timeout_s)
     request.partition = address.partition
     frame, payload = lay_out(request, inline_max_bytes)
@@ -526,7 +522,7 @@ class Layouts:
     """The layouts of similar requests."""
 
     def __init__(self, inline_max_bytes: int) -> None:
-        self._inline_max_bytes = inline_max_bytes
+        self.inline_max_bytes = inline_max_bytes
         self._forms: dict[Kind, RequestForm] = {}
         self._repeats = Repeats()
 
@@ -536,7 +532,7 @@ class Layouts:
 
     def lay_out(self, request: OutgoingRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
         """Encodes a stamped request; the second of its kind makes the layout known."""
-        frame, payload = lay_out(request, self._inline_max_bytes)
+        frame, payload = lay_out(request, self.inline_max_bytes)
         if kind is not None and payload is None and self._repeats.has(kind):
             if len(self._forms) >= _MAX_LAYOUTS:
                 self._forms.clear()

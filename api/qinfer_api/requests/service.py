@@ -29,7 +29,7 @@ from qinfer.queue import keys
 from qinfer.queue.entries import Acceptance, AcceptOutcome, EntryAddress, Lane, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.queue.values import Room
-from qinfer.submission.submit import check_stateless, prepare, tensor_bytes
+from qinfer.submission.submit import check_stateless, tensor_bytes
 from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
@@ -283,9 +283,9 @@ class AsyncRequests:
         self, context: CallerContext, request: OutgoingRequest, served: ServedVersion, acceptance: Acceptance
     ) -> AcceptOutcome:
         """If the request is not admitted, finds an earlier acceptance."""
+        request.tenant = context.tenant
         try:
-            timeout_s, tenant = acceptance.timeout_s, context.tenant
-            route = self.dispatcher.choose_route(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
+            stamp = self.dispatcher.store(request, served, acceptance.address, acceptance.timeout_s)
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
                 raise
@@ -299,17 +299,7 @@ class AsyncRequests:
             if found is None:
                 raise refusal from None
             return found
-        stamp = functools.partial(
-            prepare,
-            request,
-            served,
-            address=acceptance.address,
-            timeout_s=acceptance.timeout_s,
-            inline_max_bytes=self.inline_max_bytes,
-            tenant=context.tenant,
-            trace=self.dispatcher.traces.trace_of(context, served, {REQUEST_ID: acceptance.address.id}),
-            route=route,
-        )
+        request.trace = self.dispatcher.traces.trace_of(context, served, {REQUEST_ID: acceptance.address.id})
         is_large = tensor_bytes(request) > self.inline_max_bytes
         with self.dispatcher.traces.trace_stored(request) as trace:
             stamped = await asyncio.to_thread(stamp) if is_large else stamp()

@@ -32,16 +32,8 @@ def request(size: int = 8, **changes: object) -> OutgoingRequest:
 def stamped(
     of: OutgoingRequest, by: ServedVersion, max_waiting: int = 0, inline_max_bytes: int = 100
 ) -> StampedRequest:
-    return prepare(
-        of,
-        by,
-        address=EntryAddress("m", 2, "r1"),
-        timeout_s=60.0,
-        inline_max_bytes=inline_max_bytes,
-        tenant="t",
-        trace="00-1",
-        max_waiting=max_waiting,
-    )
+    of.tenant, of.trace = "t", "00-1"
+    return prepare(of, by, EntryAddress("m", 2, "r1"), 60.0, inline_max_bytes, max_waiting)
 
 
 def test_the_frame_tells_whose_it_is_and_until_when() -> None:

@@ -77,24 +77,13 @@ class Reader:
         address = EntryAddress(model, PARTITION, name)
         request.generation = served.generation
         request.priority = request.priority or route.priority
-        stamped = prepare(
-            request,
-            served,
-            address=address,
-            timeout_s=route.timeout_s,
-            inline_max_bytes=self._inline_max_bytes,
-            tenant=route.tenant,
-            trace=context_text(_header(message, "traceparent"), _header(message, "tracestate")),
-            max_waiting=route.max_waiting or max(served.spec.lane_capacity // 2, 1),
-        )
+        request.tenant = route.tenant
+        request.trace = context_text(_header(message, "traceparent"), _header(message, "tracestate"))
+        max_waiting = route.max_waiting or max(served.spec.lane_capacity // 2, 1)
+        stamped = prepare(request, served, address, route.timeout_s, self._inline_max_bytes, max_waiting)
         acceptance = Acceptance(
+            **stamped._asdict(),
             address=address,
-            lane=stamped.lane,
-            frame=stamped.frame,
-            payload=stamped.payload,
-            limit=stamped.limit,
-            reports_start=stamped.reports_start,
-            endpoint=stamped.endpoint,
             timeout_s=route.timeout_s,
             body_hash=body_hash(message),
             result_ttl_s=self._result_ttl_s,
