@@ -25,8 +25,7 @@ from qinfer.models.readiness import (
     have_begun,
     is_placed,
 )
-from qinfer.models.routes import Routes, lanes_of
-from qinfer.models.spec import ModelSpec
+from qinfer.models.spec import ModelSpec, Routes, lanes_of
 from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import Objective

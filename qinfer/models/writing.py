@@ -15,7 +15,7 @@ import msgspec
 from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.config.to_spec import MIN_WORKERS
-from qinfer.models.routes import lanes_of
+from qinfer.models.spec import lanes_of
 from qinfer.models.state import DesiredState, StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import bulk_lanes

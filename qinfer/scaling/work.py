@@ -16,7 +16,7 @@ import msgspec
 from qinfer.errors import QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import assess
-from qinfer.models.routes import NAMES, lanes_of
+from qinfer.models.spec import LANE_NAMES, lanes_of
 from qinfer.models.state import DesiredState, OpenRows, Speed, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
@@ -174,7 +174,7 @@ def _earlier_lanes(
     for model, version in versions:
         own = _online(stored[model].config)
         if own and not any(worker.is_ready(model, version) for worker in workers):
-            found[model, version] = [Lane(model, version, name) for name in NAMES if name not in own]
+            found[model, version] = [Lane(model, version, name) for name in LANE_NAMES if name not in own]
     return found
 
 

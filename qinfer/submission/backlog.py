@@ -15,8 +15,7 @@ import msgspec
 from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, Overloaded, QueueFull
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import LaneRoute
-from qinfer.models.spec import ModelSpec, QueuePolicy
+from qinfer.models.spec import LaneRoute, ModelSpec, QueuePolicy
 from qinfer.queue.entries import FULL, Lane, Share, undivided
 from qinfer.queue.lanes import Queue
 from qinfer.queue.shares import is_placed

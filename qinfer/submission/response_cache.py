@@ -31,7 +31,7 @@ from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_sections import CachePlan
 from qinfer.errors import QinferError, QueueFull
 from qinfer.models.catalog import ServedVersion
-from qinfer.models.routes import LaneRoute
+from qinfer.models.spec import LaneRoute
 from qinfer.observe import stats
 from qinfer.observe.latencies import CACHE_HIT, CACHE_MISS, QUEUE, REQUEST, field_of
 from qinfer.observe.stats import ModelCounts

@@ -33,8 +33,8 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.models.catalog import Catalog, ServedVersion
-from qinfer.models.routes import LaneRoute
 from qinfer.models.sequence_spec import check_sequence
+from qinfer.models.spec import LaneRoute
 from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address, shadow_lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import LaneLoad, LaneLoads, queue_timeout_s

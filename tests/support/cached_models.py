@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from qinfer.core.settings import LimitSettings, Settings
 from qinfer.core.settings_sections import CacheSettings
 from qinfer.models.config.config import normalise, parse, to_json, to_spec
-from qinfer.models.routes import lanes_of
+from qinfer.models.spec import lanes_of
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from tests.support.gateway import Running, running_gateway, settings_of, work
 

@@ -24,7 +24,7 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, RepositorySettings, Settings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.config.config import normalise, parse, to_json, to_spec
-from qinfer.models.routes import lanes_of
+from qinfer.models.spec import lanes_of
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import EntryAddress, Lane, Lease, RequestOutcome, RequestState, Settlement

@@ -18,7 +18,7 @@ from qinfer.core.settings import LimitSettings, Settings, StoreSettings, WorkerS
 from qinfer.core.settings_sections import RateLimitSettings
 from qinfer.errors import QinferError
 from qinfer.models.config import config
-from qinfer.models.routes import lane_name, lanes_of
+from qinfer.models.spec import lane_name, lanes_of
 from qinfer.models.state import DesiredState, State, StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Acceptance, Entry, EntryAddress, Lane, Payload, RequestRecord, reply_address

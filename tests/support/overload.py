@@ -23,8 +23,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import Routes, lanes_of
-from qinfer.models.spec import BatchingSpec, Device, InstanceSpec, ModelSpec
+from qinfer.models.spec import BatchingSpec, Device, InstanceSpec, ModelSpec, Routes, lanes_of
 from qinfer.queue.entries import DELAYED, Entry, Lane, Lease, Share
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import POLL_S, LaneLoad, LaneLoads, queue_timeout_s

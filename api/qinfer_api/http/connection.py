@@ -29,9 +29,8 @@ from qinfer.core.settings import HttpSettings
 from qinfer.submission.pending import Memory
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
-from qinfer_api.http.head import RequestHead, transfer_codings
+from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
 from qinfer_api.http.infer import LARGE_BYTES, Headers, HttpReply, Writer, error_reply
-from qinfer_api.http.visitors import Visitors
 from qinfer_api.turns import SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)

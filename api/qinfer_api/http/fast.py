@@ -22,7 +22,7 @@ from qinfer_api.dispatcher import NO_PLAN, Dispatcher
 from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, HttpPort
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
-from qinfer_api.http.head import MAX_FAST_BYTES, HeadReader, RequestHead
+from qinfer_api.http.head import MAX_FAST_BYTES, HeadReader, RequestHead, Visitors
 from qinfer_api.http.infer import (
     DECOUPLED,
     ENCODERS,
@@ -37,7 +37,6 @@ from qinfer_api.http.infer import (
     strictly,
     with_headers,
 )
-from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from qinfer.core.settings import HttpSettings, Settings
 from qinfer_api.http.connection import HttpPort
+from qinfer_api.http.head import Visitors
 from qinfer_api.http.server import HttpServer, bound_socket, netloc
-from qinfer_api.http.visitors import Visitors
 from qinfer_api.rest.services import ERROR_HANDLERS
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's, for Prometheus' text

@@ -20,7 +20,7 @@ from functools import partial
 from qinfer.core.retry import OutageLog
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.models.catalog import Catalog
-from qinfer.models.routes import NAMES
+from qinfer.models.spec import LANE_NAMES
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue import keys
 from qinfer.queue.dead_letters import head_of
@@ -139,7 +139,7 @@ class Janitor:
                 for share in shares:
                     count += await self._finish_orphans(share.lane)
         unloaded = [(model, version) for model, version in self._catalog.unloaded() if model not in self._away]
-        left = [Lane(model, version, name) for model, version in unloaded for name in NAMES]
+        left = [Lane(model, version, name) for model, version in unloaded for name in LANE_NAMES]
         for shares in await self._delivery.shares(left):
             for share in shares:
                 if share.entries:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from qinfer.core.messages import IdFactory
-from qinfer_api.http.visitors import Visitors
+from qinfer_api.http.head import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import Abort, CallHead, Method, choose_packing, read_encoding, read_timeout, trailers_only

@@ -8,8 +8,8 @@ import ssl
 from qinfer.core.settings import GrpcSettings, Settings
 from qinfer.errors import SettingsError
 from qinfer.wire.protos import grpc_service_pb2, health_pb2
+from qinfer_api.http.head import Visitors
 from qinfer_api.http.server import Listeners, bound_socket, netloc, read_certificate, read_tls_file
-from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import CallGuard

@@ -3,7 +3,7 @@
 import asyncio
 
 from qinfer.core.messages import Response
-from qinfer.models.routes import MAX_LANES
+from qinfer.models.spec import MAX_LANES
 from qinfer.queue.entries import DELAYED, Lane
 from qinfer.testing import eventually
 from tests.support.inline_workers import InlineWorkers, value

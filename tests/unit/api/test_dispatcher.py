@@ -23,8 +23,7 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import Routes
-from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, Routes, TensorSpec
 from qinfer.observe.exposition import render
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Entry, Lane

@@ -12,8 +12,7 @@ from qinfer.core.settings_sections import CachePlan
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError, QueueFull
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import Routes
-from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, Routes, TensorSpec
 from qinfer.observe.stats import GatewayTally, ModelCounts
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue

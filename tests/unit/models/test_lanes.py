@@ -2,8 +2,7 @@
 
 import pytest
 
-from qinfer.models.routes import MAX_LANES, lane_name, lanes_of
-from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
+from qinfer.models.spec import MAX_LANES, BatchingSpec, ModelSpec, QueuePolicy, lane_name, lanes_of
 
 
 def leveled(levels: int, **policies: QueuePolicy) -> ModelSpec:

@@ -1,7 +1,6 @@
 """Where a request waits, by its priority and the model's queue policies."""
 
-from qinfer.models.routes import Routes
-from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, Routes
 from qinfer.queue.entries import Lane
 
 

@@ -7,8 +7,7 @@ import pytest
 from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import ServedVersion
-from qinfer.models.routes import Routes
-from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, Routes
 from qinfer.queue.entries import EntryAddress, Lane
 from qinfer.submission.submit import StampedRequest, prepare
 from qinfer.tensors import Tensor

@@ -10,8 +10,7 @@ import pytest
 from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, QueueFull
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import Routes, lanes_of
-from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, Routes, lanes_of
 from qinfer.queue.entries import Lane, Share, share_of
 from qinfer.queue.lanes import Queue
 from qinfer.queue.shares import Places

@@ -12,8 +12,7 @@ from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings_sections import CachePlan, plan_of
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.routes import Routes
-from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, Routes, TensorSpec
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.stats import CACHE_HIT_COUNT, ModelCounts
 from qinfer.queue.entries import Lane

@@ -12,8 +12,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotReady, QueueFull, QuotaExceeded
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import Routes, lanes_of
-from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, Routes, TensorSpec, lanes_of
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue import keys
 from qinfer.queue.entries import Entry, Lane, Lease

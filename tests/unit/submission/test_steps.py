@@ -12,8 +12,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotReady, QueueFull
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import Routes, lanes_of
-from qinfer.models.spec import ModelSpec
+from qinfer.models.spec import ModelSpec, Routes, lanes_of
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import CHUNK_BYTES, Lane
 from qinfer.queue.lanes import Queue

@@ -8,7 +8,7 @@ from qinfer.batching.batcher import Batcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import QinferError
-from qinfer.models.routes import NAMES, lanes_of
+from qinfer.models.spec import LANE_NAMES, lanes_of
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
@@ -124,7 +124,7 @@ class Serving:
             return
         own = self._own()
         first = own[0]
-        others = [Lane(first.model, first.version, name, first.partition) for name in NAMES]
+        others = [Lane(first.model, first.version, name, first.partition) for name in LANE_NAMES]
         others = [lane for lane in others if lane not in own]
         depths = await queue.depth(others)
         if own != self._own():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from qinfer.core.settings import Settings
-from qinfer_api.http.visitors import Visitors
+from qinfer_api.http.head import Visitors
 
 HERE = [(b"Host", b"localhost:8000")]
 

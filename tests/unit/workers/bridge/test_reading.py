@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import ServedVersion
-from qinfer.models.routes import Routes
+from qinfer.models.spec import Routes
 from qinfer.queue.entries import Lane
 from qinfer.testing import stub_spec
 from qinfer.traffic.routing import Endpoints

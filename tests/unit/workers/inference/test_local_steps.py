@@ -11,7 +11,7 @@ from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import WorkItem as Item
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.models.catalog import ServedVersion
-from qinfer.models.routes import Routes
+from qinfer.models.spec import Routes
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.submission.pending import PendingCall
 from qinfer.submission.submit import Submission
