@@ -1,5 +1,7 @@
 """The protocol of tensors beside the queue, explored completely: every interleaving of two gateways and two workers."""
 
+from graphlib import TopologicalSorter
+
 import pytest
 
 from tests.support.tensor_protocol import FAULTS, Faults, Rules, State, first_state, missing, moves
@@ -65,6 +67,20 @@ def test_no_interleaving_breaks_a_promise(gateways: tuple[int, ...], faults: Fau
 
     assert (problem, path) == ("", [])
     assert count > 5000
+
+
+@pytest.mark.parametrize("faults", [Faults(worker_kills=1), Faults(losses=2)])
+def test_nothing_goes_on_for_ever(faults: Faults) -> None:
+    """No moves lead back to an earlier state, so each request ends after finitely many."""
+    left, following = [first_state((0, 0), faults)], dict[State, list[State]]()
+    while left:
+        state = left.pop()
+        if state not in following:
+            following[state] = [after for _, after in moves(state, Rules())]
+            left += following[state]
+
+    TopologicalSorter(following).prepare()  # raises for a cycle
+    assert len(following) > 500
 
 
 NEEDED: dict[str, tuple[tuple[int, ...], Faults, str]] = {
