@@ -9,9 +9,9 @@ import httpx
 
 from qinfer.core.settings import Settings
 from qinfer.testing import eventually
-from qinfer_api.app import Gateway, bind
+from qinfer_api.app import bind
 from qinfer_api.rpc.server import open_port
-from tests.support.gateway import Running, running_gateway, settings_of
+from tests.support.gateway import Running, lean_gateway, running_gateway, settings_of
 
 BODY: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 """A request for a model `x` → `y` of FP32[4]."""
@@ -31,7 +31,7 @@ async def another(first: Running, settings: Settings) -> AsyncIterator[Running]:
     """Runs a gateway beside another one, on its database."""
     delivery, store = await first.database.delivery(), first.database.store()
     rpc = open_port(settings) if settings.grpc.enabled else None
-    gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=rpc)
+    gateway = lean_gateway(settings, delivery, store, bind(settings.http), rpc=rpc)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(gateway.serve())
         try:

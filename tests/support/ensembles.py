@@ -31,7 +31,7 @@ from qinfer_api.rpc.server import open_port
 from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.worker import Worker
 from tests.support import models
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineRenewals
 from tests.support.rpc import stub_of
 from tests.support.servers.servers import Database
@@ -240,7 +240,7 @@ async def ensembles_served(repository: Path, **sections: Any) -> AsyncIterator[E
         rpc = open_port(settings)
         assert rpc is not None
         delivery, store = await database.delivery(), database.store()
-        gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=rpc)
+        gateway = lean_gateway(settings, delivery, store, bind(settings.http), rpc=rpc)
         files = open_repositories(repository_settings)
         scene.gateway, scene.store = gateway, store
         scene.control = ModelControl(files, store, delivery, repository_settings, gateway.catalog.refresh)

@@ -17,8 +17,10 @@ import functools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, RepositorySettings, Settings
@@ -31,7 +33,7 @@ from qinfer.queue.entries import EntryAddress, Lane, Lease, RequestOutcome, Requ
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
-from qinfer_api.app import Gateway, bind
+from qinfer_api.app import Gateway, bind, build_app
 from qinfer_api.rpc.server import open_port
 from tests.support.servers.servers import Database
 
@@ -134,6 +136,27 @@ class Running:
         await eventually(is_empty, description="an empty lane")
 
 
+def lean_gateway(*arguments: Any, **named: Any) -> Gateway:
+    """Returns a gateway that builds its HTTP routes at their first use.
+
+    To build them takes more than half of a gateway's start, and most tests call few: the fast path and gRPC need none.
+    """
+    with mock.patch("qinfer_api.app.build_app", _LateApp):
+        return Gateway(*arguments, **named)
+
+
+class _LateApp:
+    def __init__(self, *services: Any) -> None:
+        self._services = services
+
+    @functools.cached_property
+    def _app(self) -> ASGIApp:
+        return build_app(*self._services)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
 def settings_of(
     http: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
@@ -166,7 +189,7 @@ async def running_gateway(
         rpc = open_port(settings) if settings.grpc.enabled else None
         listener = bind(settings.http)
         try:
-            gateway = Gateway(settings, delivery, store, listener, rpc=rpc)
+            gateway = lean_gateway(settings, delivery, store, listener, rpc=rpc)
         except BaseException:  # a setting is wrong, as a test may want it
             listener.close()
             if rpc is not None:

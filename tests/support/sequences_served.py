@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.rpc import stub_of, value_of
 from tests.support.sequence_scene import Sequencing
@@ -165,7 +165,7 @@ async def sequences_served(
         await sums.model(dims=dims, strategy=strategy, versions=versions)
         rpc = open_port(settings)
         assert rpc is not None
-        gateway = Gateway(settings, await database.delivery(), database.store(), bind(settings.http), rpc=rpc)
+        gateway = lean_gateway(settings, await database.delivery(), database.store(), bind(settings.http), rpc=rpc)
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()
         async with (

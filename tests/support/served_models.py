@@ -21,7 +21,7 @@ from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
 from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.worker import Worker
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineRenewals
 from tests.support.servers.servers import Database
 
@@ -126,7 +126,7 @@ async def models_served(
         rpc = open_port(settings)
         assert rpc is not None
         delivery, scene.store = await database.delivery(), database.store()
-        scene.gateway = gateway = Gateway(settings, delivery, scene.store, bind(settings.http), files, rpc)
+        scene.gateway = gateway = lean_gateway(settings, delivery, scene.store, bind(settings.http), files, rpc)
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()
         await scene.worker()

@@ -18,9 +18,9 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
-from qinfer_api.app import Gateway, bind
+from qinfer_api.app import bind
 from qinfer_api.observe.metrics_port import open_metrics_port
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer
 
@@ -74,7 +74,7 @@ async def scraped(redis_server: RedisServer) -> AsyncIterator[Scraped]:
         listener = open_metrics_port(settings)
         assert listener is not None
         theirs = await adapters(redis_server)
-        gateway = Gateway(settings, *theirs, bind(settings.http))
+        gateway = lean_gateway(settings, *theirs, bind(settings.http))
         gateway.serve_metrics(listener)
         assert gateway.metrics is not None
         serving = asyncio.create_task(gateway.serve())

@@ -21,7 +21,7 @@ from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.observe.metrics_port import open_metrics_port
 from tests.support.faulty_backend import write_model
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer, command
 from tests.support.worker_processes import WorkerProcesses, worker_processes
@@ -87,7 +87,7 @@ async def gateway_on(url: str) -> AsyncIterator[tuple[Gateway, Page]]:
     settings = settings_of({"drain_s": 1}).model_copy(update={"metrics": MetricsSettings(port=0)})
     listener = open_metrics_port(settings)
     assert listener is not None
-    gateway = Gateway(settings, *await adapters(url), bind(settings.http))
+    gateway = lean_gateway(settings, *await adapters(url), bind(settings.http))
     gateway.serve_metrics(listener)
     assert gateway.metrics is not None
     serving = asyncio.create_task(gateway.serve())

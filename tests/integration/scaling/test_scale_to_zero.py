@@ -19,9 +19,9 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
-from qinfer_api.app import Gateway, bind
+from qinfer_api.app import bind
 from tests.support.faulty_backend import SLOW, executed, write_model
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.worker_processes import Process, WorkerProcesses, worker_processes
 
 BATCHING = """
@@ -45,7 +45,7 @@ async def gateway(one: WorkerProcesses) -> AsyncIterator[httpx.AsyncClient]:
     settings = settings_of()
     delivery = await Queue.connect(one._settings)
     store = ControlStore(admin_client(one._settings))
-    made = Gateway(settings, delivery, store, bind(settings.http))
+    made = lean_gateway(settings, delivery, store, bind(settings.http))
     serving = asyncio.create_task(made.serve())
     await made.started.wait()
     async with httpx.AsyncClient(base_url=made.url, timeout=60.0) as client:

@@ -22,7 +22,7 @@ from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
 from tests.support.faulty_backend import write_model
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.rpc import stub_of, value_of
 from tests.support.worker_processes import WorkerProcesses, worker_processes
 
@@ -39,7 +39,7 @@ async def gateway(one: WorkerProcesses) -> AsyncIterator[Gateway]:
     settings = settings_of(grpc={}, limits={"wait_for_workers_s": 50})
     delivery = await Queue.connect(one._settings)
     store = ControlStore(admin_client(one._settings))
-    made = Gateway(settings, delivery, store, bind(settings.http), rpc=open_port(settings))
+    made = lean_gateway(settings, delivery, store, bind(settings.http), rpc=open_port(settings))
     serving = asyncio.create_task(made.serve())
     await made.started.wait()
     try:

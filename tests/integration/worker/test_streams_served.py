@@ -25,7 +25,7 @@ from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.rpc import stub_of
 from tests.support.servers.servers import RedisServer
@@ -107,7 +107,7 @@ async def served(redis_server: RedisServer) -> AsyncIterator[Served]:
         scene.limits = settings.limits
         rpc = open_port(settings)
         assert rpc is not None
-        gateway = Gateway(settings, *await adapters(redis_server), bind(settings.http), rpc=rpc)
+        gateway = lean_gateway(settings, *await adapters(redis_server), bind(settings.http), rpc=rpc)
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()
         async with (

@@ -29,7 +29,7 @@ from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
 from qinfer_workers.inference.unread_streams import UNREAD
-from tests.support.gateway import settings_of
+from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.rpc import stub_of
 from tests.support.servers.servers import RedisServer
@@ -171,7 +171,7 @@ async def serving(
         await scene.worker(heartbeat_every_s=0.05)
         rpc = open_port(settings)
         assert rpc is not None
-        gateway = Gateway(
+        gateway = lean_gateway(
             settings, await Queue.connect(redis), ControlStore(admin_client(redis)), bind(settings.http), rpc=rpc
         )
         running = asyncio.create_task(gateway.serve())
