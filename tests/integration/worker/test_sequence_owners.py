@@ -267,10 +267,8 @@ async def test_a_step_whose_workers_die_again_and_again_is_given_up(sums: Sequen
     sums.scene.hold()
     bad, behind = await sums.send(2), await sums.send(3)
     for _ in range(2):
-        await eventually(lambda: has_owner(sums), description="an owner")
-        ((owner, _),) = (await owners(sums, range(1, 2))).values()
-        name = owner.partition("-")[0]
-        await sums.scene.started(name)
+        name = await executing_owner(sums)
+        sums.scene.forget_started()
         await sums.scene.kill(name)
         await eventually(lambda: handed_over(sums), description="a hand-over")
 
@@ -282,9 +280,16 @@ async def test_a_step_whose_workers_die_again_and_again_is_given_up(sums: Sequen
     assert value(await (await sums.send(2, 2))) == 3
 
 
-async def has_owner(sums: Sequencing) -> bool:
-    """Tells whether a worker owns sequence 1."""
-    return (await owners(sums, range(1, 2)))[1][0] != ""
+async def executing_owner(sums: Sequencing) -> str:
+    """Waits until the worker that owns sequence 1 executes a step; returns its name."""
+    names = [""]
+
+    async def is_executing() -> bool:
+        names[0] = (await owners(sums, range(1, 2)))[1][0].partition("-")[0]
+        return any(backend.started.acquire(blocking=False) for backend in sums.scene.backends.get(names[0], ()))
+
+    await eventually(is_executing, description="an execution in the owner")
+    return names[0]
 
 
 async def handed_over(sums: Sequencing) -> bool:

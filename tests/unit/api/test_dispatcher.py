@@ -271,6 +271,7 @@ async def test_a_quota_that_is_used_up_counts_for_the_model() -> None:
         told = setup.dispatcher.refuse(model, 0, QuotaExceeded("too many"))
         assert isinstance(told, QuotaExceeded)
 
+    assert setup.tally.failures == {("m", 3, "quota_exceeded"): 1, ("", 0, "quota_exceeded"): 1}
     assert setup.tally.refusals.drain() == {("m", 3): {"refusals:quota_exceeded": 1, "fail_ns": 0}}
     assert 'qinfer_requests_total{model="m",process="",version="3"} 1.0' in setup.metrics()
     assert 'qinfer_requests_total{model="",process="",version=""} 1.0' in setup.metrics()

@@ -1,5 +1,6 @@
 """Requests that are split: the parts of their tensors, the whole of the responses, and who ends whom."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -70,6 +71,7 @@ def test_stored_requests_are_not_split() -> None:
     check_whole(request(4), SPEC)
     with pytest.raises(InvalidRequest, match="batch-size must be <= 4 for 'm': requests that are stored are not split"):
         check_whole(request(5), SPEC)
+    check_whole(request(5), dataclasses.replace(SPEC, max_batch_size=0))
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,20 @@ async def test_a_batch_that_is_lost_before_it_is_answered_is_not_counted(reply_t
     assert (delivery.writes, delivery.seen, outlet.durations.drain()) == (0, [], {})
 
 
+async def test_a_renewal_loses_only_leases_that_were_held_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that was fetched again meanwhile stays."""
+    keeper = keeper_of(Offline())
+    before, after = pending(1), pending(2)
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    keeper.hold([before])
+    monkeypatch.setattr("time.monotonic", lambda: 100.5)
+    keeper.hold([after])
+
+    keeper.renewed(100.0, {place_of(before), place_of(after)})
+
+    assert (keeper.held(), keeper.losses) == ([after], 1)
+
+
 async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, its lease is renewed no longer, and nothing else ends."""
     delivery = Refusing()
