@@ -58,8 +58,10 @@ class PlanStep:
     reshapes: Mapping[str, tuple[Reshape, ...]] = field(default_factory=dict)
     dims: Mapping[str, tuple[int, ...]] = field(init=False)
     wanted: tuple[str, ...] = field(init=False)
+    tensors: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(sorted({tensor for _, tensor in self.inputs})))
         object.__setattr__(self, "dims", {tensor.name: tensor.dims for tensor in self.model.inputs})
         is_all = len(self.outputs) == len(self.model.outputs)
         object.__setattr__(self, "wanted", () if is_all else tuple(self.outputs))
@@ -72,17 +74,24 @@ class NestedEnsemble(NamedTuple):
     version: int
 
 
+_Needed = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Needed tensors: name at their origin, tensor of the plan, steps that read it."""
+
+
 class _OutputPath(NamedTuple):
     """The steps of one stage that some outputs need.
 
     Attributes:
         lacks: Step → how many tensors it reads.
         counts: Tensor → how many steps and wanted outputs need it.
+        given: From the request; absent tensors have no name.
+        made: From each step.
     """
 
-    lacks: Mapping[int, int]
-    readers: Mapping[str, tuple[int, ...]]
-    counts: Mapping[str, int]
+    lacks: dict[int, int]
+    counts: dict[str, int]
+    given: _Needed
+    made: tuple[_Needed, ...]
     wanted: tuple[tuple[str, str], ...]
 
 
@@ -103,6 +112,7 @@ class EnsemblePlan:
         self.nested = tuple(planner.nested)
         self.inputs = {tensor.name: views[tensor.name].tensor for tensor in spec.inputs}
         self.absent = tuple(planner.absent)
+        self.dims = {tensor.name: tensor.dims for tensor in spec.outputs}
         self.reshapes = _reshapes({tensor.name: views[tensor.name] for tensor in spec.outputs})
         self._outputs = {tensor.name: views[tensor.name].tensor for tensor in spec.outputs}
         self._writer = {tensor: number for number, step in enumerate(self.steps) for tensor in step.outputs.values()}
@@ -144,14 +154,21 @@ class EnsemblePlan:
     def _way(self, steps: Collection[int], wanted: tuple[tuple[str, str], ...]) -> _OutputPath:
         readers: dict[str, list[int]] = {}
         for number in sorted(steps):
-            for tensor in sorted({tensor for _, tensor in self.steps[number].inputs}):
+            for tensor in self.steps[number].tensors:
                 readers.setdefault(tensor, []).append(number)
         counts = Counter({tensor: len(numbers) for tensor, numbers in readers.items()})
         counts.update(tensor for _, tensor in wanted)
+
+        def needed(names: Mapping[str, str]) -> _Needed:
+            return tuple(
+                (name, tensor, tuple(readers.get(tensor, ()))) for tensor, name in names.items() if counts[tensor]
+            )
+
         return _OutputPath(
-            {number: len({tensor for _, tensor in self.steps[number].inputs}) for number in steps},
-            {tensor: tuple(numbers) for tensor, numbers in readers.items()},
-            counts,
+            {number: len(self.steps[number].tensors) for number in steps},
+            dict(counts),
+            needed({tensor: name for name, tensor in self.inputs.items()} | dict.fromkeys(self.absent, "")),
+            tuple(needed({tensor: name for name, tensor in step.outputs.items()}) for step in self.steps),
             wanted,
         )
 
@@ -164,31 +181,29 @@ class Flow(Generic[T]):
     def __init__(self, plan: EnsemblePlan, way: _OutputPath) -> None:
         self._plan = plan
         self._way = way
-        self._lacks = dict(way.lacks)
-        self._readers = dict(way.counts)
+        self._lacks = way.lacks.copy()
+        self._readers = way.counts.copy()
         self._tensors: dict[str, T | None] = {}
         self.running = 0
         """Steps between `step_inputs` and `put`."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
         """Begins with a request; returns the steps that may run."""
-        plan = self._plan
-        tensors: dict[str, T | None] = {tensor: given.get(name) for name, tensor in plan.inputs.items()}
-        return self._add({**tensors, **dict.fromkeys(plan.absent)})
+        return self._add(self._way.given, given)
 
     def receive(self, number: int, outputs: Mapping[str, T]) -> list[int]:
         """Begins with a response of the previous stage, which may lack outputs."""
-        return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
+        return self._add(self._way.made[number], outputs)
 
     def step_inputs(self, number: int) -> list[tuple[str, T]]:
         """Returns a step's inputs, and drops unneeded tensors."""
         self.running += 1
-        inputs, found = self._plan.steps[number].inputs, []
-        for name, tensor in inputs:
+        step, found = self._plan.steps[number], []
+        for name, tensor in step.inputs:
             value = self._tensors[tensor]
             if value is not None:
                 found.append((name, value))
-        for tensor in {tensor for _, tensor in inputs}:
+        for tensor in step.tensors:
             self._readers[tensor] -= 1
             if not self._readers[tensor]:
                 del self._tensors[tensor]
@@ -213,13 +228,11 @@ class Flow(Generic[T]):
         """The tensors that may still be needed."""
         return self._tensors.keys()
 
-    def _add(self, tensors: Mapping[str, T | None]) -> list[int]:
+    def _add(self, needed: _Needed, values: Mapping[str, T]) -> list[int]:
         ready = []
-        for tensor, value in tensors.items():
-            if not self._readers.get(tensor):
-                continue
-            self._tensors[tensor] = value
-            for number in self._way.readers.get(tensor, ()):
+        for name, tensor, readers in needed:
+            self._tensors[tensor] = values.get(name)
+            for number in readers:
                 self._lacks[number] -= 1
                 if not self._lacks[number]:
                     ready.append(number)

@@ -101,7 +101,9 @@ class EnsembleBatcher(EnsembleRuns):
             if not self._answers:
                 self._call_soon(self._hand_over)
             self._answers.append((item, response))
-        self._release_item(item)
+            self._held_bytes -= _nbytes(item)
+        else:
+            self._release_item(item)
 
     def _hand_over(self) -> None:
         answers, self._answers = self._answers, []

@@ -264,8 +264,7 @@ class EnsembleRun:
         return StepCall(self._way, step, request, self.item.deadline_s, rows)
 
     def _outputs(self, flow: Flow[Value]) -> tuple[Tensor, ...]:
-        spec, made = self.plan.spec, flow.outputs()
-        dims = {output.name: output.dims for output in spec.outputs}
+        spec, dims, made = self.plan.spec, self.plan.dims, flow.outputs()
         if self.plan.reshapes:
             try:
                 made = reshaped(made, self.plan.reshapes)
@@ -273,7 +272,7 @@ class EnsembleRun:
                 error = OutputMismatch(f"in ensemble '{spec.name}', {mismatch}")
                 raise StepFailed(Failure.from_error(error)) from None
         self.parameters = _of_sequence(self.item.request.sequence, [value for _, value in made])
-        return tuple(renamed(value, name, dims[name], batched=spec.max_batch_size > 0) for name, value in made)
+        return tuple([renamed(value, name, dims[name], batched=spec.max_batch_size > 0) for name, value in made])
 
     def _unary(self, flow: Flow[Value]) -> tuple[Tensor, ...]:
         outputs, asked = self._outputs(flow), due(self.item.request)
@@ -302,8 +301,11 @@ def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Sc
     if not made:
         return {}
     flags = flags or SequenceFlags(0)
-    told: dict[str, Scalar] = {"sequence_id": flags.callers_id}
-    told |= {"sequence_start": flags.start, "sequence_end": flags.end}
+    told: dict[str, Scalar] = {
+        "sequence_id": flags.callers_id,
+        "sequence_start": flags.start,
+        "sequence_end": flags.end,
+    }
     for value in made:
         if value.parameters and (other := {name: value.parameters[name] for name in told if name in value.parameters}):
             told |= {"sequence_start": False, "sequence_end": False, **other}

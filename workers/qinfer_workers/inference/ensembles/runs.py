@@ -222,7 +222,7 @@ class EnsembleRuns(ABC):
 
     def _count_request(self, run: EnsembleRun, waited_ns: int, failure: Failure | None) -> None:
         rows = run.item.rows
-        begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
+        begin_s = run.item.enqueued_s + waited_ns / 1e9
         if failure is None:
             _count_success(self.tally, rows, run.spent, waited_ns, begin_s)
         else:

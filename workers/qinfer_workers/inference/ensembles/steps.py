@@ -9,7 +9,7 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -80,7 +80,7 @@ class StepLimits:
         self._slots[id(step)].release()
 
 
-class StepWay(NamedTuple):
+class StepWay(msgspec.Struct, frozen=True):
     """The way of a request's steps; failures `retried` are submitted again."""
 
     steps: StepSubmitter
@@ -95,8 +95,8 @@ class StepCall:
     """An awaited step; the end of its block cancels it."""
 
     __slots__ = (
-        "_came", "_handle", "_has_begun", "_has_ended", "_has_slot", "_is_answered", "_span", "_until_s", "_waiter",
-        "_was_taken", "_way", "request", "rows", "step",
+        "_came", "_handle", "_has_begun", "_has_ended", "_has_slot", "_span", "_until_s", "_waiter", "_was_taken",
+        "_way", "request", "rows", "step",
     )  # fmt: skip
     no_stream = ""
 
@@ -110,7 +110,7 @@ class StepCall:
         self._waiter: asyncio.Future[Response] | None = None
         self._handle: StepHandle | None = None
         self._span: StepSpan | None = None
-        self._has_begun = self._has_ended = self._has_slot = self._is_answered = self._was_taken = False
+        self._has_begun = self._has_ended = self._has_slot = self._was_taken = False
         if way.numbers is not None and step.model.is_stateful:
             way.numbers.add(self)
 
@@ -118,12 +118,13 @@ class StepCall:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self._has_ended:
+            self.close()
 
     @property
     def is_taken(self) -> bool:
         """Whether the stateful model gets the step."""
-        return self._is_answered or self._was_taken or (self._handle is not None and self._handle.is_taken)
+        return self._was_taken or (self._handle is not None and self._handle.is_taken)
 
     @property
     def is_known(self) -> bool:
@@ -208,8 +209,8 @@ class StepCall:
     def _passed(self, response: Response) -> Response:
         if response.final:
             # An answer may arrive before the note that the step was taken; only workers' answers name the model.
-            self._is_answered = response.failure is None or bool(response.model)
-            self._was_taken, self._has_ended = self.is_taken, True
+            self._was_taken = response.failure is None or bool(response.model) or self.is_taken
+            self._has_ended = True
             self._handle = self._waiter = None  # breaks a reference cycle
             self._release(response.failure)
         return response
