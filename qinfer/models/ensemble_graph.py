@@ -176,7 +176,7 @@ class EnsemblePlan:
 class Flow(Generic[T]):
     """The way of one request: `start` or `receive`, then `step_inputs` and `put` for each step."""
 
-    __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
+    __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running", "source")
 
     def __init__(self, plan: EnsemblePlan, way: _OutputPath) -> None:
         self._plan = plan
@@ -186,6 +186,8 @@ class Flow(Generic[T]):
         self._tensors: dict[str, T | None] = {}
         self.running = 0
         """Steps between `step_inputs` and `put`."""
+        self.source: int | None = None
+        """The stage's decoupled step, once it may run; no other step is left then."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
         """Begins with a request; returns the steps that may run."""
@@ -234,7 +236,11 @@ class Flow(Generic[T]):
             self._tensors[tensor] = values.get(name)
             for number in readers:
                 self._lacks[number] -= 1
-                if not self._lacks[number]:
+                if self._lacks[number]:
+                    continue
+                if self._plan.steps[number].model.decoupled:
+                    self.source = number
+                else:
                     ready.append(number)
         return ready
 

@@ -115,9 +115,9 @@ class EnsembleRun:
         self, flow: Flow[Value], ready: list[int], stage: int, turn: asyncio.Event | None
     ) -> tuple[Tensor, ...]:
         """Goes through a stage and those behind it; sends responses after `turn`."""
-        source = await self._run_steps(flow, ready)
-        if source is not None:
-            await self._stream(flow, source, turn)
+        await self._run_steps(flow, ready)
+        if flow.source is not None:
+            await self._stream(flow, flow.source, turn)
             return ()
         if turn is not None:
             await turn.wait()
@@ -128,30 +128,25 @@ class EnsembleRun:
             await self._responses.room()
         return ()
 
-    async def _run_steps(self, flow: Flow[Value], ready: list[int]) -> int | None:
-        """Runs the steps of a stage; returns its decoupled step, the last one."""
-        running: dict[asyncio.Task[Mapping[str, Value] | StepFailed], int] = {}
-        try:
-            while True:
-                if not running and len(ready) == 1:
-                    (number,) = ready
-                    if self.plan.steps[number].model.decoupled:
-                        return number
-                    ready = flow.put(number, _made(await self._answer(flow, number)))
-                    continue
-                for number in ready:
-                    running[asyncio.create_task(self._answer(flow, number))] = number
-                if not running:
-                    return None
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                ready = []
-                for task in done:
-                    ready += flow.put(running.pop(task), _made(task.result()))
-        finally:
-            for task in running:
-                task.cancel()
+    async def _run_steps(self, flow: Flow[Value], ready: list[int]) -> None:
+        """Runs the steps of a stage, except a decoupled one; those beside one another in tasks."""
+        while len(ready) == 1:
+            ready = flow.put(ready[0], await self._answer(flow, ready[0]))
+        if ready:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    await self._run_beside(flow, ready, tasks)
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
 
-    async def _answer(self, flow: Flow[Value], number: int) -> Mapping[str, Value] | StepFailed:
+    async def _run_beside(self, flow: Flow[Value], ready: list[int], tasks: asyncio.TaskGroup) -> None:
+        while ready:
+            number, *others = ready
+            for other in others:
+                tasks.create_task(self._run_beside(flow, [other], tasks))
+            ready = flow.put(number, await self._answer(flow, number))
+
+    async def _answer(self, flow: Flow[Value], number: int) -> Mapping[str, Value]:
         step = self.plan.steps[number]
         try:
             with self._open(flow, number) as call:
@@ -159,9 +154,9 @@ class EnsembleRun:
                 while not response.final:
                     response = await call.next()
         except QinferError as error:
-            return self._failed(step, Failure.from_error(error))
+            raise self._failed(step, Failure.from_error(error)) from None
         if response.failure is not None:
-            return self._failed(step, response.failure)
+            raise self._failed(step, response.failure)
         self._spend(step, response.timing)
         return {tensor.name: Value(tensor, call.rows, response.parameters) for tensor in response.outputs}
 
@@ -288,12 +283,6 @@ class EnsembleRun:
         """The code of the failure stays, as in Triton."""
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
         return StepFailed(Failure(failure.code, text, failure.retryable), step.within)
-
-
-def _made(answer: "Mapping[str, Value] | StepFailed") -> Mapping[str, Value]:
-    if isinstance(answer, StepFailed):
-        raise answer
-    return answer
 
 
 def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
