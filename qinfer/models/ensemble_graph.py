@@ -75,7 +75,7 @@ class NestedEnsemble(NamedTuple):
 
 
 _Needed = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Needed tensors: name at their origin, tensor of the plan, steps that read it."""
+"""Needed tensors: name, tensor, readers."""
 
 
 class _OutputPath(NamedTuple):
@@ -84,8 +84,7 @@ class _OutputPath(NamedTuple):
     Attributes:
         lacks: Step → how many tensors it reads.
         counts: Tensor → how many steps and wanted outputs need it.
-        given: From the request; absent tensors have no name.
-        made: From each step.
+        given: Absent tensors have no name.
     """
 
     lacks: dict[int, int]
@@ -174,9 +173,9 @@ class EnsemblePlan:
 
 
 class Flow(Generic[T]):
-    """The way of one request: `start` or `receive`, then `step_inputs` and `put` for each step."""
+    """The way of one request: `start`, then `step_inputs` and `put` for each step; later stages `put` first."""
 
-    __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running", "source")
+    __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "source")
 
     def __init__(self, plan: EnsemblePlan, way: _OutputPath) -> None:
         self._plan = plan
@@ -184,22 +183,15 @@ class Flow(Generic[T]):
         self._lacks = way.lacks.copy()
         self._readers = way.counts.copy()
         self._tensors: dict[str, T | None] = {}
-        self.running = 0
-        """Steps between `step_inputs` and `put`."""
         self.source: int | None = None
-        """The stage's decoupled step, once it may run; no other step is left then."""
+        """The decoupled step, once it may run."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
         """Begins with a request; returns the steps that may run."""
         return self._add(self._way.given, given)
 
-    def receive(self, number: int, outputs: Mapping[str, T]) -> list[int]:
-        """Begins with a response of the previous stage, which may lack outputs."""
-        return self._add(self._way.made[number], outputs)
-
     def step_inputs(self, number: int) -> list[tuple[str, T]]:
         """Returns a step's inputs, and drops unneeded tensors."""
-        self.running += 1
         step, found = self._plan.steps[number], []
         for name, tensor in step.inputs:
             value = self._tensors[tensor]
@@ -213,8 +205,7 @@ class Flow(Generic[T]):
 
     def put(self, number: int, outputs: Mapping[str, T]) -> list[int]:
         """Adds a step's outputs; returns the steps that may run now."""
-        self.running -= 1
-        return self.receive(number, outputs)
+        return self._add(self._way.made[number], outputs)
 
     def missing(self) -> list[str]:
         """Returns the wanted outputs that are missing."""

@@ -117,4 +117,3 @@ def test_a_flow_gives_what_plain_evaluation_gives(seed: int, order: random.Rando
     assert turned(dict(flow.outputs()), made.reshapes) == {name: expected[name] for name in wanted or expected}
     assert len(ran) == len(set(ran))
     assert len(flow.held) == len({expected[name].strip("[]") for name in wanted or expected})
-    assert not flow.running

@@ -129,7 +129,7 @@ class EnsembleRun:
         return ()
 
     async def _run_steps(self, flow: Flow[Value], ready: list[int]) -> None:
-        """Runs the steps of a stage, except a decoupled one; those beside one another in tasks."""
+        """Runs a stage's steps, except a decoupled one."""
         while len(ready) == 1:
             ready = flow.put(ready[0], await self._answer(flow, ready[0]))
         if ready:
@@ -212,7 +212,7 @@ class EnsembleRun:
             for tensor in response.outputs
         }
         try:
-            await self._pass(flow, flow.receive(number, made), step.stage + 1, turn)
+            await self._pass(flow, flow.put(number, made), step.stage + 1, turn)
         except StepFailed:
             if turn is not None:  # responses before it leave
                 await turn.wait()
