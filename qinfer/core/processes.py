@@ -5,10 +5,14 @@ It imports nothing large, for small children.
 
 import ctypes
 import os
+import queue
 import signal
 import struct
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,12 +26,17 @@ LENGTH = struct.Struct("<I")
 """The length in front of each message, which is msgpack."""
 MAX_BYTES = 2**32 - 1
 
+LINE_BYTES = 16 * 1024
+"""The parent reads longer lines of output in pieces."""
+
 SWITCH_INTERVAL_S = 0.0001
 """A thread's longest wait for the GIL. Python's 5 ms exceed many batches' time, and a small request's four steps might
 each wait that long.
 """
 
-_PR_SET_DUMPABLE = 4  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_DUMPABLE = 4
+_UNREAD = 64
 _UMASK = 0o027
 _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
@@ -46,12 +55,54 @@ async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
     return await stream.readexactly(size)
 
 
+def parent_messages(on_end: Callable[[], object] = lambda: None) -> "queue.Queue[bytes]":
+    """Returns the parent's messages without lengths, and an empty one after `on_end`; a thread reads standard input.
+
+    Signals that end programs are left to the parent, which needs this process while it drains.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    messages: queue.Queue[bytes] = queue.Queue(_UNREAD)
+    threading.Thread(target=_read_messages, args=(messages, on_end), name="messages", daemon=True).start()
+    return messages
+
+
+def _read_messages(messages: "queue.Queue[bytes]", on_end: Callable[[], object]) -> None:
+    # A parent that dies with an unread answer resets the connection.
+    with suppress(ConnectionError):
+        while len(length := _read_input(LENGTH.size)) == LENGTH.size:
+            messages.put(_read_input(*LENGTH.unpack(length)))
+    on_end()
+    messages.put(b"")
+
+
+def _read_input(size: int) -> bytes:
+    """Reads unbuffered, because Python can't exit while a thread reads with a buffer."""
+    found = bytearray()
+    while len(found) < size and (some := os.read(0, size - len(found))):
+        found += some
+    return bytes(found)
+
+
 def signal_name(number: int) -> str:
     """Returns a signal's name, such as `SIGSEGV`, if it has one."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return ""
+
+
+def end_with_parent(parent: int) -> None:
+    """Lets the kernel kill this process with the process `parent`; exits if that is gone already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def data_bytes() -> int:
+    """Returns the memory that `RLIMIT_DATA` counts."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmData:")[2].split()[0]) * 1024
 
 
 def protect_process(environment: Mapping[str, str]) -> None:

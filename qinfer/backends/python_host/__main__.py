@@ -7,7 +7,6 @@ Args:
     parent: The worker's process id; the kernel ends this process with the worker.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -20,8 +19,7 @@ from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.custom_metrics import connect_metrics
 from qinfer.backends.python_host.host import ModelHost
 from qinfer.backends.python_host.metric_table import MetricTable
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from qinfer.core.processes import end_with_parent
 
 IGNORED = (signal.SIGTERM, signal.SIGINT)
 
@@ -39,9 +37,7 @@ def _heed() -> None:
 
 def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     """Serves one model; returns the exit status."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return 1
+    end_with_parent(parent)
     faulthandler.enable()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for signum in IGNORED:  # the draining worker decides, not the group's signals
