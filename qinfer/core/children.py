@@ -1,7 +1,4 @@
-"""Child processes, from their parents' side: start, output, messages, death and end.
-
-`qinfer.core.processes` is for the children.
-"""
+"""Child processes from their parents' side; `qinfer.core.processes` is theirs."""
 
 import asyncio
 import errno
@@ -10,10 +7,10 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import IO, Any, Self, TypeVar
 
 import msgspec
 
@@ -21,36 +18,26 @@ from qinfer.core.processes import LENGTH, LINE_BYTES, signal_name
 
 T = TypeVar("T")
 
-MAX_BYTES = 2**32 - 1
 _END_S = 5.0
 
 
 class ChildEnded(Exception):
-    """A child ended, by itself or because it sent something else than a message; the text says how."""
+    """A child ended, or was killed because it sent no message."""
 
 
 class ChildProcess:
-    """A process in a session of its own; any thread may use this object.
+    """A process in a session of its own.
 
-    A thread starts and awaits it: the kernel ends some with the *thread* that started them (`end_with_parent`). It
-    starts by vfork(2); asyncio with uvloop forks, which blocks large programs.
+    One thread starts and awaits it, because the kernel may end it with the *thread* that started it
+    (`end_with_parent`). `Popen` uses vfork(2); asyncio with uvloop forks, which blocks large programs.
     """
 
+    pid: int
+    code: int | None = None
+
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes]
         self._has_ended = threading.Event()
         self._reaping = threading.Lock()
-        self._listener = threading.Thread(target=self._listen, name="child-output", daemon=True)
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    @property
-    def code(self) -> int | None:
-        """The exit code; a signal's number is negative."""
-        return self._process.returncode
 
     @property
     def is_alive(self) -> bool:
@@ -64,44 +51,30 @@ class ChildProcess:
         return signal_name(-code) or f"exit code {code}"
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signals the process, unless it has ended, and those that it started."""
+        """Signals the process and those that it started."""
         with self._reaping:
             if not self._has_ended.is_set():
                 self._signal_group(number)
 
     def _spawn(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        inherited: Collection[int],
-        *,
-        stdin: int,
-        stdout: int,
-        stderr: int | None,
+        self, command: Sequence[str], environment: Mapping[str, str], inherited: Collection[int], **streams: Any
     ) -> None:
-        def start() -> "subprocess.Popen[bytes]":
-            return subprocess.Popen(  # noqa: S603  our own interpreter and module
-                command,
-                env=environment,
-                pass_fds=inherited,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,  # Ctrl-C in a terminal is for the parent, which drains
-            )
-
+        options = {"env": environment, "pass_fds": inherited, **streams}
+        options["start_new_session"] = True  # Ctrl-C in a terminal is for the parent, which drains
         started: Future[None] = Future()
         try:
-            threading.Thread(target=self._live, args=(start, started), name="child", daemon=True).start()
+            threading.Thread(target=self._live, args=(command, options, started), name="child", daemon=True).start()
             started.result()
         except RuntimeError:  # there are too many threads
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
 
-    def _live(self, start: "Callable[[], subprocess.Popen[bytes]]", started: Future[None]) -> None:
+    def _live(self, command: Sequence[str], options: dict[str, Any], started: Future[None]) -> None:
         process = None
         try:
-            process = self._process = start()
-            if process.stdout or process.stderr:
+            process = subprocess.Popen(command, **options)  # noqa: S603  our own interpreter and module
+            self.pid = process.pid
+            if output := process.stdout or process.stderr:
+                self._listener = threading.Thread(target=self._listen, args=(output,), name="output", daemon=True)
                 self._listener.start()
         except BaseException as error:  # noqa: BLE001  it is raised where the process is wanted
             if process is not None:
@@ -113,7 +86,7 @@ class ChildProcess:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its number is not another's until `wait`
         with self._reaping:
             self._signal_group(signal.SIGKILL)
-            process.wait()
+            self.code = process.wait()
             self._has_ended.set()
         self._on_end()
 
@@ -121,22 +94,20 @@ class ChildProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def _listen(self) -> None:
-        output = self._process.stdout or self._process.stderr
-        assert output is not None
+    def _listen(self, output: IO[bytes]) -> None:
         with output:
             while line := output.readline(LINE_BYTES):
                 self._hear(line)
 
     def _hear(self, line: bytes) -> None:
-        """Takes a line from the pipe of `stdout` or `stderr`."""
+        """Takes a line of output."""
 
     def _on_end(self) -> None:
-        """Runs in a thread after the end; the pipe may have more lines."""
+        """Runs in a thread after the end."""
 
 
 class MessageChild(ChildProcess):
-    """A child with messages over its standard input and output (`parent_messages`), for an event loop."""
+    """A child that reads `parent_messages`, for an event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,19 +115,14 @@ class MessageChild(ChildProcess):
         self._is_gone = asyncio.Event()
 
     async def start(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        inherited: Collection[int],
-        stderr: int | None = None,
+        self, command: Sequence[str], environment: Mapping[str, str], inherited: Collection[int], **streams: Any
     ) -> Self:
         """Starts the process, or raises `OSError`."""
         mine, theirs = socket.socketpair()
         with theirs:
             self._reader, self._writer = await asyncio.open_connection(sock=mine)
             try:
-                ends = theirs.fileno()
-                self._spawn(command, environment, inherited, stdin=ends, stdout=ends, stderr=stderr)
+                self._spawn(command, environment, inherited, stdin=theirs, stdout=theirs, **streams)
             except OSError:
                 self._writer.transport.abort()
                 self._on_gone()
@@ -169,7 +135,7 @@ class MessageChild(ChildProcess):
             self._writer.write(message)
             await self._writer.drain()
 
-    async def receive(self, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
+    async def receive(self, kind: type[T], max_bytes: int = 2**32 - 1) -> T:
         """Waits for a message, or raises `ChildEnded`."""
         try:
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -186,7 +152,7 @@ class MessageChild(ChildProcess):
         await self._is_gone.wait()
 
     def kill(self) -> None:
-        """Kills the process without waiting."""
+        """Kills the process."""
         self.send_signal(signal.SIGKILL)
 
     async def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Child processes: messages over pipes, names of signals, and protection.
+"""Child processes: messages, signals, limits and protection.
 
 It imports nothing large, for small children.
 """
@@ -13,18 +13,13 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from qinfer.core.environments import ALLOW_INSPECTION
 
-if TYPE_CHECKING:
-    from asyncio import StreamReader
-
 LENGTH = struct.Struct("<I")
 """The length in front of each message, which is msgpack."""
-MAX_BYTES = 2**32 - 1
 
 LINE_BYTES = 16 * 1024
 """The parent reads longer lines of output in pieces."""
@@ -47,19 +42,8 @@ def packed(message: msgspec.Struct) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
-    """Waits for a message without its length; `ValueError` above `max_bytes`."""
-    (size,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
-    if size > max_bytes:
-        raise ValueError(f"a message of {size} bytes; at most {max_bytes}")
-    return await stream.readexactly(size)
-
-
 def parent_messages(on_end: Callable[[], object] = lambda: None) -> "queue.Queue[bytes]":
-    """Returns the parent's messages without lengths, and an empty one after `on_end`; a thread reads standard input.
-
-    Signals that end programs are left to the parent, which needs this process while it drains.
-    """
+    """Returns the parent's messages, and an empty one after `on_end`; ignores signals, which the parent handles."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     messages: queue.Queue[bytes] = queue.Queue(_UNREAD)
@@ -69,17 +53,19 @@ def parent_messages(on_end: Callable[[], object] = lambda: None) -> "queue.Queue
 
 def _read_messages(messages: "queue.Queue[bytes]", on_end: Callable[[], object]) -> None:
     # A parent that dies with an unread answer resets the connection.
-    with suppress(ConnectionError):
-        while len(length := _read_input(LENGTH.size)) == LENGTH.size:
-            messages.put(_read_input(*LENGTH.unpack(length)))
+    with suppress(ConnectionError, EOFError):
+        while True:
+            messages.put(_read_input(*LENGTH.unpack(_read_input(LENGTH.size))))
     on_end()
     messages.put(b"")
 
 
 def _read_input(size: int) -> bytes:
-    """Reads unbuffered, because Python can't exit while a thread reads with a buffer."""
+    """Reads without a buffer, whose lock Python would need to exit."""
     found = bytearray()
-    while len(found) < size and (some := os.read(0, size - len(found))):
+    while len(found) < size:
+        if not (some := os.read(0, size - len(found))):
+            raise EOFError
         found += some
     return bytes(found)
 
@@ -93,7 +79,7 @@ def signal_name(number: int) -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Lets the kernel kill this process with the process `parent`; exits if that is gone already."""
+    """Has the kernel kill this process with its parent; exits if that is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)

@@ -2,12 +2,7 @@
 
 Gateways and bulk workers have it check files, workers have it read rows (`qinfer.jobs.examined_rows`). A file that
 crashes its native parser, or makes it allocate without end, kills only this process; the parent kills it if it hangs
-(`qinfer.jobs.examiner_pool`):
-
-    parent ── ExaminerHello, then one ExaminerRequest at a time ──▶ stdin │ examiner
-    examiner │ stdout ── ExaminerReply, two for each ExaminerRequest ──▶ parent
-
-An examiner ends when its standard input does, so with its parent.
+(`qinfer.jobs.examiner_pool`). It ends with its parent, and gets one `ExaminerRequest` at a time.
 """
 
 import faulthandler

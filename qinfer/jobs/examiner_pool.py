@@ -336,8 +336,7 @@ class _ExaminerChild(MessageChild):
 
     def __init__(self, bound: str) -> None:
         super().__init__()
-        # `_on_gone` closes these files in memory.
-        self._notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: SIM115
+        self._notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: SIM115  closed by `_on_gone`
         self.rows = open(os.memfd_create("examiner-rows"), "rb")  # noqa: SIM115
         self._bound = bound
         self._tail = b""
@@ -356,7 +355,7 @@ class _ExaminerChild(MessageChild):
 
     async def launch(self, command: Sequence[str], environment: Mapping[str, str]) -> Self:
         files = (self._notes.fileno(), self.rows.fileno())
-        return await self.start(command, environment, files, subprocess.PIPE)
+        return await self.start(command, environment, files, stderr=subprocess.PIPE)
 
     async def greet(self, allow: tuple[str, ...], max_bytes: int, footer_bytes: int) -> None:
         try:

@@ -4,7 +4,7 @@ Args:
     descriptor: The inherited socket to the worker.
     asks: The inherited socket for questions about the model's readiness.
     metrics: The inherited memory of the model's own metrics.
-    parent: The worker's process id; the kernel ends this process with the worker.
+    parent: The worker's process id.
 """
 
 import faulthandler

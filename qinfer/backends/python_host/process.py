@@ -85,7 +85,7 @@ class HostProcess(ChildProcess):
         if not self._has_ended.wait(_DEATH_S):
             self.sweep()
             return "it closed its connection and did not end"
-        code = self._process.returncode
+        code = self.code or 0
         hint = ": out of memory?" if -code == signal.SIGKILL else ""
         return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}{hint}"
 
