@@ -122,14 +122,17 @@ async def test_a_stopped_owner_of_a_shard_notes_nothing_any_more(
     first.send_signal(signal.SIGSTOP)
     second = await work.worker(**job.environment)
     await slow_ones(trace, 2)
-    noted = (await record_of(work)).resumptions
+
+    async def is_noted() -> bool:
+        return bool((await record_of(work)).resumptions)
+
+    await eventually(is_noted, 20.0, "a resumption of the second owner")
     first.send_signal(signal.SIGTERM)
     resume(first)
     trace.with_suffix(".go").touch()
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(0)
 
-    assert noted
     await job.check(work)
     await asyncio.to_thread(first.wait)
 
