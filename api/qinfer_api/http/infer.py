@@ -179,8 +179,8 @@ LARGE_BYTES = 256 * 1024
 JSON_BYTES = 32 * 1024
 """Larger outputs are written as JSON in a thread: they take more than a millisecond."""
 
-ENCODERS = ThreadPoolExecutor(1, thread_name_prefix="qinfer-encoder")
-"""Writes large answers: a second thread would only make the event loop wait longer for the GIL."""
+ENCODERS = ThreadPoolExecutor(2, thread_name_prefix="qinfer-encoder")
+"""Writes large answers: more threads would only make the event loop wait longer for the GIL."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
