@@ -1,44 +1,22 @@
 """The protocol of sequences, explored completely: every interleaving of two workers, two sequences and three steps."""
 
+from functools import partial
+
 import pytest
 
-from tests.support.sequence_protocol import Move, Rules, State, first_state, missing, moves
+from tests.support.exploration import Checks, explore
+from tests.support.sequence_protocol import Rules, first_state, missing, moves
 
 LONG = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
-def explore(rules: Rules, begin: State, steps: int) -> tuple[int, str]:
-    """Goes through all states.
-
-    Returns:
-        How many there are, and the first promise that is broken, with the moves that lead to it; empty = none.
-    """
-    came_by: dict[State, tuple[State, Move] | None] = {begin: None}
-    frontier = [begin]
-    while frontier:
-        reached: list[State] = []
-        for state in frontier:
-            is_end = True
-            for move, after in moves(state, steps, rules):
-                is_end = is_end and move.name in {"die", "stall"}
-                if after in came_by:
-                    continue
-                came_by[after] = (state, move)
-                reached.append(after)
-                if problem := "".join(each.broken for each in after.sequences):
-                    return len(came_by), f"{problem}: {_path(came_by, after)}"
-            if is_end and (problem := "".join(missing(each, steps) for each in state.sequences)):
-                return len(came_by), f"{problem}: {_path(came_by, state)}"
-        frontier = reached
-    return len(came_by), ""
-
-
-def _path(came_by: dict[State, tuple[State, Move] | None], state: State) -> list[Move]:
-    path: list[Move] = []
-    while (before := came_by[state]) is not None:
-        state, move = before
-        path.append(move)
-    return path[::-1]
+def checks(steps: int) -> Checks:
+    """Returns the promises to callers that submit so many steps."""
+    return Checks(
+        lambda move: move.name in {"die", "stall"},
+        lambda state: "".join(each.broken for each in state.sequences),
+        lambda state: "".join(missing(each, steps) for each in state.sequences),
+    )
 
 
 @pytest.mark.slow
@@ -55,15 +33,17 @@ def _path(came_by: dict[State, tuple[State, Move] | None], state: State) -> list
 )
 def test_no_interleaving_breaks_a_promise(sequences: int, steps: int, deaths: int, stalls: int) -> None:
     """Each step in effect once and in order, one response each, no former owner commits, nothing is lost."""
-    count, problem = explore(Rules(), first_state(sequences, deaths, stalls), steps)
+    following = partial(moves, steps=steps, rules=Rules())
+    count, problem, path = explore(first_state(sequences, deaths, stalls), following, checks(steps))
 
-    assert problem == ""
+    assert (problem, path) == ("", [])
     assert count > 1000
 
 
 @pytest.mark.parametrize("rule", Rules._fields)
 def test_each_rule_is_needed(rule: str) -> None:
     """The exploration finds what breaks without it."""
-    _, problem = explore(Rules()._replace(**{rule: False}), first_state(1, 1, 1), 3)
+    following = partial(moves, steps=3, rules=Rules()._replace(**{rule: False}))
+    _, problem, _ = explore(first_state(1, 1, 1), following, checks(3))
 
     assert problem

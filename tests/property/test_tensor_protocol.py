@@ -1,9 +1,12 @@
 """The protocol of tensors beside the queue, explored completely: every interleaving of two gateways and two workers."""
 
+from functools import partial
 from graphlib import TopologicalSorter
+from operator import attrgetter
 
 import pytest
 
+from tests.support.exploration import Checks, explore
 from tests.support.tensor_protocol import FAULTS, Faults, Rules, State, first_state, missing, moves
 
 LONG = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -13,38 +16,7 @@ TORN = "a caller gets bytes that are not its reply's"
 ENDLESS = "a request never ends"
 
 
-def explore(rules: Rules, begin: State) -> tuple[int, str, list[str]]:
-    """Goes through all states.
-
-    Returns:
-        How many there are, the first promise that is broken (empty = none), and the moves that lead there.
-    """
-    came_by: dict[State, tuple[State, str] | None] = {begin: None}
-    frontier = [begin]
-    while frontier:
-        reached: list[State] = []
-        for state in frontier:
-            is_end = True
-            for move, after in moves(state, rules):
-                is_end = is_end and move in FAULTS
-                if after in came_by:
-                    continue
-                came_by[after] = (state, move)
-                reached.append(after)
-                if after.broken:
-                    return len(came_by), after.broken, _path(came_by, after)
-            if is_end and (problem := missing(state)):
-                return len(came_by), problem, _path(came_by, state)
-        frontier = reached
-    return len(came_by), "", []
-
-
-def _path(came_by: dict[State, tuple[State, str] | None], state: State) -> list[str]:
-    path: list[str] = []
-    while (before := came_by[state]) is not None:
-        state, move = before
-        path.append(move)
-    return path[::-1]
+CHECKS = Checks(FAULTS.__contains__, attrgetter("broken"), missing)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +35,7 @@ def _path(came_by: dict[State, tuple[State, str] | None], state: State) -> list[
 )
 def test_no_interleaving_breaks_a_promise(gateways: tuple[int, ...], faults: Faults) -> None:
     """Each request ends with its own bytes or an error, once; no entry and no memory is left."""
-    count, problem, path = explore(Rules(), first_state(gateways, faults))
+    count, problem, path = explore(first_state(gateways, faults), partial(moves, rules=Rules()), CHECKS)
 
     assert (problem, path) == ("", [])
     assert count > 5000
@@ -108,5 +80,5 @@ def test_each_rule_is_needed(rule: str) -> None:
     gateways, faults, expected = NEEDED[rule]
     begin = first_state(gateways, faults)
 
-    assert explore(Rules(), begin)[1] == ""
-    assert explore(Rules()._replace(**{rule: False}), begin)[1] == expected
+    assert explore(begin, partial(moves, rules=Rules()), CHECKS)[1] == ""
+    assert explore(begin, partial(moves, rules=Rules()._replace(**{rule: False})), CHECKS)[1] == expected

@@ -14,7 +14,7 @@ NOBODY = -1
 
 
 class Rules(NamedTuple):
-    """What the protocol does; all true is how it is."""
+    """The rules of the protocol; a rule that is false is left out."""
 
     commit_checks_token: bool = True
     publishes_after_commit: bool = True

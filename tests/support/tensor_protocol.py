@@ -18,14 +18,14 @@ FINISHED = -2
 """An entry's owner, once it is gone."""
 
 NEW, RECEIVING, PENDING, SENDING, ANSWERED, FAILED, LEFT, GONE = range(8)
-"""What a request is at its gateway; `GONE` with the gateway, so that the caller's connection broke."""
+"""The states of a request at its gateway; `GONE`: the gateway died, so that the caller's connection broke."""
 
 COPIED, EXECUTED = 2, 3
 FAULTS = frozenset({"kill worker", "kill gateway", "stall worker", "stall gateway", "lose", "repeat", "leave"})
 
 
 class Rules(NamedTuple):
-    """What the protocol does; all true is how it is."""
+    """The rules of the protocol; a rule that is false is left out."""
 
     checks_the_generation_after_copying: bool = True
     raises_the_generation_first: bool = True
@@ -45,7 +45,7 @@ class Rules(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """So many of each are still to come; `losses` are messages that are lost, or come twice."""
+    """The faults that are still to come; `losses` are messages that are lost, or come twice."""
 
     gateway_kills: int = 0
     worker_kills: int = 0
@@ -68,12 +68,12 @@ class Request(NamedTuple):
 
     Attributes:
         life: The gateway's process.
-        epoch: The gateway's epoch and
-        generation: its slot's, as the reference names them.
+        epoch: The gateway's epoch that the reference names.
+        generation: The slot's generation that the reference names.
         owner: The worker that holds the entry; `NOBODY` = it waits.
         number: How often it was appended.
-        deliveries: As Redis counts them, and
-        begun: as they were.
+        deliveries: The deliveries that Redis counts.
+        begun: The deliveries that there were.
     """
 
     gateway: int

@@ -73,7 +73,7 @@ def _missing(reason: str) -> Path:
 def embedded_server() -> EmbeddedServer:
     """Returns the server that all tests of a process share, started at the first call; `tests/conftest.py` ends it.
 
-    Each test has databases of its own. Nobody moves its time.
+    Each test has databases of its own. No test moves its time.
     """
     server = EmbeddedServer()
     server.start()
