@@ -9,7 +9,7 @@ several times.
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -54,25 +54,30 @@ def compare(
         with processes.alone(WORK):
             material = prepare(MODELS[model], WORK)
             for number in range(starts):
-                with ExitStack() as stack:
-                    running = {
-                        name: stack.enter_context(_start(name, trees[name], material))
-                        for name in sorted(trees, reverse=number % 2 == 1)
-                    }
-                    for server in running.values():
-                        run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
-                    for load, tally in tallies.items():
-                        pair = [
-                            contestant(
-                                server, material.bodies[load.encoding], replace(load, server=name), rounds, seconds
-                            )
-                            for name, server in running.items()
-                        ]
-                        take_turns(pair, tally, lambda _: None)
+                console.print(f"{model}: start {number + 1} of {starts}")
+                order = dict(sorted(trees.items(), reverse=number % 2 == 1))
+                _load_once(order, material, tallies, rounds, seconds)
         for load, tally in tallies.items():
             disturbed = f"{tally.disturbed} of {2 * rounds * starts} turns disturbed"
             title = f"{model} {load.encoding}, {load.load} connections; {disturbed}"
             console.print(title, *_lines(tally.samples), sep="\n  ")
+
+
+def _load_once(
+    trees: Mapping[str, Path], material: Material, tallies: Mapping[Setting, Tally], rounds: int, seconds: float
+) -> None:
+    """Starts all checkouts, which take turns under each load."""
+    with ExitStack() as stack:
+        running = {name: stack.enter_context(_start(name, tree, material)) for name, tree in trees.items()}
+        for server in running.values():
+            run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
+        for load, tally in tallies.items():
+            body = material.bodies[load.encoding]
+            pair = [
+                contestant(server, body, replace(load, server=name), rounds, seconds)
+                for name, server in running.items()
+            ]
+            take_turns(pair, tally, lambda _: None)
 
 
 def _by_model(settings: str) -> dict[str, list[Setting]]:
