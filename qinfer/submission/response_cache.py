@@ -204,7 +204,7 @@ class Executes(Protocol):
         """Refuses a request that may not wait."""
         ...
 
-    def prepare(self, request: OutgoingRequest) -> None:
+    def check_room(self, request: OutgoingRequest) -> None:
         """Checks a request, and refuses it if too many are in flight."""
         ...
 
@@ -385,7 +385,7 @@ class ResponseCache:
         # It is cached for the requested version.
         flight = Flight(self, place, inner, msgspec.structs.replace(request, moves=False), pending)
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
-        inner.prepare(flight.request)
+        inner.check_room(flight.request)
         # Admission uses the timeout of the caller, not that of the flight.
         inner.admit(request, served.routes.for_priority(request.priority), timeout_s)
         pending.shared = flight

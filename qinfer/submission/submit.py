@@ -291,8 +291,8 @@ class LaneEntrance(Entrance):
         self.admit(request, self.served.routes.for_priority(request.priority), timeout_s)
         return partial(prepare, request, self.served, address, timeout_s, self._layouts.inline_max_bytes)
 
-    def prepare(self, request: OutgoingRequest) -> None:
-        """Checks a request that others execute."""
+    def check_room(self, request: OutgoingRequest) -> None:
+        """Checks a request, and that the table of pending requests has room."""
         if len(self.table) >= self._max_in_flight:
             raise QueueFull(FULL)
         self.check(request)
@@ -364,7 +364,7 @@ class PolicyEntrance(LaneEntrance):
         if self._is_usual and not (request.priority or (spec.steps and request.timeout_s)):
             return super().submit(request, sink, timeout_s, quota)
         route = self.served.routes.for_priority(request.priority)
-        self.prepare(request)
+        self.check_room(request)
         tenant, default_s = request.tenant, self._default_s
         load = self._load(self.served, self._queue.places.last(route.lane, tenant) if tenant else route.lane)
         waiting = load.own + load.others + load.beside
@@ -397,7 +397,7 @@ class SequenceEntrance(LaneEntrance):
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
     ) -> PendingCall:
         """See `Entrance.submit`."""
-        self.prepare(request)
+        self.check_room(request)
         pending = self.begin(request, sink, quota, LaneLoad(self._lane, 0))
         backlog_s = 0.0 if self.spec.steps else request.timeout_s
         _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
@@ -424,7 +424,7 @@ class SplitEntrance(Entrance):
         """See `Entrance.submit`."""
         if not is_large(request, self.spec):
             return self._inner.submit(request, sink, timeout_s, quota)
-        self.lane.prepare(request)
+        self.lane.check_room(request)
         pending = self.lane.begin(request, sink, quota)
         parts = parts_of(request, self.spec.max_batch_size)
         submit_parts(self._inner.submit, self.lane.table, parts, pending, timeout_s)

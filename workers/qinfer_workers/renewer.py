@@ -1,6 +1,7 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer PID`.
 
-The worker (`renewals.ProcessRenewals`) sends `RenewerHello`, then `HeldLeases` each second, and gets a `RenewalReport`
+A thread would need the GIL, which model code may hold for longer than a lease. The worker
+(`renewals.ProcessRenewals`) sends `RenewerHello`, then `HeldLeases` each second, and gets a `RenewalReport`
 after each renewal.
 
 The renewer renews the last reported leases. While a model holds the GIL, the worker can't report: the renewer asks
