@@ -1,37 +1,33 @@
-"""Child processes: messages, signals, limits and protection.
+"""Child processes: messages over pipes, names of signals, and protection.
 
 It imports nothing large, for small children.
 """
 
 import ctypes
 import os
-import queue
 import signal
 import struct
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from qinfer.core.environments import ALLOW_INSPECTION
 
+if TYPE_CHECKING:
+    from asyncio import StreamReader
+
 LENGTH = struct.Struct("<I")
 """The length in front of each message, which is msgpack."""
-
-LINE_BYTES = 16 * 1024
-"""The parent reads longer lines of output in pieces."""
+MAX_BYTES = 2**32 - 1
 
 SWITCH_INTERVAL_S = 0.0001
 """A thread's longest wait for the GIL. Python's 5 ms exceed many batches' time, and a small request's four steps might
 each wait that long.
 """
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PR_SET_DUMPABLE = 4
-_UNREAD = 64
+_PR_SET_DUMPABLE = 4  # linux/prctl.h
 _UMASK = 0o027
 _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
@@ -42,32 +38,12 @@ def packed(message: msgspec.Struct) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def parent_messages(on_end: Callable[[], object] = lambda: None) -> "queue.Queue[bytes]":
-    """Returns the parent's messages, and an empty one after `on_end`; ignores signals, which the parent handles."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    messages: queue.Queue[bytes] = queue.Queue(_UNREAD)
-    threading.Thread(target=_read_messages, args=(messages, on_end), name="messages", daemon=True).start()
-    return messages
-
-
-def _read_messages(messages: "queue.Queue[bytes]", on_end: Callable[[], object]) -> None:
-    # A parent that dies with an unread answer resets the connection.
-    with suppress(ConnectionError, EOFError):
-        while True:
-            messages.put(_read_input(*LENGTH.unpack(_read_input(LENGTH.size))))
-    on_end()
-    messages.put(b"")
-
-
-def _read_input(size: int) -> bytes:
-    """Reads without a buffer, whose lock Python would need to exit."""
-    found = bytearray()
-    while len(found) < size:
-        if not (some := os.read(0, size - len(found))):
-            raise EOFError
-        found += some
-    return bytes(found)
+async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
+    """Waits for a message without its length; `ValueError` above `max_bytes`."""
+    (size,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
+    if size > max_bytes:
+        raise ValueError(f"a message of {size} bytes; at most {max_bytes}")
+    return await stream.readexactly(size)
 
 
 def signal_name(number: int) -> str:
@@ -76,19 +52,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return ""
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process with its parent; exits if that is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
-def data_bytes() -> int:
-    """Returns the memory that `RLIMIT_DATA` counts."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmData:")[2].split()[0]) * 1024
 
 
 def protect_process(environment: Mapping[str, str]) -> None:

@@ -2,13 +2,19 @@
 
 Gateways and bulk workers have it check files, workers have it read rows (`qinfer.jobs.examined_rows`). A file that
 crashes its native parser, or makes it allocate without end, kills only this process; the parent kills it if it hangs
-(`qinfer.jobs.examiner_pool`). It ends with its parent, and gets one `ExaminerRequest` at a time.
+(`qinfer.jobs.examiner_pool`):
+
+    parent ── ExaminerHello, then one ExaminerRequest at a time ──▶ stdin │ examiner
+    examiner │ stdout ── ExaminerReply, two for each ExaminerRequest ──▶ parent
+
+An examiner ends when its standard input does, so with its parent.
 """
 
 import faulthandler
 import itertools
 import logging
 import os
+import queue
 import resource
 import signal
 import sys
@@ -18,10 +24,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from qinfer.core.processes import data_bytes, packed, parent_messages, protect_process
+from qinfer.core.processes import LENGTH, packed, protect_process
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.jobs.job import JobSpec
@@ -215,16 +222,19 @@ def main() -> int:
     protect_process(os.environ)
     outbox = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with answers
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # the parent handles them, and needs this process while it drains
     faulthandler.enable()
     logging.getLogger().addHandler(logging.NullHandler())
-    messages = parent_messages(lambda: os._exit(0))  # even amid work
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
     hello = msgspec.msgpack.decode(messages.get(), type=ExaminerHello)
     threading.stack_size(_STACK_BYTES)
     if hello.max_bytes:
         _limit(hello.max_bytes)
     do, notes = _loaded(hello), _ReadingNotes(hello.notes)
     if not hello.max_bytes:
-        _limit(data_bytes() + PART_BYTES, hard=False)  # until a shard has its own
+        _limit(_data_bytes() + PART_BYTES, hard=False)  # until a shard has its own
     has_come = packed(ExaminerReply())
     _write_all(outbox, has_come)
     while True:
@@ -234,6 +244,15 @@ def main() -> int:
         answer = _handle_request(do, message, notes)
         signal.alarm(0)
         _write_all(outbox, packed(answer))
+
+
+def _listen(inbox: BinaryIO, messages: "queue.SimpleQueue[bytes]") -> None:
+    """Ends this process at the end of input, even amid work."""
+    # A parent that dies with an unread answer resets the connection.
+    with suppress(ConnectionError):
+        while len(length := inbox.read(LENGTH.size)) == LENGTH.size:
+            messages.put(inbox.read(LENGTH.unpack(length)[0]))
+    os._exit(0)
 
 
 def _write_all(outbox: int, data: bytes) -> None:
@@ -247,6 +266,12 @@ def _limit(max_bytes: int, *, hard: bool = True) -> None:
     limit = max_bytes if most == resource.RLIM_INFINITY else min(max_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit if hard else most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core files: they could fill the disk
+
+
+def _data_bytes() -> int:
+    """Returns the memory that `RLIMIT_DATA` counts."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmData:")[2].split()[0]) * 1024
 
 
 def _be_first_to_go() -> None:
@@ -276,7 +301,7 @@ def _loaded(hello: ExaminerHello) -> _Do:
         with suppress(ImportError, ValueError):  # the first job with such a store gets the error
             fsspec.get_filesystem_class(scheme)
 
-    footer_bytes, base_bytes = hello.footer_bytes, data_bytes()
+    footer_bytes, base_bytes = hello.footer_bytes, _data_bytes()
     rows = ShardRows(hello.rows, lambda more_bytes: _limit(base_bytes + more_bytes, hard=False))
 
     def do(work: Work, notes: _ReadingNotes) -> bytes:

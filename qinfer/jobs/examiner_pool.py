@@ -5,22 +5,25 @@ dead examiners; while one lives, requests wait for it rather than for a start.
 """
 
 import asyncio
+import errno
 import logging
 import mmap
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import BinaryIO, Self
 
 import msgspec
 
 from qinfer import errors
-from qinfer.core.children import ChildEnded, MessageChild
 from qinfer.core.environments import without_settings
-from qinfer.core.processes import packed
+from qinfer.core.processes import packed, received, signal_name
 from qinfer.core.settings import Settings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError
@@ -72,6 +75,7 @@ _PARTS_AT_ONCE = 1000
 # Idle examiners that are kept for the next request.
 _IDLE = 2
 _START_S = 60.0
+_END_S = 5.0
 _MAX_ANSWER_BYTES = 2**20
 _MAX_RESULT_BYTES = 2**31
 _TAIL_BYTES = 4096
@@ -210,10 +214,10 @@ class ExaminerPool:
             child = await self._next()
             try:
                 answer = await child.ask(request)
-            except ChildEnded as ended:
+            except _ExaminerEnded as ended:
                 if self._is_over:
                     raise Overloaded("Server exiting") from None
-                raise ExaminerDied(str(ended), child.files) from None
+                raise ExaminerDied(ended.how, child.files) from None
             except BaseException:
                 child.kill()
                 raise
@@ -263,7 +267,7 @@ class ExaminerPool:
     async def _live(self) -> None:
         child, reason = None, ""
         try:
-            child = await _ExaminerChild(self._bound).launch(self._command, self._inherited | _ENVIRONMENT)
+            child = await _ExaminerChild.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
             await child.greet(self._allow, self._max_bytes, self._footer_bytes)
             self._is_starting = False
             self._free(child)
@@ -272,8 +276,8 @@ class ExaminerPool:
             await child.wait()
         except OSError as error:
             reason = str(error.strerror)
-        except ChildEnded as ended:
-            reason = str(ended)
+        except _ExaminerEnded as ended:
+            reason = ended.how
         finally:
             if child is not None:
                 await child.shut_down()
@@ -301,7 +305,7 @@ class BorrowedExaminer:
         """Has rows read."""
         try:
             answer = await self._child.ask(packed(ExaminerRequest(work, READ_S)))
-        except ChildEnded:
+        except _ExaminerEnded:
             answer = None
         if answer is None:
             raise ExaminerDied(self._child.how, self._child.files)
@@ -314,7 +318,7 @@ class BorrowedExaminer:
 
     async def give_back(self) -> None:
         """Closes the shard."""
-        with suppress(ChildEnded):
+        with suppress(_ExaminerEnded):
             if await self._child.ask(packed(ExaminerRequest(CloseShard(), READ_S))) is not None:
                 self._free(self._child)
 
@@ -331,66 +335,145 @@ def _raise(answer: ExaminerReply) -> None:
         raise _CLASSES.get(answer.error, QinferError)(answer.message)
 
 
-class _ExaminerChild(MessageChild):
+class _ExaminerEnded(Exception):
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class _ExaminerChild:
     """`output` is the end of stderr."""
 
-    def __init__(self, bound: str) -> None:
-        super().__init__()
-        self._notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: SIM115  closed by `_on_gone`
-        self.rows = open(os.memfd_create("examiner-rows"), "rb")  # noqa: SIM115
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        notes: BinaryIO,
+        rows: BinaryIO,
+        bound: str,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._notes = notes
+        self.rows = rows
         self._bound = bound
-        self._tail = b""
+        self._is_gone = asyncio.Event()
         self.files: list[str] = []
+        self.output = ""
         self.has_ended = False
         self.is_surplus = False
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(loop,), name="examiner-end", daemon=True).start()
 
-    @property
-    def output(self) -> str:
-        return self._tail.decode(errors="replace").strip()
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
+        """Starts a process by vfork(2); asyncio with uvloop forks, which blocks large gateways."""
+        notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
+        rows = open(os.memfd_create("examiner-rows"), "rb")  # noqa: ASYNC230, SIM115
+        mine, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=mine)
+            try:
+                process = subprocess.Popen(  # noqa: ASYNC220, S603  see above; our own interpreter and module
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                    pass_fds=(notes.fileno(), rows.fileno()),
+                    start_new_session=True,  # Ctrl-C in a terminal is for the gateway, which drains
+                )
+            except OSError:
+                writer.transport.abort()
+                notes.close()
+                rows.close()
+                raise
+        try:
+            return cls(process, reader, writer, notes, rows, bound)
+        except RuntimeError:
+            process.kill()
+            process.communicate()
+            writer.transport.abort()
+            notes.close()
+            rows.close()
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
 
     @property
     def how(self) -> str:
-        is_full = self.code == NO_MEMORY
-        return f"it needs more memory than {self._bound}" if is_full else super().how
-
-    async def launch(self, command: Sequence[str], environment: Mapping[str, str]) -> Self:
-        files = (self._notes.fileno(), self.rows.fileno())
-        return await self.start(command, environment, files, stderr=subprocess.PIPE)
+        code = self._process.returncode or 0
+        if code == NO_MEMORY:
+            return f"it needs more memory than {self._bound}"
+        return signal_name(-code) or f"exit code {code}"
 
     async def greet(self, allow: tuple[str, ...], max_bytes: int, footer_bytes: int) -> None:
         try:
             async with asyncio.timeout(_START_S):
                 notes, rows = self._notes.fileno(), self.rows.fileno()
-                await self.send(packed(ExaminerHello(allow, max_bytes, notes, rows, footer_bytes)))
+                await self._say(packed(ExaminerHello(allow, max_bytes, notes, rows, footer_bytes)))
                 await self._receive_answer()
         except TimeoutError:
-            raise ChildEnded(f"it is not ready after {_START_S:g} s") from None
+            raise _ExaminerEnded(f"it is not ready after {_START_S:g} s") from None
 
     async def ask(self, request: bytes) -> ExaminerReply | None:
         """Sends a request; `None` = the process had ended before it took it."""
-        await self.send(request)
         try:
+            await self._say(request)
             await self._receive_answer()
-        except ChildEnded:
+        except _ExaminerEnded:
             return None
         return await self._receive_answer(_MAX_RESULT_BYTES)
 
+    async def wait(self) -> None:
+        await self._is_gone.wait()
+
+    def kill(self) -> None:
+        if not self._is_gone.is_set():  # another process may have its number by now
+            os.kill(self._process.pid, signal.SIGKILL)
+
     async def shut_down(self) -> None:
-        await self.end()
+        self.kill()
+        with suppress(TimeoutError):  # a hanging store may hold it in the kernel
+            async with asyncio.timeout(_END_S):
+                await self.wait()
+        self._writer.transport.abort()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
         self.has_ended = True
 
+    async def _say(self, message: bytes) -> None:
+        with suppress(ConnectionError):
+            self._writer.write(message)
+            await self._writer.drain()
+
     async def _receive_answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> ExaminerReply:
-        return await self.receive(ExaminerReply, max_bytes)
+        try:
+            return msgspec.msgpack.decode(await received(self._reader, max_bytes), type=ExaminerReply)
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError, msgspec.MsgspecError):
+            self.kill()
+            await self.wait()
+            raise _ExaminerEnded(self.how) from None
 
-    def _hear(self, line: bytes) -> None:
-        """Keeps the end of stderr, where C++ explains an abort."""
-        self._tail = (self._tail + line)[-_TAIL_BYTES:]
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Keeps the end of stderr, where C++ explains an abort.
 
-    def _on_end(self) -> None:
-        self._listener.join()
-        super()._on_end()
+        The loop reaps the process, so that `kill` never hits another one with its number.
+        """
+        assert self._process.stderr is not None
+        tail = b""
+        with self._process.stderr as stderr:
+            while text := os.read(stderr.fileno(), _TAIL_BYTES):
+                tail = (tail + text)[-_TAIL_BYTES:]
+        self.output = tail.decode(errors="replace").strip()
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        try:
+            loop.call_soon_threadsafe(self._on_exit)
+        except RuntimeError:  # the loop is closed
+            self._process.wait()
 
-    def _on_gone(self) -> None:
+    def _on_exit(self) -> None:
+        self._process.wait()
         with self._notes, self.rows:
             self.files = notes_of(self._notes.fileno())
-        super()._on_gone()
+        self._is_gone.set()

@@ -1,19 +1,18 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer PID`.
 
 A thread would need the GIL, which model code may hold for longer than a lease. The worker
-(`renewals.ProcessRenewals`) sends `RenewerHello`, then `HeldLeases` each second, and gets a `RenewalReport`
-after each renewal.
+(`renewals.ProcessRenewals`) sends `RenewerHello`, then `HeldLeases` each second, to its standard input, and reads a
+`RenewalReport` after each renewal from its standard output.
 
 The renewer renews the last reported leases. While a model holds the GIL, the worker can't report: the renewer asks
 Redis for entries that the worker has fetched since, and renews those too. When the worker is gone, or stopped
 (SIGSTOP), the renewer renews nothing, so that others take over.
 
 It also kills a worker that does not end by itself when an execution exceeds its model's limit (`due_table`, decision
-0031).
+0031). It imports neither numpy nor pydantic.
 """
 
 import os
-import queue
 import select
 import signal
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from qinfer.core.processes import packed, parent_messages, protect_process
+from qinfer.core.processes import LENGTH, packed, protect_process
 from qinfer.queue import keys
 from qinfer.queue.clients import Login, blocking_client
 from qinfer_workers.due_table import NAME_BYTES, DueReader
@@ -38,6 +37,7 @@ GUARD_S = 0.5
 
 _RETRY_S = 0.5
 _PAGE = 1000
+_READ_BYTES = 1 << 16
 
 
 class RenewerHello(msgspec.Struct, array_like=True):
@@ -158,6 +158,29 @@ class Renewer:
         return lost
 
 
+class _Inbox:
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def read(self, wait_s: float) -> bool:
+        ready, _, _ = select.select([sys.stdin.fileno()], [], [], max(wait_s, 0.0))
+        if not ready:
+            return True
+        found = os.read(sys.stdin.fileno(), _READ_BYTES)
+        self._bytes += found
+        return bool(found)
+
+    def pop_messages(self) -> bytes | None:
+        if len(self._bytes) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack_from(self._bytes)[0]
+        if len(self._bytes) < end:
+            return None
+        message = bytes(self._bytes[LENGTH.size : end])
+        del self._bytes[:end]
+        return message
+
+
 class _Outbox:
     def __init__(self) -> None:
         self._unsent: list[tuple[bytes, bytes]] = []
@@ -213,25 +236,23 @@ def killed_line(models: list[str], pid: int, log_format: str) -> str:
     return msgspec.json.encode(fields | {"process": "renewer", "models": models, "pid": pid}).decode() + "\n"
 
 
-def _renew_leases(parent: int, messages: "queue.Queue[bytes]") -> None:
-    if not (first := messages.get()):
-        return
-    hello, decoder = msgspec.msgpack.decode(first, type=RenewerHello), msgspec.msgpack.Decoder(HeldLeases)
-    renewer, outbox, due_s, is_well = Renewer(hello), _Outbox(), time.monotonic() + hello.every_s, True
-    if hello.due:
-        guard = partial(_guard, parent, DueReader(hello.due), hello)
-        threading.Thread(target=guard, name="guard").start()
-    while os.getppid() == parent:
-        with suppress(queue.Empty):
-            message = messages.get(timeout=max(due_s - time.monotonic(), 0.0))
-            while message:
-                held = decoder.decode(message)
-                renewer.report(held)
-                if held.now and is_well:  # else a worker that waits for a success would ask in a loop
-                    due_s = 0.0
-                message = messages.get_nowait()
-            return
-        if time.monotonic() < due_s:
+def _renew_leases(parent: int) -> None:
+    inbox, outbox, renewer, due_s, is_well = _Inbox(), _Outbox(), None, 0.0, True
+    decoder = msgspec.msgpack.Decoder(HeldLeases)
+    while inbox.read(due_s - time.monotonic() if renewer else _RETRY_S) and os.getppid() == parent:
+        while (message := inbox.pop_messages()) is not None:
+            if renewer is None:
+                hello = msgspec.msgpack.decode(message, type=RenewerHello)
+                renewer, due_s = Renewer(hello), time.monotonic() + hello.every_s
+                if hello.due:
+                    guard = partial(_guard, parent, DueReader(hello.due), hello)
+                    threading.Thread(target=guard, name="guard").start()
+                continue
+            held = decoder.decode(message)
+            renewer.report(held)
+            if held.now and is_well:  # else a worker that waits for a success would ask in a loop
+                due_s = 0.0
+        if renewer is None or time.monotonic() < due_s:
             continue
         is_well = False
         if _is_running(parent):
@@ -244,8 +265,12 @@ def _renew_leases(parent: int, messages: "queue.Queue[bytes]") -> None:
 def main() -> int:
     """Serves the worker whose process id is the first argument."""
     protect_process(os.environ)
-    with suppress(BrokenPipeError):  # the worker is gone
-        _renew_leases(int(sys.argv[1]), parent_messages())
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # they are for the worker, which needs its leases to drain
+    try:
+        _renew_leases(int(sys.argv[1]))
+    except BrokenPipeError:
+        return 0  # the worker is gone
     return 0
 
 

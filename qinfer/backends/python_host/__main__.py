@@ -4,9 +4,10 @@ Args:
     descriptor: The inherited socket to the worker.
     asks: The inherited socket for questions about the model's readiness.
     metrics: The inherited memory of the model's own metrics.
-    parent: The worker's process id.
+    parent: The worker's process id; the kernel ends this process with the worker.
 """
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -19,7 +20,8 @@ from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.custom_metrics import connect_metrics
 from qinfer.backends.python_host.host import ModelHost
 from qinfer.backends.python_host.metric_table import MetricTable
-from qinfer.core.processes import end_with_parent
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 IGNORED = (signal.SIGTERM, signal.SIGINT)
 
@@ -37,7 +39,9 @@ def _heed() -> None:
 
 def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     """Serves one model; returns the exit status."""
-    end_with_parent(parent)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
     faulthandler.enable()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for signum in IGNORED:  # the draining worker decides, not the group's signals

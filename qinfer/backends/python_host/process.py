@@ -2,12 +2,15 @@
 
 import logging
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,8 +20,7 @@ from qinfer.backends.parameters import environments, model_variables
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.metric_table import MetricMemory
-from qinfer.backends.python_host.services import MARK
-from qinfer.core.children import ChildProcess
+from qinfer.backends.python_host.services import LINE_BYTES, MARK
 from qinfer.core.processes import signal_name
 from qinfer.errors import BackendUnavailable
 from qinfer.observe.logs import EXCEPTION, MODELS
@@ -37,7 +39,40 @@ _DEATH_S = 5.0
 _TAIL_LINES = 20
 
 
-class HostProcess(ChildProcess):
+class _Spawner:
+    """Starts processes from one thread that never ends.
+
+    The kernel ends a host process with the *thread* that started it (prctl(2), PR_SET_PDEATHSIG).
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]]
+        self._jobs = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run_jobs, name="python-hosts", daemon=True)
+                self._thread.start()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self._jobs.put((start, started))
+        return started.result()
+
+    def _run_jobs(self) -> None:
+        while True:
+            start, started = self._jobs.get()
+            try:
+                started.set_result(start())
+            except BaseException as error:  # noqa: BLE001  it is raised where the process is wanted
+                started.set_exception(error)
+
+
+_spawner = _Spawner()
+
+
+class HostProcess:
     """A host process, in the `environment` of its model, or in the environment of the worker (`None`).
 
     Args:
@@ -54,7 +89,6 @@ class HostProcess(ChildProcess):
         ended: Callable[["HostProcess"], None] = lambda _: None,
         environment: Path | None = None,
     ) -> None:
-        super().__init__()
         self._model = model
         self.environment = environment
         self._of_model = {"model": model, "version": version}
@@ -62,10 +96,11 @@ class HostProcess(ChildProcess):
         self.held: Callable[[], list[str]] = list
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._is_expected_to_end = False
+        self._has_ended = threading.Event()
+        self._reaping = threading.Lock()
         if sys.platform != "linux":
             raise BackendUnavailable("backend 'python' needs Linux: it ends and feeds processes by means of its kernel")
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.channel = Channel(mine)
         self.asks, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.metrics = MetricMemory()
         with theirs, asked:
@@ -73,19 +108,47 @@ class HostProcess(ChildProcess):
             # -B: byte code beside the model would look like a change.
             command = [sys.executable, "-P", "-B", "-u", "-m", *_program(environment)]
             command += [*map(str, descriptors), str(os.getpid())]
-            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            variables = model_variables()
+
+            def start() -> subprocess.Popen[bytes]:
+                return subprocess.Popen(  # noqa: S603  our own interpreter and module
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=descriptors,
+                    env=variables,
+                    start_new_session=True,
+                )
+
             try:
-                self._spawn(command, model_variables(), descriptors, **streams)
+                self._process = _spawner.run(start)
             except BaseException:
-                self._close()
+                mine.close()
+                self.asks.close()
+                self.metrics.close()
                 raise
+        self.channel = Channel(mine)
+        self._listener = threading.Thread(target=self._listen, name=f"output-{model}", daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._await_end, name=f"end-{model}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return not self._has_ended.is_set()
 
     def death(self) -> str:
         """Waits for the end; returns its cause, such as `signal 11: SIGSEGV`."""
         if not self._has_ended.wait(_DEATH_S):
             self.sweep()
             return "it closed its connection and did not end"
-        code = self.code or 0
+        code = self._process.returncode
         hint = ": out of memory?" if -code == signal.SIGKILL else ""
         return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}{hint}"
 
@@ -98,14 +161,14 @@ class HostProcess(ChildProcess):
         if not self._has_ended.wait(finalize_s):
             extra = {"model": self._model, "pid": self.pid, "after_s": finalize_s}
             logger.warning("the model's process does not end", extra=extra)
-            self.send_signal(signal.SIGTERM)
+            self._signal(signal.SIGTERM)
             self._has_ended.wait(TERMINATE_S)
         self.sweep()
 
     def interrupt(self) -> None:
         """Kills the process without waiting."""
         self._is_expected_to_end = True
-        self.send_signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     def kill(self) -> None:
         """Ends the process now."""
@@ -114,24 +177,44 @@ class HostProcess(ChildProcess):
 
     def sweep(self) -> None:
         """Ends the process's children and its connection."""
-        self.send_signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._has_ended.wait()
-        self._close()
-
-    def _close(self) -> None:
         self.channel.close()
         self.asks.close()
         self.metrics.close()
 
-    def _on_end(self) -> None:
+    def _signal(self, number: signal.Signals) -> None:
+        """Signals the whole group, because the model may have started processes."""
+        with self._reaping:
+            if not self._has_ended.is_set():
+                self._signal_group(number)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _await_end(self) -> None:
+        """Waits for the process itself: its children may keep the connection open."""
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:
+            self._signal_group(signal.SIGKILL)
+            self._process.wait()
+            self._has_ended.set()
         self.channel.shutdown()
-        self._listener.join(_DEATH_S)  # the model's processes may keep the output open
+        self._listener.join(_DEATH_S)
         if not self._is_expected_to_end:
             extra = {**self._of_model, "pid": self.pid, "how": self.death(), "request_ids": self.held()}
             logger.error("the model's process died", extra={**extra, "output": "\n".join(self._tail)})
         self._ended(self)
 
-    def _hear(self, line: bytes) -> None:
+    def _listen(self) -> None:
+        output = self._process.stdout
+        if output is not None:
+            with output:
+                while line := output.readline(LINE_BYTES):
+                    self._heard(line)
+
+    def _heard(self, line: bytes) -> None:
         text, mark, record = line.decode(errors="replace").rstrip("\n").partition(MARK)
         if text:
             self._tail.append(text)

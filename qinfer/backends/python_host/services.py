@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from qinfer.backends.python_host.errors import text
-from qinfer.core.processes import LINE_BYTES
 
 MARK = "\x1eqinfer:"
 """Begins a log record (JSON) on stderr."""
+
+LINE_BYTES = 16 * 1024
+"""The worker reads longer lines in pieces."""
 
 _MOST_REQUESTS = 20
 _MESSAGE = "the message of a log"

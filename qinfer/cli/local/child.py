@@ -1,8 +1,8 @@
 """Runs a program as a child of `qinfer up` that ends with it: `python -m qinfer.cli.local.child CPUS MODULE`.
 
 Only the supervisor holds the pipe that is the child's standard input. When it dies, even by SIGKILL, the kernel closes
-the pipe: the program gets SIGTERM and drains, so that no orphan holds a port. (`end_with_parent` needs Linux, and does
-not drain.)
+the pipe: the program gets SIGTERM and drains, so that no orphan holds a port. (`PR_SET_PDEATHSIG` needs Linux and code
+between fork and exec, and misses a parent that dies before the call.)
 """
 
 import os

@@ -4,12 +4,14 @@ import asyncio
 import logging
 import os
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 
-from qinfer.core.children import ChildEnded, MessageChild
+import msgspec
+
 from qinfer.core.environments import helper_environment
-from qinfer.core.processes import packed
+from qinfer.core.processes import packed, received
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.observe.stats import OVERDUE
@@ -71,33 +73,38 @@ class ProcessRenewals:
 
     async def _run_one(self, keeper: LeaseKeeper) -> int | None:
         command = [sys.executable, "-P", "-m", renewer.__name__, str(os.getpid())]
-        child = await MessageChild().start(command, self._environment, self._inherited)
+        process = await asyncio.create_subprocess_exec(
+            *command, env=self._environment, stdin=PIPE, stdout=PIPE, pass_fds=self._inherited
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
-                sender = tasks.create_task(self._send_leases(child, keeper))
-                with suppress(ChildEnded):
-                    while True:
-                        self._handle_report(await child.receive(renewer.RenewalReport), keeper)
+                sender = tasks.create_task(self._send_leases(process, keeper))
+                await self._listen(process, keeper)
                 sender.cancel()
         finally:
-            await child.end()
-        return child.code
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        return process.returncode
 
     def ask(self) -> None:
         """Renews at once."""
         self._asked.set()
 
-    async def _send_leases(self, child: MessageChild, keeper: LeaseKeeper) -> None:
+    async def _send_leases(self, process: Process, keeper: LeaseKeeper) -> None:
+        assert process.stdin is not None
         pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
-        await child.send(packed(self._hello))
-        while True:
-            held = self._held(keeper)
-            held.now = self._asked.is_set()
-            self._asked.clear()
-            await child.send(packed(held))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._asked.wait()
+        with suppress(ConnectionError):  # `_listen` handles its end
+            process.stdin.write(packed(self._hello))
+            while True:
+                held = self._held(keeper)
+                held.now = self._asked.is_set()
+                self._asked.clear()
+                process.stdin.write(packed(held))
+                await process.stdin.drain()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._asked.wait()
 
     def _held(self, keeper: LeaseKeeper) -> renewer.HeldLeases:
         held = renewer.HeldLeases({}, owners={owner: list(lease.keys) for owner, lease in keeper.owners.items()})
@@ -109,6 +116,13 @@ class ProcessRenewals:
             self._lanes[keys.lane(entry.lane)] = entry.lane
             held.lanes.setdefault(keys.lane(entry.lane), {})[entry.entry_id.encode()] = until_s
         return held
+
+    async def _listen(self, process: Process, keeper: LeaseKeeper) -> None:
+        assert process.stdout is not None
+        decoder = msgspec.msgpack.Decoder(renewer.RenewalReport)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self._handle_report(decoder.decode(await received(process.stdout)), keeper)
 
     def _handle_report(self, report: renewer.RenewalReport, keeper: LeaseKeeper) -> None:
         self._backoff.reset()

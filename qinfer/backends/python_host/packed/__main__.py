@@ -9,6 +9,7 @@ Args:
     descriptors, parent: As in `qinfer.backends.python_host`.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -28,7 +29,6 @@ from qinfer.backends.python_host.messages import EnvironmentReady, HostFailure
 from qinfer.backends.python_host.packed import start
 from qinfer.backends.python_host.packed.archive import ArchiveBounds
 from qinfer.backends.python_host.packed.environments import Environments, with_libraries
-from qinfer.core.processes import end_with_parent
 from qinfer.errors import ModelLoadFailed
 
 OLDEST = (3, 11)
@@ -41,6 +41,8 @@ PROBE_S = 120.0
 """Limits activating an environment, and starting its Python."""
 
 _QINFER = Path(start.__file__).parents[3]
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 _PROBE = """
 import importlib.util, json, sys, sysconfig
 found = {}
@@ -73,7 +75,9 @@ class Interpreter(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     """Becomes the model's process; returns a status only on failure."""
     environment, directory, max_bytes, max_files, *descriptors, parent = arguments
-    end_with_parent(int(parent))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return 1
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)
     channel = Channel(socket.socket(fileno=int(descriptors[0])))

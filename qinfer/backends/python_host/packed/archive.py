@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from qinfer.core.processes import data_bytes
 from qinfer.errors import ModelLoadFailed
 
 _GZIP = b"\x1f\x8b"
@@ -181,10 +180,15 @@ def _member_error(member: str, why: str) -> ModelLoadFailed:
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = data_bytes() + _MEMORY_BYTES
+    most = _data_bytes() + _MEMORY_BYTES
     lowest = min(limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (lowest, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """Returns the data size as `RLIMIT_DATA` counts it (proc(5), `statm`)."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import IO, Any
@@ -87,16 +88,16 @@ async def test_a_renewer_that_can_not_be_started_is_tried_again(
 ) -> None:
     """It ends neither the worker nor in a flood of lines."""
     caplog.set_level(logging.INFO)
-    start, tries = subprocess.Popen, 0
+    start, tries = asyncio.create_subprocess_exec, 0
 
-    def refusing(*command: Any, **options: Any) -> "subprocess.Popen[bytes]":
+    async def refusing(*command: Any, **options: Any) -> Process:
         nonlocal tries
         tries += 1
         if tries <= 3:
             raise OSError(12, "Cannot allocate memory")
-        return start(*command, **options)
+        return await start(*command, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", refusing)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing)
     monkeypatch.setattr(renewals, "_RETRY_S", 0.01)
     keeper = keeper_of(ProcessRenewals(Settings(redis=RedisSettings(url=SecretStr(NOWHERE))), "w", os.environ))
     async with asyncio.TaskGroup() as tasks:
