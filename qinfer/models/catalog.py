@@ -99,13 +99,13 @@ class Catalog:
         self._seen_versions: dict[str, set[int]] = {}
         """Model → all versions ever seen."""
 
-    async def refresh(self) -> None:
-        """Replaces the view, unless the store has lost data."""
+    async def refresh(self) -> bool:
+        """Replaces the view, unless the store has lost data; returns whether it did."""
         async with self._refreshing:
             workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
             now = await self._read_models(workers)
             if now is None:
-                return
+                return False
             desired, stored = now.desired, now.stored
             statuses = assess(desired, stored, workers)
             capacities = await self._capacities(statuses, workers)
@@ -130,6 +130,7 @@ class Catalog:
             self.shown(asked)
             self._refreshed = True
             self._started = self._started or have_begun(statuses.values())
+            return True
 
     async def _read_models(self, workers: Sequence[WorkerRecord]) -> InstallationState | None:
         now = await self._guard.read()

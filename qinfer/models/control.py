@@ -48,7 +48,7 @@ class ModelControl:
         store: ControlStore,
         delivery: Queue,
         settings: RepositorySettings,
-        refresh: Callable[[], Awaitable[None]],
+        refresh: Callable[[], Awaitable[object]],
     ) -> None:
         self._source = source
         self._store = store

@@ -53,6 +53,9 @@ class Scene:
         self.sinks.append(sink)
         return self
 
+    async def look_again(self) -> None:
+        """Every model is ready."""
+
     def cancel(self) -> None:
         self.cancelled += 1
 

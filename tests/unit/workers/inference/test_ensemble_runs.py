@@ -99,6 +99,9 @@ class Scene:
         self.opened.append(Open(step, request, sink))
         return self.opened[-1]
 
+    async def look_again(self) -> None:
+        """Every model is ready."""
+
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
         if len(self.sent) >= self.room_count:
             return False

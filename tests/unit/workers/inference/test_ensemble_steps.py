@@ -71,6 +71,9 @@ class Way:
         self._opened.append(Open(step, request, sink, is_near=self._is_near))
         return self._opened[-1]
 
+    async def look_again(self) -> None:
+        """Every model is ready."""
+
 
 class Scene:
     """An ensemble of models one behind the other, and what becomes of the steps of its sequence 5."""

@@ -15,6 +15,9 @@ from qinfer.errors import (
     DeadlineExceeded,
     DeadlineInfeasible,
     InferenceFailed,
+    ModelNotFound,
+    ModelNotReady,
+    QinferError,
     QueueFull,
 )
 from qinfer.models.ensemble_graph import PlanStep
@@ -53,7 +56,8 @@ class Scene:
 
     def __init__(self, retried: frozenset[str] = AWAY, most: int = 0) -> None:
         self.submitted: list[Submitted] = []
-        self.refusals: list[BrokerUnavailable | QueueFull] = []
+        self.refusals: list[QinferError] = []
+        self.looks = 0
         self.time_s = 1000.0
         self.way = StepWay(self, lambda: self.time_s, retried, StepLimits(most) if most else None)
         self.calls: dict[str, StepCall] = {}
@@ -66,6 +70,9 @@ class Scene:
         request.generation, request.timeout_s = 7, timeout_s
         self.submitted.append(Submitted(request, sink, timeout_s))
         return self.submitted[-1]
+
+    async def look_again(self) -> None:
+        self.looks += 1
 
     async def begin(self, name: str = "a", step: PlanStep = FIRST, timeout_s: float = 60.0) -> "asyncio.Task[Response]":
         """Begins a step."""
@@ -123,6 +130,20 @@ async def test_a_step_that_can_not_be_submitted_at_first() -> None:
     await (await scene.tries(1)).give()
 
     assert await failure_of(running) is None
+
+
+@pytest.mark.parametrize("refusal", [ModelNotFound("unknown"), ModelNotReady("loading")])
+async def test_a_model_that_is_not_known_to_be_ready_is_looked_for_once_more(refusal: QinferError) -> None:
+    """The gateway let the request in because it knew of the model; a worker that has just started may not yet."""
+    scene = Scene()
+    scene.refusals = [refusal]
+    running = await scene.begin()
+    await scene.submitted[-1].give()
+    scene.refusals = [refusal, refusal]
+    refused = await scene.begin("b")
+
+    assert [await failure_of(running), await failure_of(refused)] == [None, Failure.from_error(refusal)]
+    assert scene.looks == 2
 
 
 async def test_a_step_that_has_ended_is_freed_without_the_garbage_collector(request: pytest.FixtureRequest) -> None:

@@ -59,6 +59,10 @@ class BulkSteps:
         request.priority = 0 if batching is None else batching.priority_levels
         return self._caller.submit_step(step, request, sink, timeout_s, cached=False)
 
+    async def look_again(self) -> None:
+        """As `WorkerCaller.look_again`."""
+        await self._caller.look_again()
+
 
 class EnsembleInstance:
     """Runs batches of a shard's thread on the event loop."""

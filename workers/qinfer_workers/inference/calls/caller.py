@@ -172,6 +172,10 @@ class WorkerCaller:
         self.local.called(served.lane)
         return WaitingStep(self._submission.pending, pending, self.local)
 
+    async def look_again(self) -> None:
+        """Reads the catalog anew: the gateway that let a request in may have known of a model sooner."""
+        await self._refresh(RECHECK_S)
+
     def is_target(self, model: str, version: int) -> bool:
         """Returns whether a call to a model version is in progress."""
         return self._submission.pending.has_any_of(model, version)
@@ -336,17 +340,20 @@ class WorkerCaller:
             self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
-        """Without the store, the last view stays."""
+        """Without the store, or while its data is restored, the last view stays."""
         async with self._refreshing:
             if self._now_s() - self._refreshed_at <= older_than_s:
                 return
             try:
-                await self._catalog.refresh()
+                is_new = await self._catalog.refresh()
+                if not is_new and self._refreshed_at == float("-inf"):
+                    raise BrokerUnavailable("models are being restored; try again")
             except BrokerUnavailable:
                 if self._refreshed_at == float("-inf"):
                     raise
                 return
-            self._refreshed_at = self._now_s()
+            if is_new:
+                self._refreshed_at = self._now_s()
 
     async def listen(self) -> None:
         """Reads the reply stream; returns once it exists."""
@@ -376,6 +383,10 @@ class FarSteps(NamedTuple):
     ) -> "WaitingStep":
         """Submits a step through its lane."""
         return self.caller.submit_step(step, request, sink, timeout_s, near=False)
+
+    async def look_again(self) -> None:
+        """As `WorkerCaller.look_again`."""
+        await self.caller.look_again()
 
 
 class WaitingStep(NamedTuple):

@@ -1,7 +1,8 @@
 """A step of an ensemble's request, from its submission to its last response.
 
 It is submitted again, until the deadline, while Redis is away, so that an outage does not fail the request. Steps of
-asynchronous requests are also repeated while a model is overloaded. Answers of earlier submissions are dropped; a
+asynchronous requests are also repeated while a model is overloaded. A model that this worker does not know to be ready
+is looked for once more, because the gateway has seen it. Answers of earlier submissions are dropped; a
 numbered step of a sequence executes once.
 """
 
@@ -23,6 +24,7 @@ from qinfer_workers.inference.ensembles.traces import LEFT, RunTrace, StepSpan
 _FIRST_S, _LAST_S = 0.05, 1.0
 AWAY = frozenset({ErrorCode.BROKER_UNAVAILABLE.value})
 OF_STORED = AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.value}
+_UNREADY = (ErrorCode.MODEL_NOT_FOUND.value, ErrorCode.MODEL_NOT_READY.value)
 
 
 class StepHandle(Protocol):
@@ -47,6 +49,10 @@ class StepSubmitter(Protocol):
 
     def submit_step(self, step: PlanStep, request: OutgoingRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step; the sink gets its answer or failure later."""
+        ...
+
+    async def look_again(self) -> None:
+        """Reads anew which models are ready."""
         ...
 
 
@@ -144,6 +150,9 @@ class StepCall:
             self._has_slot = True
         for failures in count(1):
             failure = self._submit()
+            if failure is not None and failure.code in _UNREADY:
+                await way.steps.look_again()
+                failure = self._submit()
             if failure is None:
                 response = await self._received()
                 failure = response.failure
