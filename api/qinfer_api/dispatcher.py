@@ -213,7 +213,8 @@ class Dispatcher:
         request.tenant, request.trace = context.tenant, context.trace
         if entrance.spec.decoupled and sink.no_stream:
             raise UnsupportedFeature(sink.no_stream)
-        timeout_s = timeout_of(entrance, asked_s, within_s)
+        is_usual = asked_s is None and within_s == math.inf
+        timeout_s = entrance.usual_timeout_s if is_usual else timeout_of(entrance, asked_s, within_s)
         try:
             return entrance.submit(request, sink, timeout_s, quota)
         except (InvalidRequest, Overloaded) as error:

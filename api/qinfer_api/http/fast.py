@@ -26,6 +26,7 @@ from qinfer_api.http.head import MAX_FAST_BYTES, HeadReader, RequestHead, Visito
 from qinfer_api.http.infer import (
     DECOUPLED,
     ENCODERS,
+    JSON_BYTES,
     HttpReply,
     InferCodec,
     compile_forward,
@@ -89,7 +90,7 @@ class FastCall:
             if self.reply is None:
                 self.set_reply(error_reply(501, DECOUPLED))
             return
-        if not is_slow(response.nbytes, self._plan):
+        if (nbytes := response.nbytes) <= JSON_BYTES or not is_slow(nbytes, self._plan):
             self.set_reply(self._encoded(response))
         else:
             thread = asyncio.get_running_loop().run_in_executor(ENCODERS, self._encoded, response)

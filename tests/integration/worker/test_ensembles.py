@@ -16,6 +16,9 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.testing import eventually
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.store import EndpointStore
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.serving import Serving
+from qinfer_workers.inference.worker import Worker
 from tests.support import models, python_models
 from tests.support.ensembles import EnsemblesServed, add, chain, ensemble, ensembles_served, scale
 
@@ -250,6 +253,31 @@ async def test_another_worker_runs_what_a_dead_one_held(scene: EnsemblesServed) 
     await eventually(lambda: held(scene, "w1"), description="an ensemble request in the first worker")
 
     await scene.kill("w1")
+    await scene.worker("w3")
+
+    assert await answer == pytest.approx([0.6, 1.2])
+
+
+async def test_what_a_dead_worker_held_begins_once_steps_may_be_submitted(
+    scene: EnsemblesServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may reclaim a request before it has fetched any; it must know the models of the steps by then."""
+    await scene.sync()
+    await scene.worker("w1", models=("line",))
+    await scene.worker("w2", models=("t*", "add", "fork", "nested"))
+    await scene.ready()
+    await scene.stop("w2")
+    answer = asyncio.create_task(scene.infer("line"))
+    await eventually(lambda: held(scene, "w1"), description="an ensemble request in the first worker")
+    await scene.kill("w1")
+    fetch = Worker._fetch_loop
+
+    async def fetch_no_ensemble(worker: Worker, serving: Serving) -> None:
+        if isinstance(serving.batcher, EnsembleBatcher):
+            await asyncio.Event().wait()
+        await fetch(worker, serving)
+
+    monkeypatch.setattr(Worker, "_fetch_loop", fetch_no_ensemble)
     await scene.worker("w3")
 
     assert await answer == pytest.approx([0.6, 1.2])

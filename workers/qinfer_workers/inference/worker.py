@@ -331,8 +331,6 @@ class Worker:
         key = batcher.model.spec.name, batcher.model.version
         outage = OutageLog(logger, "requests not fetched, trying again", "requests are fetched again")
         await self._keeper.watch(serving.lanes)
-        if batcher.model.spec.decoupled:
-            await self._caller.listen()
         while True:
             if not self._keeper.can_renew(serving.lanes):
                 await self._keeper.watch(serving.lanes)
@@ -345,8 +343,7 @@ class Worker:
                 continue
             quiet.clear()
             try:
-                if isinstance(batcher, EnsembleBatcher):
-                    await self._caller.follow()
+                await self._connect(batcher)
                 lanes = batcher.welcome(serving.lanes)
                 leases = await self._queue.fetch(lanes, self._id, count, min(wait_s, longest_s))
                 if outage.is_out:
@@ -408,6 +405,7 @@ class Worker:
             for key, serving in await lookout.chosen(self._serving):
                 try:
                     await serving.find_leftovers(self._queue)
+                    await self._connect(serving.batcher)
                     if isinstance(serving.batcher, EnsembleBatcher):
                         await self._begin_again(serving, serving.batcher)
                     elif await self._has_suspects(serving):
@@ -426,6 +424,13 @@ class Worker:
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.add_items(suspects)
+
+    async def _connect(self, batcher: LaneBatcher) -> None:
+        """Waits until the steps of an ensemble may be submitted, and credits of streams arrive."""
+        if isinstance(batcher, EnsembleBatcher):
+            await self._caller.follow()
+        elif batcher.model.spec.decoupled:
+            await self._caller.listen()
 
     async def _has_suspects(self, serving: Serving) -> bool:
         """Returns whether there is an entry to reclaim, and gives it back, so that it counts no delivery."""
