@@ -326,6 +326,7 @@ def decode_infer(message: ParsedRequest, regions: Regions, max_bytes: int = MAX_
 
 
 _MAX_REMEMBERED = 1024
+_MOST_LEARNT_BYTES = 16 * 2**20
 _MAX_BEGIN_BYTES = 1024
 
 
@@ -341,13 +342,18 @@ class _KnownMessage(NamedTuple):
 class Repetitions:
     """Decodes messages that differ from earlier messages only in their data, without protobuf.
 
-    Such messages have one raw input, at their end, no id and no parameters.
+    Such messages have one raw input, at their end, no id and no parameters. One thread reads, others may learn.
     """
 
     def __init__(self) -> None:
         self._begins: dict[int, int] = {}  # message size → the data's start
         self._known: dict[bytes, _KnownMessage] = {}
         self._repeats = Repeats()
+
+    def knows(self, blob: Bytes) -> bool:
+        """Returns whether `decode` will decode a message."""
+        begin = self._begins.get(len(blob))
+        return begin is not None and bytes(blob[:begin]) in self._known
 
     def decode(self, blob: Bytes) -> DecodedRequest | None:
         """Decodes a known message, or returns `None`."""
@@ -370,6 +376,8 @@ class Repetitions:
             return
         if fields.id or fields.parameters or decoded.plan is not _PLAIN:
             return
+        if len(blob) > LARGE_BYTES and (request.inputs[0].datatype == "BYTES" or len(blob) > _MOST_LEARNT_BYTES):
+            return  # each string is checked; the comparison below takes long
         begin = len(blob) - len(raw[0])
         key = bytes(blob[:begin])
         if begin > _MAX_BEGIN_BYTES or not self._repeats.has(key) or not _ends_with_data(key, blob, raw[0]):

@@ -177,8 +177,8 @@ class Infer:
             stream.check_caller()
 
     def is_slow(self, blob: Bytes) -> bool:
-        """Returns whether decoding is slow: a large request, or shared memory."""
-        return len(blob) > LARGE_BYTES or self._reads_memory(blob)
+        """Returns whether decoding is slow: a large request unlike those before, or shared memory."""
+        return (len(blob) > LARGE_BYTES and not self._repetitions.knows(blob)) or self._reads_memory(blob)
 
     def submit(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall:
         """Decodes and submits a request for `sink`."""
@@ -206,7 +206,7 @@ class Infer:
             if message.typed:
                 self._check_announced(message)
             async with self._turn(message.typed_bytes):
-                decoded = await asyncio.to_thread(self._decode_and_check, message, call)
+                decoded = await asyncio.to_thread(self._decode_and_check, blob, message, call)
             return self._submit(decoded, call, sink)
         except QinferError as error:
             fields = message.fields
@@ -247,8 +247,10 @@ class Infer:
             with_headers(request, forwarded)
         return decoded
 
-    def _decode_and_check(self, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
-        decoded = self._completed(self._decode(message, call.context.tenant), call)
+    def _decode_and_check(self, blob: Bytes, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
+        decoded = self._decode(message, call.context.tenant)
+        self._repetitions.learn(blob, message, decoded)
+        decoded = self._completed(decoded, call)
         plan = self.dispatcher.aim(call.context, decoded.request, call.head.first, decoded.plan)
         self.dispatcher.check(decoded.request)
         return decoded._replace(plan=plan)

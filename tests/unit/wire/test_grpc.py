@@ -378,19 +378,34 @@ def test_streamed_errors_name_their_request() -> None:
     assert (reply.error_message, reply.infer_response.id) == ("broken", "i")
 
 
-def test_messages_that_differ_in_their_data_are_decoded_alike() -> None:
+@pytest.mark.parametrize("size", [8, 602_112])
+def test_messages_that_differ_in_their_data_are_decoded_alike(size: int) -> None:
     """Whoever reads them: protobuf, or what it left behind."""
     repetitions = Repetitions()
     for number in range(4):
-        message = pb.ModelInferRequest(model_name="m", model_version="2", raw_input_contents=[bytes([number]) * 8])
-        message.inputs.add(name="x", datatype="UINT8", shape=[1, 8])
+        message = pb.ModelInferRequest(model_name="m", model_version="2", raw_input_contents=[bytes([number]) * size])
+        message.inputs.add(name="x", datatype="UINT8", shape=[1, size])
         message.outputs.add(name="y")
         blob = message.SerializeToString()
         parsed = parse_infer(blob)
         decoded = decode_infer(parsed, NO_REGIONS)
 
+        assert repetitions.knows(blob) == (number > 1)
         assert repetitions.decode(blob) == (decoded if number > 1 else None)
         repetitions.learn(blob, parsed, decoded)
+
+
+def test_large_messages_of_strings_are_not_remembered() -> None:
+    """Each string is checked, which is not done on the event loop."""
+    repetitions = Repetitions()
+    message = pb.ModelInferRequest(model_name="m", raw_input_contents=[pack_bytes([b"x" * 100]) * 3000])
+    message.inputs.add(name="x", datatype="BYTES", shape=[3000])
+    blob = message.SerializeToString()
+    for _ in range(3):
+        parsed = parse_infer(blob)
+        repetitions.learn(blob, parsed, decode_infer(parsed, NO_REGIONS))
+
+    assert not repetitions.knows(blob)
 
 
 @pytest.mark.parametrize("special", ["id", "parameter", "two inputs", "typed", "no data"])
