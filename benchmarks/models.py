@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,18 @@ def mlp(name: str, widths: Sequence[int], seed: int) -> onnx.ModelProto:
     return graph.finish(name, [widths[0]], [widths[-1]])
 
 
+def _mean(name: str, dims: Sequence[int], seed: int) -> onnx.ModelProto:
+    """Means along the last dimension, and a dense layer: almost no computation for large inputs."""
+    graph = _Graph(seed)
+    means = graph.node("Flatten", graph.node("ReduceMean", "x", axes=[len(dims)], keepdims=0))
+    graph.dense(means, prod(dims[:-1]), 8, output="y")
+    return graph.finish(name, dims, [8])
+
+
+def _large(name: str, *dims: int) -> BenchModel:
+    return BenchModel(name=name, input_dims=dims, output_dims=(8,), build=lambda: _mean(name, dims, 4))
+
+
 def _conv(name: str, seed: int) -> onnx.ModelProto:
     """A residual net on 3x64x64 with about 50 M multiply-adds, that is 100 MFLOP, per image."""
     graph = _Graph(seed)
@@ -132,6 +145,10 @@ MODELS = {
             name="mlp", input_dims=(512,), output_dims=(256,), build=lambda: mlp("mlp", (512, 2048, 2048, 256), 2)
         ),
         BenchModel(name="conv", input_dims=(3, 64, 64), output_dims=(10,), build=lambda: _conv("conv", 3)),
+        _large("embedding", 64, 64),
+        _large("patch", 3, 112, 112),
+        _large("image", 3, 224, 224),
+        _large("frames", 8, 3, 224, 224),
     )
 }
 

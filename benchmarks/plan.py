@@ -21,6 +21,7 @@ OVERHEAD_S, CALLERS_OVERHEAD_S, START_S = 0.3, 1.5, 5.0
 Turns = Mapping[str, int]
 """Server → clean turns that it needs."""
 PAIR: Turns = {QINFER: 9, TRITON: 9}
+LARGE: Turns = {QINFER: 5, TRITON: 5}
 FAST: Turns = {**PAIR, MOSEC_ORJSON: 9}
 _OTHERS: Turns = {FASTAPI: 5, FASTAPI_ORJSON: 5, MOSEC: 5, "litserve": 3, "celery": 3}
 
@@ -111,6 +112,12 @@ SCENES = (
     ),
     Scene(model="mlp", encoding=GRPC, loads=(Load(connections=128, turns=PAIR),)),
     Scene(model="conv", encoding=BINARY, loads=(Load(connections=32, turns=PAIR, batches=(1, 32, 64)),)),
+    Scene(model="image", encoding=BINARY, loads=tuple(Load(connections=many, turns=LARGE) for many in (1, 16, 64))),
+    Scene(model="image", encoding=GRPC, loads=(Load(connections=16, turns=LARGE),)),
+    *(
+        Scene(model=model, encoding=BINARY, loads=(Load(connections=16, turns=LARGE),))
+        for model in ("embedding", "patch", "frames")
+    ),
 )
 GROUPS = stateful.GROUPS
 MODELS = tuple(dict.fromkeys([*(scene.model for scene in SCENES), *GROUPS]))
