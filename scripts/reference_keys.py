@@ -338,6 +338,12 @@ ROWS = (
         "a random id of the data in this Redis; `restoring:` and an id, for at most ten seconds, while a gateway "
         "restores data that Redis has lost",
     ),
+    Row(
+        keys.segment_secret,
+        "string",
+        "permanent",
+        "a secret of the processes that share [memory](../how-to/large-tensors.md)",
+    ),
     Row(keys.desired, "hash", "permanent", "the desired models, with their generations"),
     Row(keys.control, "stream", "bounded", "wakes the readers of the desired state"),
     Row(

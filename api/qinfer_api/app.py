@@ -21,6 +21,7 @@ from qinfer.core.api_keys import check_exposure
 from qinfer.core.messages import IdFactory
 from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import BulkSettings, HttpSettings, RepositorySettings, Settings
+from qinfer.core.settings_sections import SegmentSettings
 from qinfer.errors import BrokerUnavailable, Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
@@ -39,8 +40,11 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.queue.quotas import Quotas
+from qinfer.segments.reading import SegmentSharing
+from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import PendingCall
 from qinfer.submission.response_cache import ResponseCache
+from qinfer.submission.submit import Submission
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.routing import EndpointWatch
 from qinfer.traffic.store import EndpointStore, KeptTargets, TrialStore
@@ -230,7 +234,20 @@ class Gateway:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
             dispatcher.submission.set_cache(cache)
+        self._segments = self._share_memory(settings.segments, dispatcher.submission)
         return dispatcher
+
+    def _share_memory(self, settings: SegmentSettings, submission: Submission) -> SegmentSharing | None:
+        if not settings.directory:
+            return None
+        tensors = TensorMemory(settings.least_bytes, self.catalog)
+        sharing = SegmentSharing(
+            settings, self.name, "worker-", self._store.segment_secret, reader=self.name, changed=tensors.forget
+        )
+        tensors.share(sharing)
+        submission.pending.kept = sharing.others
+        submission.set_memory(tensors)
+        return sharing
 
     def _watch_endpoints(self, settings: Settings, tally: GatewayTally) -> tuple[OnlineShadows, StoredEnds]:
         submission, endpoints, targets = self.dispatcher.submission, self.dispatcher.endpoints, self.dispatcher.targets
@@ -242,6 +259,7 @@ class Gateway:
     def _open_reporting(self, settings: Settings, tally: GatewayTally) -> Reporting:
         reporting = Reporting(settings, self.catalog, self._store, self._delivery, tally, self._tracing.file)
         reporting.tenants, reporting.targets = self._tenants, self.dispatcher.targets
+        reporting.memory = self.dispatcher.submission.memory
         reporting.statistics.endpoints = self.dispatcher.endpoints
         return reporting
 
@@ -340,12 +358,10 @@ class Gateway:
                     group.create_task(self._reloading.run()),
                     group.create_task(report_liveness(self._store, f"{self.name}@{socket.gethostname()}", PROGRAM)),
                 ]
-                if self._quotas is not None:
-                    tasks.append(group.create_task(self._quotas.run()))
+                more = (self._segments, self._quotas, self._watch)
+                tasks += [group.create_task(one.run()) for one in more if one is not None]
                 if self.metrics is not None:
                     tasks.append(group.create_task(self.metrics.serve()))
-                if self._watch is not None:
-                    tasks.append(group.create_task(self._watch.run()))
                 if self._labeling.pusher is not None:
                     tasks.append(group.create_task(self._labeling.pusher.run()))
                 await self._until_replies()
@@ -364,6 +380,8 @@ class Gateway:
             if self.rpc is not None:
                 await self.rpc.close()
             self.memory.close()
+            if self._segments is not None:
+                self._segments.close()
             self._tasks.close()
             await self._tracing.close()
             await self._ends.close()

@@ -29,8 +29,9 @@ from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import is_callers
+from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Counter, PendingCall, ResponseSink
-from qinfer.submission.submit import Entrance, StampedRequest, Submission, check
+from qinfer.submission.submit import Entrance, LaneEntrance, PolicyEntrance, StampedRequest, Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
@@ -163,6 +164,16 @@ class Dispatcher:
         if served is not None and (not request.endpoint or (served.spec.name, served.version) == place):
             return served
         return self.of_model(*place)
+
+    def landing(self, model: str, version: int, nbytes: int, begin: int, tenant: str) -> Landing | None:
+        """Returns memory for a body whose tensors begin at a byte, if nothing but the model's lane needs them."""
+        memory = self.submission.memory
+        if memory is None or nbytes < memory.least_bytes or model in self.endpoints.by_name:
+            return None
+        with suppress(QinferError):  # `submit` raises it again
+            if type(self.submission.asked(model, version)) in (LaneEntrance, PolicyEntrance):
+                return memory.land(nbytes, begin, model, tenant)
+        return None
 
     def of_model(self, model: str, version: int) -> ServedVersion:
         """Resolves like `resolve`, without endpoints."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from math import prod
 
+import msgspec
 import numpy as np
 
 from qinfer.backends.base import Array, Batch
@@ -50,9 +51,11 @@ def _ragged_key(ragged: Collection[str], request: InferRequest) -> Hashable:
 
 
 def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Collection[str] = ()) -> Batch:
-    """Builds a batch; a single request's inputs share its memory, read-only."""
+    """Builds a batch; a single request's inputs share its memory, read-only, unless that is another process's."""
     first = requests[0].inputs
     if len(requests) == 1:
+        if requests[0].memory is not None:
+            first = tuple([msgspec.structs.replace(tensor, data=bytes(tensor.data)) for tensor in first])
         return Batch(requests=requests, rows=rows, inputs={t.name: to_numpy(t) for t in first})
     total = sum(rows)
     return Batch(

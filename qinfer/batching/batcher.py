@@ -514,6 +514,9 @@ class Batcher:
             else:
                 self._bisection.cut(items)  # a malformed one fails alone
             return
+        if gone := [item for item in items if item.is_current is not None and not item.is_current()]:
+            self._start_without(gone, items, now_s, apart=apart)
+            return
         self._has_looked, self._look_until_s = False, NEVER_S
         execution = self._execution(items, batch, time.perf_counter_ns() - begin_ns, apart=apart)
         execution.assemble = later
@@ -536,6 +539,13 @@ class Batcher:
             self._unanswered.append(execution)
         else:
             self.model.executor.start(execution, self._done)
+
+    def _start_without(self, gone: list[WorkItem], items: list[WorkItem], now_s: float, *, apart: bool) -> None:
+        """Starts a batch without the requests that ended at their gateways, where others may use the memory."""
+        for item in gone:
+            self.lost(item)
+        if rest := [item for item in items if not item.lost]:
+            self._start_batch(rest, now_s, apart=apart)
 
     def _execution(self, items: list[WorkItem], batch: Batch, input_ns: int, *, apart: bool) -> Execution:
         model = self.model

@@ -60,11 +60,15 @@ Answer = tuple[Tensor, ...] | QinferError
 
 
 class WorkItem(Item, kw_only=True, eq=False, gc=False):
-    """A held request; without its lease (`lost`), its result is discarded."""
+    """A held request; without its lease (`lost`), its result is discarded.
+
+    With `is_current`, its tensors are in another process's memory, and were the request's if it is true after a copy.
+    """
 
     lease: Lease
     request: InferRequest
     lost: bool = False
+    is_current: Callable[[], bool] | None = None
 
     def lose(self) -> None:
         """Takes note that the lease is lost."""

@@ -13,7 +13,7 @@ from qinfer.cli.overview import run
 from qinfer.core.settings import RedisSettings, load_settings
 from qinfer.errors import CorruptEntry, InvalidRequest, RequestError
 from qinfer.models.store import ControlStore
-from qinfer.queue.dead_letters import DeadLetter, DeadLetters, place_after
+from qinfer.queue.dead_letters import NOT_KEPT, DeadLetter, DeadLetters, head_of, place_after
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import Tensor, to_numpy
 from qinfer.wire.frame import decode_request
@@ -56,7 +56,8 @@ def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Pat
     try:
         request = decode_request(letter.frame, letter.payload)
     except CorruptEntry as error:
-        found["problem"] = error.message
+        head = head_of(letter.frame)
+        found["problem"] = error.message if head is None or head.memory is None else NOT_KEPT.format(letter_id)
     else:
         found |= {
             "kind": "synchronous request" if request.reply_to else "asynchronous request",

@@ -64,10 +64,10 @@ _OF_WORKERS = frozenset(
 )
 GATEWAY = ProgramRole(
     _OF_WORKERS
-    | {"http", "cors", "grpc", "webhooks", "endpoints", "labeling", "auth", "autoscale", "trace"}
+    | {"http", "cors", "grpc", "webhooks", "endpoints", "labeling", "auth", "autoscale", "trace", "segments"}
     | {"allow_client_shm", "server_id", "pass_env"}
 )
-WORKER = ProgramRole(_OF_WORKERS, withheld=frozenset({"bulk.broker_url"}))
+WORKER = ProgramRole(_OF_WORKERS | {"segments"}, withheld=frozenset({"bulk.broker_url"}))
 BULK_WORKER = ProgramRole(_OF_WORKERS)
 
 

@@ -7,7 +7,7 @@ the request's keys.
 import os
 import time
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -16,6 +16,8 @@ from qinfer.tensors import Tensor
 
 Scalar = bool | int | float | str
 """A custom request parameter's value (reference §1.6)."""
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SequenceFlags(msgspec.Struct, frozen=True, array_like=True):
@@ -128,6 +130,33 @@ MOST_CALL_BYTES = 2**20
 """The most bytes of the records of a request's calls: 64 calls without tensors."""
 
 
+class MemoryReference(msgspec.Struct, frozen=True, array_like=True):
+    """Where a pending request's tensors lie in the memory of the process that submitted it (ADR 0041).
+
+    Attributes:
+        owner: The name of the process.
+        offset: The beginning of the slab in the segment; the tensors are behind its header.
+        size: Bytes of the tensors.
+        generation: The number of this use of the slab.
+    """
+
+    owner: str
+    segment: _Natural
+    offset: _Natural
+    size: _Natural
+    generation: _Natural
+
+
+class KeptTensors(Protocol):
+    """Tensors in the memory of this process, until they are released."""
+
+    reference: MemoryReference
+
+    def release(self) -> None:
+        """Gives the memory back; may be repeated."""
+        ...
+
+
 class InferRequest(msgspec.Struct, kw_only=True):
     """One inference request, unchecked; only the dispatcher changes it.
 
@@ -143,6 +172,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
         payload: The tensors' bytes are stored beside the stream (claim check).
         spares_outputs: Named outputs may be missing, as for an ensemble's step.
         calls: Traces of requests made for it; they don't travel.
+        memory: Where the tensors are, if they are in the memory of the process that waits.
     """
 
     model: str
@@ -166,6 +196,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
     holders: tuple[ResourceHolder, ...] = ()
     spares_outputs: bool = False
     calls: CallTraces | None = None
+    memory: MemoryReference | None = None
 
 
 class OutgoingRequest(InferRequest, kw_only=True):
@@ -177,6 +208,7 @@ class OutgoingRequest(InferRequest, kw_only=True):
         endpoint: The named one; model and version are its target's.
         assigned: The endpoint drew its target: the caller named none, and met no condition.
         moves: The endpoint's stable target may answer it if its target is rolled back.
+        landed: Where its body lies, if it was received into memory; the tensors begin `landed_at` bytes behind that.
     """
 
     inputs_digest: bytes = b""
@@ -184,6 +216,8 @@ class OutgoingRequest(InferRequest, kw_only=True):
     endpoint: str = ""
     assigned: bool = False
     moves: bool = False
+    landed: KeptTensors | None = None
+    landed_at: int = 0
 
     @property
     def moves_by(self) -> str:
@@ -280,8 +314,8 @@ class Credit(msgspec.Struct, frozen=True, array_like=True):
     """
 
     request_id: str
-    attempt: Annotated[int, msgspec.Meta(ge=0)]
-    taken_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    attempt: _Natural
+    taken_bytes: _Natural
     cancelled: bool = False
 
 

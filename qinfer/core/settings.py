@@ -20,6 +20,7 @@ from qinfer.core.settings_sections import (
     MetricsSettings,
     RateLimitSettings,
     Section,
+    SegmentSettings,
     TraceSettings,
 )
 from qinfer.core.store_urls import UrlGrant, do_meet, folders_of, normalised
@@ -533,6 +534,7 @@ class Settings(BaseSettings):
     autoscale: AutoscaleSettings = Field(default_factory=AutoscaleSettings)
     log: LogSettings = Field(default_factory=LogSettings)
     trace: TraceSettings = Field(default_factory=TraceSettings)
+    segments: SegmentSettings = Field(default_factory=SegmentSettings)
     allow_client_shm: bool = Field(
         False, description="Clients on this host may pass tensors by system shared memory (--allow-client-shm)."
     )

@@ -319,6 +319,25 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
+class SegmentSettings(Section):
+    """Memory that gateways share with workers of their machine, for tensors of synchronous requests."""
+
+    directory: str = Field(
+        "",
+        description="Directory of mode 0700 in which gateways and workers of one machine find one another, such as "
+        "/run/qinfer; in containers, a volume that they share. Empty = tensors travel through Redis.",
+    )
+    least_bytes: int = Field(
+        16 * 1024, gt=0, description="Requests with fewer bytes of tensors travel through Redis, which is faster."
+    )
+    most_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        description="Bytes that one gateway keeps for pending requests, and half of that for one tenant beside others; "
+        "further tensors travel through Redis.",
+    )
+
+
 class TraceSettings(Section):
     """Triton's traces."""
 

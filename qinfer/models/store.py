@@ -5,6 +5,7 @@ Processes read the desired state at start, on reconnect, when woken, and every 1
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Collection, Mapping
 from contextlib import suppress
@@ -59,6 +60,12 @@ class ControlStore:
         """Replaces the id if it is `seen` (empty = none); returns the present id."""
         words = (seen, new, int(ttl_s * 1000))
         return decode_text(await _reply(self.client.eval(_EXCHANGE, 1, keys.installation(), *words)))
+
+    async def segment_secret(self) -> bytes:
+        """Returns the secret of processes that share memory; the first one makes it."""
+        key = keys.segment_secret()
+        await _reply(self.client.set(key, secrets.token_hex(32), nx=True))
+        return bytes(await _reply(self.client.get(key)) or b"")
 
     async def has_model(self, name: str) -> bool:
         """Tells whether a configuration is stored, readable or not."""

@@ -147,6 +147,22 @@ CANARY_ROLLED_BACK = _own_gauge(
     ("endpoint",),
 )
 REQUESTS_IN_FLIGHT = _own_gauge("qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", ())
+SEGMENT_BYTES = _own_gauge(
+    "qinfer_segment_bytes",
+    "Memory for tensors beside the queue: held by pending requests, or idle; with QINFER_SEGMENTS__DIRECTORY.",
+    ("state",),
+)
+SEGMENT_OLDEST = _own_gauge(
+    "qinfer_segment_oldest_seconds",
+    "Seconds that the oldest pending request has had tensors in this gateway's memory.",
+    (),
+)
+SEGMENT_REQUESTS = _own_counter(
+    "qinfer_segment_requests_total",
+    "Requests with large tensors: kept in this gateway's memory (memory), or sent through Redis because the memory was "
+    "full (no_memory) or a worker does not share it (old_worker).",
+    ("way",),
+)
 STORE_UP = _own_gauge("qinfer_store_up", "1 if this gateway could read the shared store at this scrape.", ())
 PROCESS_CPU = _own_counter("qinfer_process_cpu_seconds_total", "CPU time of this gateway.", ())
 PROCESS_MEMORY = _own_gauge("qinfer_process_memory_bytes", "Resident memory of this gateway.", ())

@@ -33,6 +33,10 @@ _LONGEST_TIMEOUT_S = 86400.0
 _PARTITION = 0
 _PAGE = 100
 _BYTES = (b"frame", b"payload")
+NOT_KEPT = (
+    "the tensors of dead letter {} were in the memory of a gateway and are gone; its caller has an error, so remove it "
+    "with `qinfer dlq purge`"
+)
 _GONE = "the tensors of dead letter {} are not in the payload store any more; remove it with `qinfer dlq purge`"
 
 
@@ -107,6 +111,8 @@ class DeadLetters:
         if found is None:
             return False
         letter = found.letter
+        if (request := head_of(letter.frame)) is not None and request.memory is not None:
+            raise CorruptEntry(NOT_KEPT.format(letter_id))
         partition = letter.lane.partition
         payload = keys.payload(model, partition, letter.request_id).encode()
         record = keys.request(model, partition, letter.request_id).encode()

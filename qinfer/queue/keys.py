@@ -211,6 +211,11 @@ def installation() -> str:
     return "qinfer:installation"
 
 
+def segment_secret() -> str:
+    """String that proves to processes of a machine that others may read their memory."""
+    return "qinfer:segment-secret"
+
+
 def control() -> str:
     """Stream that wakes readers of the desired state."""
     return "qinfer:control"

@@ -248,17 +248,17 @@ class Queue:
             [self._delay(lane, consumer, group, name) for (lane, consumer, _), group in grouped(leases, owner_of)]
         )
 
-    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """Moves an entry to the dead letters; returns false if its lease was lost."""
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str, frame: bytes = b"") -> bool:
+        """Moves an entry to the dead letters, with `frame` instead of its own; returns false if its lease was lost."""
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
         about = (f"{lane.version}:{lane.name}", request_id, code, reason)
         copy = await self.dead_letters.keep_payload(entry) if entry.payload_id else None
-        kept = (copy.name,) if copy is not None else ()
-        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, *kept)
+        kept = "" if copy is None else copy.name
+        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, kept, frame)
         buried = await self._script(lane, _BURY, names, arguments, ())
         if buried is None:
-            self._values.delete_objects(name.encode() for name in kept)
+            self._values.delete_objects([kept.encode()] if kept else [])
             return False
         self._values.delete_objects(buried[1])
         return True

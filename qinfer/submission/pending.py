@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from qinfer.core.clock import Clock
-from qinfer.core.messages import Failure, Response
+from qinfer.core.messages import Failure, KeptTensors, MemoryReference, Response
 from qinfer.core.retry import Backoff
 from qinfer.errors import (
     LEFT,
@@ -35,6 +35,7 @@ from qinfer.queue.sequences.ownership import Sequences
 from qinfer.queue.sequences.records import NOBODYS, StepPlace
 from qinfer.submission.backlog import LaneLoad
 from qinfer.submission.streams import Credits, ResponseFate, StreamReader
+from qinfer.tensors import Bytes
 from qinfer.wire.frame import decode_responses
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,18 @@ class Memory(Protocol):
         ...
 
 
+class KeptOutputs(Protocol):
+    """The memory of workers of this machine."""
+
+    def read(self, reference: MemoryReference) -> Bytes:
+        """Returns a copy, or raises `DeliveryError`."""
+        ...
+
+    def confirm(self, reference: MemoryReference) -> None:
+        """Lets the worker use the memory again."""
+        ...
+
+
 class MemoryHolder(Protocol):
     """Keeps an answer's memory until it is sent."""
 
@@ -142,6 +155,7 @@ class PendingCall(msgspec.Struct, eq=False):
         shared: The execution for which the request waits instead of an entry.
         holder: The object that returns `memory` once the answer is sent, instead of when the answer is taken.
         turn: Set when the answer of this request is the next to be sent.
+        tensors: Its tensors, if they are in this process's memory; given back when the request ends.
     """
 
     request_id: str
@@ -166,6 +180,7 @@ class PendingCall(msgspec.Struct, eq=False):
     memory: Memory | None = None
     holder: MemoryHolder | None = None
     turn: asyncio.Event | None = None
+    tensors: KeptTensors | None = None
 
     def forget_memory(self) -> None:
         """Returns the memory of its answer."""
@@ -192,7 +207,7 @@ class PendingRequests:
 
     `answered` and `failed` get callers' responses and failed requests. `unclaimed` gets the id of a response without a
     pending request, because a stored request may have ended. `lend` waits for the memory of an answer; `None` = memory
-    is not counted.
+    is not counted. `kept` reads outputs in the memory of workers.
     """
 
     def __init__(
@@ -212,6 +227,7 @@ class PendingRequests:
         self.unclaimed: Callable[[str], None] = lambda _: None
         self.load_of: Callable[[Lane], LaneLoad] = lambda lane: LaneLoad(lane, 0)
         self.lend: Callable[[PendingCall, int], Awaitable[Memory]] | None = None
+        self.kept: KeptOutputs | None = None
         self._pending: dict[str, PendingCall] = {}
         self._buckets: dict[int, dict[str, PendingCall]] = {}
         self._timer: Timer | None = None
@@ -264,9 +280,9 @@ class PendingRequests:
 
     def remove(self, pending: PendingCall) -> bool:
         """Removes a request; returns whether it was pending."""
-        if self._pending.pop(pending.request_id, None) is None:
+        if not self._take_out(pending):
             return False
-        self._remove_entry(pending)
+        _give_back(pending)
         return True
 
     def submitted(self, pending: PendingCall, outcome: Entry | QinferError) -> None:
@@ -288,12 +304,26 @@ class PendingRequests:
     def receive(self, blob: bytes) -> None:
         """Delivers a reply blob's responses."""
         try:
-            responses = decode_responses(blob)
+            responses = decode_responses(blob, self._read_kept)
         except CorruptEntry:
             logger.exception("reply dropped: it can't be decoded")
             return
         for response in responses:
             self.deliver(response)
+
+    def _read_kept(self, request_id: str, memory: MemoryReference) -> Bytes | None:
+        """Copies outputs from a worker's memory, which the worker may then use again."""
+        if self.kept is None:
+            return None
+        outputs: Bytes | None = None
+        if request_id in self._pending:
+            try:
+                outputs = self.kept.read(memory)
+            except DeliveryError as error:  # the worker sends them through Redis
+                logger.debug("outputs not read in memory", extra={"request_id": request_id, "reason": error.message})
+                return None
+        self.kept.confirm(memory)
+        return outputs
 
     def request_of(self, response: Response) -> PendingCall | None:
         """Returns a response's request, removed with the last response unless outputs are yet to be fetched.
@@ -313,6 +343,7 @@ class PendingRequests:
         if response.final and not response.stored:
             del self._pending[response.request_id]
             self._remove_entry(pending)
+            _give_back(pending)
         return pending
 
     def cancel(self, pending: PendingCall) -> bool:
@@ -342,6 +373,7 @@ class PendingRequests:
         for pending in everyone:
             pending.comes_first()  # ends waits to fetch outputs
             _uncount(pending)
+            _give_back(pending)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -398,6 +430,13 @@ class PendingRequests:
             self.fail(pending, stream.broken())
         return verdict is ResponseFate.DELIVER
 
+    def _take_out(self, pending: PendingCall) -> bool:
+        """Removes a request that may be added again."""
+        if self._pending.pop(pending.request_id, None) is None:
+            return False
+        self._remove_entry(pending)
+        return True
+
     def _remove_entry(self, pending: PendingCall) -> None:
         if pending.turn is not None:
             pending.turn.set()
@@ -418,7 +457,7 @@ class PendingRequests:
         due = int(self._clock.monotonic_s() * _BUCKETS_PER_S + 1e-6)  # rounding may not make a bucket miss its timer
         for number in sorted(n for n in self._buckets if n <= due):
             for pending in list(self._buckets.get(number, {}).values()):
-                if self.remove(pending):
+                if self._take_out(pending):
                     self._expired(pending)
         # A request added again has set the timer to its later bucket.
         if self._buckets and (self._timer is None or self._timer_bucket > min(self._buckets)):
@@ -429,6 +468,7 @@ class PendingRequests:
             if pending.stream is not None and pending.stream.until_s > self._clock.monotonic_s():
                 self.add(pending, pending.stream.until_s)
                 return
+            _give_back(pending)
             error = DeadlineExceeded(TIMED_OUT)
             self._abandon(pending, error)
             self.fail(pending, error)
@@ -590,6 +630,11 @@ def _is_behind(pending: PendingCall) -> bool:
 def _outputs_of(pending: PendingCall) -> _Outputs:
     assert pending.load is not None
     return pending.load.lane, pending.request_id, pending.quota.tenant if pending.quota is not None else ""
+
+
+def _give_back(pending: PendingCall) -> None:
+    if pending.tensors is not None:
+        pending.tensors.release()
 
 
 def _uncount(pending: PendingCall) -> None:

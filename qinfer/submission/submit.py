@@ -5,8 +5,7 @@
 
 The catalog's refresh replaces all entrances at once; requests in flight keep theirs. Stored requests (`/v1`) enter by
 `LaneEntrance.store`, those of bridges by `prepare`. Similar requests are neither checked nor laid out again
-(`Layouts`). Large tensors travel beside the entry; the size of an entry is bounded, because lanes are limited by
-entries.
+(`Layouts`). Large tensors travel beside the entry.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
 loaded is withdrawn after `ServedVersion.wait_s`.
@@ -27,7 +26,6 @@ from qinfer.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelNotReady,
-    PayloadTooLarge,
     QinferError,
     QueueFull,
     UnsupportedFeature,
@@ -38,27 +36,18 @@ from qinfer.models.spec import LaneRoute
 from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address, shadow_lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import LaneLoad, LaneLoads, queue_timeout_s
+from qinfer.submission.layouts import Kind, Layouts, kind_of, lay_out
+from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import ResponseCache, inputs_digest
 from qinfer.submission.splits import check_whole, is_large, parts_of, submit_parts
 from qinfer.submission.steps import SequenceSteps
 from qinfer.submission.validate import validate
-from qinfer.tensors import Bytes, Tensor
+from qinfer.tensors import Bytes
 from qinfer.traffic.endpoints import why_no_shadow
-from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
-
-MAX_HEAD_BYTES = 2**20
-"""The most bytes of a request without its tensors."""
-
-PAYLOAD_MARGIN_S = 60.0
-"""How long tensors beside the stream outlive the deadline."""
 
 TAKEN_S = 0.2
 """Workers with free slots may take this long before a sequence counts as waiting."""
-
-_MAX_LAYOUTS = 1024
-
-Kind = tuple[object, ...]
 
 
 class LocalBatcher(Protocol):
@@ -106,6 +95,7 @@ class Submission:
         self.pending.load_of = self.backlog.known
         self.steps = SequenceSteps(queue, limits, self.pending)
         self.outermost: Callable[[Entrance], Entrance] = lambda entrance: entrance
+        self.memory: TensorMemory | None = None
         self._cache: ResponseCache | None = None
         self._entrances: dict[tuple[str, int], Entrance] = {}
         catalog.shown = self._show
@@ -114,6 +104,11 @@ class Submission:
         """Sets the cache, before the first refresh."""
         cache.serve(self.pending)
         self._cache = cache
+
+    def set_memory(self, memory: TensorMemory) -> None:
+        """Keeps large tensors of requests in memory; before the first refresh."""
+        self.memory = memory
+        self.layouts.remembered_bytes = memory.least_bytes - 1
 
     def asked(self, model: str, version: int) -> "Entrance":
         """Returns an entrance, as `Catalog.asked`."""
@@ -158,6 +153,8 @@ class Submission:
 
     def _show(self, versions: Mapping[tuple[str, int], ServedVersion]) -> None:
         """Unchanged versions keep their entrances."""
+        if self.memory is not None:
+            self.memory.forget()
         known = {id(entrance.served): entrance for entrance in self._entrances.values()}
         self._entrances = {
             key: known.get(id(served)) or known.setdefault(id(served), self.compose(served))
@@ -202,7 +199,7 @@ class LaneEntrance(Entrance):
         self.lane = self
         self._new_id, self._model, self._version = submission.new_id, spec.name, served.version
         self._submission, self._queue, self.table = submission, submission.queue, submission.pending
-        self._layouts, self._now_s = submission.layouts, submission.clock.monotonic_s
+        self._layouts, self._now_s, self._memory = submission.layouts, submission.clock.monotonic_s, submission.memory
         self._max_in_flight, self._load = submission.max_in_flight, submission.backlog.load
         self._lane, self._route, self._limit = route.lane, route, route.policy.max_queue_size
         self._default_s = spec.default_timeout_s
@@ -229,7 +226,7 @@ class LaneEntrance(Entrance):
         try:
             if form is None:
                 _stamp(request, served, self._route, timeout_s, self._submission.reply_to)
-                frame, payload = self._layouts.lay_out(request, kind)
+                frame, payload = self._laid_out(request, pending, kind)
             else:
                 request.timeout_s = timeout_s
                 frame, payload = form.fill(request), None
@@ -316,6 +313,14 @@ class LaneEntrance(Entrance):
         request.id, request.version = self._new_id(model, self._lane.partition), version
         return PendingCall(request.id, request.client_id, model, version, sink, now_s, load=load, quota=quota)
 
+    def _laid_out(
+        self, request: OutgoingRequest, pending: PendingCall, kind: Kind | None
+    ) -> tuple[bytes, Payload | None]:
+        if self._memory is not None and (laid := self._memory.lay_out(request, self.served)) is not None:
+            frame, pending.tensors = laid
+            return frame, None
+        return self._layouts.lay_out(request, kind)
+
     def _submit_local(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher, *, next_batch: bool
     ) -> PendingCall | None:
@@ -373,7 +378,7 @@ class PolicyEntrance(LaneEntrance):
         pending = self.begin(request, sink, quota, load)
         try:
             _stamp(request, self.served, route, timeout_s, self._submission.reply_to)
-            frame, payload = self._layouts.lay_out(request, None)
+            frame, payload = self._laid_out(request, pending, None)
             if spec.decoupled:
                 pause_s = min(default_s, timeout_s)
                 self.table.open_stream(pending, resumes=spec.stream_resume, pause_s=pause_s, timeout_s=timeout_s)
@@ -516,76 +521,3 @@ def _stamp(
     request.queue_timeout_s = asked_s if served.spec.steps else queue_timeout_s(route.policy, asked_s)
     request.timeout_s = timeout_s
     request.reply_to = reply_to
-
-
-class Layouts:
-    """The layouts of similar requests."""
-
-    def __init__(self, inline_max_bytes: int) -> None:
-        self.inline_max_bytes = inline_max_bytes
-        self._forms: dict[Kind, RequestForm] = {}
-        self._repeats = Repeats()
-
-    def find(self, kind: Kind) -> RequestForm | None:
-        """Returns the form of a kind."""
-        return self._forms.get(kind)
-
-    def lay_out(self, request: OutgoingRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
-        """Encodes a stamped request; the second of its kind makes the layout known."""
-        frame, payload = lay_out(request, self.inline_max_bytes)
-        if kind is not None and payload is None and self._repeats.has(kind):
-            if len(self._forms) >= _MAX_LAYOUTS:
-                self._forms.clear()
-            self._forms[kind] = RequestForm(request)
-        return frame, payload
-
-
-def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kind | None:
-    """Returns the kind of an unstamped request to an entrance.
-
-    `None` if its frame is unique or its bytes must be checked.
-    """
-    if request.client_id or request.parameters or request.priority or request.sequence is not None or request.holders:
-        return None
-    if request.calls is not None:
-        return None
-    trace = request.trace
-    if trace and not trace.isascii():
-        return None
-    inputs = request.inputs
-    spares = request.spares_outputs
-    kind = (entrance, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s))
-    if len(inputs) != 1:
-        return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
-    return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))
-
-
-def _kind_of(tensor: Tensor) -> Kind:
-    return tensor.name, tensor.datatype, tensor.shape, len(tensor.data)
-
-
-def tensor_bytes(request: OutgoingRequest) -> int:
-    """Returns the bytes of a request's tensors."""
-    return sum([len(tensor.data) for tensor in request.inputs])
-
-
-def lay_out(request: OutgoingRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
-    """Encodes a stamped request and sets its `payload`; returns the frame, and a payload beside it."""
-    size = tensor_bytes(request)
-    if size <= inline_max_bytes:
-        frame = encode_request(request)
-        check_head(len(frame) - size)
-        return frame, None
-    request.payload = True
-    frame, data = encode_request_apart(request)
-    check_head(len(frame))
-    return frame, Payload(request.id, data, request.timeout_s + PAYLOAD_MARGIN_S)
-
-
-def check_head(size: int) -> None:
-    """Raises `PayloadTooLarge` if the request is too large without its tensors."""
-    if size > MAX_HEAD_BYTES:
-        raise PayloadTooLarge(
-            f"the id, names and parameters of the request take {size} bytes, more than {MAX_HEAD_BYTES}; "
-            "send what is large as a tensor"
-        )

@@ -11,11 +11,12 @@ A header has each tensor's offset (from the end of the padded header) and size. 
 one before, skips unknown header fields, and raises `NewerVersion` for later versions. No pickle, ever.
 
 A request with tensors beside the stream (claim check) has a `payload` field; its offsets are positions in the payload,
-of the same layout. Fields appended later are written only if set, so other frames stay the same to the byte.
+of the same layout. So are those of a request with a `memory` field, whose tensors the submitting process keeps; its
+frame has version 2. Fields appended later are written only if set, so other frames stay the same to the byte.
 """
 
 import struct
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Items
 from typing import Annotated, Any, NamedTuple
 
@@ -27,6 +28,7 @@ from qinfer.core.messages import (
     Credit,
     Failure,
     InferRequest,
+    MemoryReference,
     ResourceHolder,
     Response,
     Scalar,
@@ -34,10 +36,15 @@ from qinfer.core.messages import (
     Timing,
 )
 from qinfer.errors import CorruptEntry, DeliveryError
-from qinfer.tensors import Bytes, Tensor
+from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.versions import NewerVersion
 
-FRAME_VERSION = 1
+FRAME_VERSION = 2
+"""The newest version, of requests that refer to memory."""
+
+USUAL_VERSION = 1
+"""The version of all other frames."""
+
 OLDEST_READABLE = 1
 ALIGNMENT = 8
 """The alignment of tensors, in bytes from the frame's start."""
@@ -46,15 +53,16 @@ MAX_HEADER_BYTES = 2 * 2**20
 """A larger header is damaged, or an attack."""
 
 _REQUEST, _RESPONSES, _CREDITS = 0, 1, 2
+NOTHING_KEPT: Mapping[str, MemoryReference] = {}
 _PRELUDE = struct.Struct("<BBHI")
-_BESIDE = "redis"
+_BESIDE, _IN_MEMORY = "redis", "memory"
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PayloadApart(DeliveryError):
-    """The tensors are in `Queue.payload`; `request` lacks only its inputs."""
+    """The tensors are in `Queue.payload`, or in memory; `request` lacks only its inputs."""
 
     def __init__(self, request: InferRequest) -> None:
         super().__init__(f"the tensors of request {request.id} are stored beside the stream")
@@ -86,7 +94,7 @@ class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
     generation: _Natural
     attempt: _Natural
     sequence: SequenceFlags | None
-    payload: str = ""  # or `_BESIDE`
+    payload: str = ""  # or `_BESIDE`, `_IN_MEMORY`
 
 
 class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
@@ -103,6 +111,10 @@ class _SparingRequestHeader(_HeldRequestHeader, array_like=True, gc=False):
 
 class _TracedRequestHeader(_SparingRequestHeader, array_like=True, gc=False):
     traces: _Natural = 0  # 1 = wanted, 2 = with tensors
+
+
+class _ReferringRequestHeader(_TracedRequestHeader, array_like=True, gc=False):
+    memory: MemoryReference | None = None
 
 
 class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
@@ -133,9 +145,13 @@ class _TracedResponseHeader(_StreamedResponseHeader, array_like=True, gc=False):
     called: tuple[CallRecord, ...] = ()
 
 
+class _KeptResponseHeader(_TracedResponseHeader, array_like=True, gc=False):
+    memory: MemoryReference | None = None
+
+
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(_TracedRequestHeader)
-_responses_decoder = msgspec.msgpack.Decoder(list[_TracedResponseHeader])
+_request_decoder = msgspec.msgpack.Decoder(_ReferringRequestHeader)
+_responses_decoder = msgspec.msgpack.Decoder(list[_KeptResponseHeader])
 _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
 
@@ -153,7 +169,38 @@ def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
     return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), b"".join(parts)
 
 
-def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: str) -> bytes:
+def encode_referring_request(
+    request: InferRequest, write: Callable[[Items[Bytes], int], MemoryReference | None]
+) -> bytes | None:
+    """Encodes a request whose tensors `write` puts into memory, given their parts and bytes; `None` without room."""
+    parts: list[Bytes] = []
+    inputs, size = _lay_out(request.inputs, parts, 0)
+    memory = write(parts, size)
+    if memory is None:
+        return None
+    return _join(_REQUEST, _encode_header(request, inputs, _IN_MEMORY, memory), [], FRAME_VERSION)
+
+
+def encode_landed_request(request: InferRequest, memory: MemoryReference, begin: int) -> bytes | None:
+    """Encodes a request whose tensors lie in memory already, one behind the other from `begin` on.
+
+    `None` if they are not the rest of what lies there, or if one is not aligned to its elements.
+    """
+    inputs, position = [], begin
+    for tensor in request.inputs:
+        size = len(tensor.data)
+        if not isinstance(tensor.data, memoryview) or position % max(DATATYPES[tensor.datatype].itemsize, 1):
+            return None
+        inputs.append(_TensorHeader(tensor.name, tensor.datatype, tensor.shape, position, size))
+        position += size
+    if position != memory.size:
+        return None
+    return _join(_REQUEST, _encode_header(request, inputs, _IN_MEMORY, memory), [], FRAME_VERSION)
+
+
+def _encode_header(
+    request: InferRequest, inputs: list[_TensorHeader], payload: str, memory: MemoryReference | None = None
+) -> bytes:
     header = _RequestHeader(
         request.id,
         request.client_id,
@@ -173,7 +220,7 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
         _flags(request.sequence),
         payload,
     )
-    is_traced = request.calls is not None
+    is_traced = request.calls is not None or memory is not None
     if request.queue_timeout_s or request.holders or request.spares_outputs or is_traced:
         header = _LongRequestHeader(*msgspec.structs.astuple(header))
         header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
@@ -183,9 +230,12 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
     if request.spares_outputs or is_traced:
         header = _SparingRequestHeader(*msgspec.structs.astuple(header))
         header.spares_outputs = request.spares_outputs
-    if request.calls is not None:
+    if is_traced:
         header = _TracedRequestHeader(*msgspec.structs.astuple(header))
-        header.traces = 2 if request.calls.has_tensors else 1
+        header.traces = 0 if request.calls is None else 2 if request.calls.has_tensors else 1
+    if memory is not None:
+        header = _ReferringRequestHeader(*msgspec.structs.astuple(header))
+        header.memory = memory
     return _encoder.encode(header)
 
 
@@ -197,7 +247,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     """Decodes a request; its tensors are views into `frame` or `payload`.
 
     Raises:
-        PayloadApart: The tensors are beside the stream, and `payload` is `None`.
+        PayloadApart: The tensors are beside the stream or in memory, and `payload` is `None`.
         NewerVersion: The frame's version is above `FRAME_VERSION`.
         CorruptEntry: The frame or the payload is damaged.
     """
@@ -233,7 +283,8 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     # Set apart, because a call with more than 15 keywords takes twice as long.
     request.sequence = header.sequence
     request.queue_timeout_s = header.queue_timeout_us / 1e6
-    request.payload = bool(header.payload)
+    request.payload = header.payload == _BESIDE
+    request.memory = header.memory if header.payload == _IN_MEMORY else None
     request.holders = header.holders
     request.spares_outputs = header.spares_outputs
     if header.traces:
@@ -243,13 +294,24 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     return request
 
 
-def encode_responses(responses: Items[Response]) -> bytes:
-    """Encodes one reply stream's responses."""
+def output_parts(response: Response) -> tuple[list[Bytes], int]:
+    """Returns the outputs' bytes as they lie in memory, in parts, and their size."""
+    parts: list[Bytes] = []
+    _, size = _lay_out(response.outputs, parts, 0)
+    return parts, size
+
+
+def encode_responses(responses: Items[Response], kept: Mapping[str, MemoryReference] = NOTHING_KEPT) -> bytes:
+    """Encodes one reply stream's responses; `kept` has the request ids of those whose outputs are in memory."""
     parts: list[Bytes] = []
     headers: list[_ResponseHeader] = []
     cursor = 0
     for response in responses:
-        outputs, cursor = _lay_out(response.outputs, parts, cursor)
+        memory = kept.get(response.request_id)
+        if memory is None:
+            outputs, cursor = _lay_out(response.outputs, parts, cursor)
+        else:
+            outputs, _ = _lay_out(response.outputs, [], 0)
         header = _ResponseHeader(
             response.request_id,
             response.attempt,
@@ -261,24 +323,31 @@ def encode_responses(responses: Items[Response]) -> bytes:
             response.failure,
             response.timing,
         )
-        if response.stored or response.parameters or response.credit_to or response.called:
+        is_traced = bool(response.called) or memory is not None
+        if response.stored or response.parameters or response.credit_to or is_traced:
             header = _LongResponseHeader(*msgspec.structs.astuple(header))
             header.stored = response.stored
-        if response.parameters or response.credit_to or response.called:
+        if response.parameters or response.credit_to or is_traced:
             header = _LongestResponseHeader(*msgspec.structs.astuple(header))
             header.parameters = response.parameters
-        if response.credit_to or response.called:
+        if response.credit_to or is_traced:
             header = _StreamedResponseHeader(*msgspec.structs.astuple(header))
             header.credit_to = response.credit_to
-        if response.called:
+        if is_traced:
             header = _TracedResponseHeader(*msgspec.structs.astuple(header))
             header.called = response.called
+        if memory is not None:
+            header = _KeptResponseHeader(*msgspec.structs.astuple(header))
+            header.memory = memory
         headers.append(header)
-    return _join(_RESPONSES, _encoder.encode(headers), parts)
+    return _join(_RESPONSES, _encoder.encode(headers), parts, FRAME_VERSION if kept else USUAL_VERSION)
 
 
-def decode_responses(blob: Bytes) -> list[Response]:
-    """Decodes responses; their tensors are views into `blob`."""
+def decode_responses(blob: Bytes, read: Callable[[str, MemoryReference], Bytes | None] | None = None) -> list[Response]:
+    """Decodes responses; their tensors are views into `blob`.
+
+    `read` returns the outputs of a request that are in memory, or `None` if its response is to be left out.
+    """
     view, end = _read_prelude(blob, _RESPONSES)
     try:
         headers = _responses_decoder.decode(view[_PRELUDE.size : end])
@@ -288,7 +357,13 @@ def decode_responses(blob: Bytes) -> list[Response]:
     responses: list[Response] = []
     cursor = 0
     for header in headers:
-        outputs, cursor = _cut(header.outputs, area, cursor)
+        if header.memory is None:
+            outputs, cursor = _cut(header.outputs, area, cursor)
+        else:
+            kept = None if read is None else read(header.request_id, header.memory)
+            if kept is None:
+                continue
+            outputs, _ = _cut(header.outputs, memoryview(kept), 0)
         responses.append(
             Response(
                 request_id=header.request_id,
@@ -354,9 +429,9 @@ def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[l
     return headers, cursor
 
 
-def _join(kind: int, header: bytes, parts: list[Bytes]) -> bytes:
+def _join(kind: int, header: bytes, parts: list[Bytes], version: int = USUAL_VERSION) -> bytes:
     size = len(header)
-    prelude = _PRELUDE.pack(FRAME_VERSION, kind, 0, size)
+    prelude = _PRELUDE.pack(version, kind, 0, size)
     return b"".join((prelude, header, _PADDING[-size % ALIGNMENT], *parts))
 
 

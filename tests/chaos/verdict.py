@@ -221,7 +221,7 @@ _EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+|sequences|sequence-en
 # The lane of shadows may keep what a gateway left that died together with the declaration (decision 0026).
 _PERMANENT = re.compile(
     r"qinfer:(\{.+#\d+\}:(\d+:shadow|dlq|config|stats:\d+|sequence-owners|sequence-counts|declared|trials)"
-    r"|installation|desired|control|workers|scaler-counts|jobs(:places)?|\{counts\}:(asked|added))"
+    r"|installation|segment-secret|desired|control|workers|scaler-counts|jobs(:places)?|\{counts\}:(asked|added))"
 )
 
 

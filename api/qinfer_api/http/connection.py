@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Scope
 
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import HttpSettings
+from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
@@ -177,6 +178,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._framing_bytes = 0  # of this message, beyond its first slice
         self._chunks = 0
         self._body_left = 0  # negative without Content-Length
+        self._landing: Landing | None = None  # takes the rest of a body past the parser
         self._unwritten_bytes = 0
         self._lent: list[Memory] = []  # the memory of unread replies
         self._later_bytes = 0  # bytes written behind those: no sign of progress
@@ -191,13 +193,32 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections: `buffer_updated` copies what was read."""
+        if self._landing is not None and not self._refused:
+            return self._landing.rest
         port = self.port
         is_less = port.held_bytes >= MOST_HELD_BYTES and self._body_left <= LESS_READ_BYTES
         return port.less_buffer if is_less else port.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Takes the bytes that were read."""
+        landing = self._landing
+        if landing is not None and not self._refused:
+            landing.came(nbytes)
+            self._body_left -= nbytes
+            if not landing.rest:
+                self._end_landing()
+            return
         self.data_received(self.port.buffer[:nbytes].tobytes())
+
+    def _land(self, landing: Landing, parts: Iterable[bytes]) -> None:
+        """Receives the rest of a body into memory; the parser, which waits for it, is replaced at its end."""
+        for part in parts:
+            landing.add(part)
+        self._landing = landing
+
+    def _end_landing(self) -> None:
+        self._landing, self._parser = None, self._new_parser()
+        self.on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         """Parses data until a request stalls."""
@@ -525,7 +546,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 exchange.disconnect()
         self._give_back()
         self._queue.clear()
-        self._reading = None
+        self._reading = self._landing = None
         self._refused, self._unparsed = True, _NOTHING
         self._count_held()
         self.writable.set()

@@ -15,14 +15,16 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings import Settings
 from qinfer.errors import Overloaded, QinferError
+from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory, PendingCall
+from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import CallerContext, Restrictions
 from qinfer_api.dispatcher import NO_PLAN, Dispatcher
 from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, HttpPort
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
-from qinfer_api.http.head import MAX_FAST_BYTES, HeadReader, RequestHead, Visitors
+from qinfer_api.http.head import MAX_FAST_BYTES, HeadReader, RequestHead, Visitors, json_bytes
 from qinfer_api.http.infer import (
     DECOUPLED,
     ENCODERS,
@@ -32,6 +34,7 @@ from qinfer_api.http.infer import (
     compile_forward,
     error_reply,
     failure_reply,
+    has_strings,
     hold,
     is_slow,
     strictly,
@@ -53,7 +56,9 @@ class FastCall:
 
     frontend = "HTTP"
     no_stream = DECOUPLED
-    __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "memory", "parts", "reply", "request")
+    __slots__ = (
+        "_codec", "_connection", "_pending", "_plan", "head", "landing", "memory", "parts", "reply", "request"
+    )  # fmt: skip
 
     def __init__(self, connection: "QinferHttpProtocol", head: RequestHead) -> None:
         self._connection = connection
@@ -63,6 +68,7 @@ class FastCall:
         self.head = head
         self.memory: Memory | None = None
         self.parts: list[bytes] = []
+        self.landing: Landing | None = None
         self.reply: HttpReply | None = None
         self.request = _NO_REQUEST
 
@@ -112,6 +118,8 @@ class FastCall:
         if self._pending is not None and (memory := self._pending.memory) is not None:
             memory.become(len(reply.body))
             self.memory = memory
+        if self.landing is not None:
+            self.forget_landing()
         self._pending = None  # breaks the reference cycle call - pending
         self._plan = NO_PLAN  # the plan may hold shared memory
         self.reply = reply
@@ -119,13 +127,16 @@ class FastCall:
 
     def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
         """Decodes and submits the request."""
-        head = self.head
-        body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        head, landing = self.head, self.landing
+        body: Bytes = b"".join(self.parts) if len(self.parts) != 1 else self.parts[0]
+        if landing is not None:
+            body = landing.body
         self.parts = []
         self._codec = codec
         try:
             context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
-            if codec.shares_memory and codec.reads_memory(body):
+            has_many_strings = head.length > MAX_FAST_BYTES and has_strings(body, head.json_length)
+            if has_many_strings or (codec.shares_memory and codec.reads_memory(body)):
                 run = asyncio.get_running_loop().run_in_executor
                 thread = run(None, self._read_checked, dispatcher, head, context, body)
                 thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
@@ -138,15 +149,11 @@ class FastCall:
             if dispatcher.endpoints.by_name:
                 self._plan = dispatcher.aim(context, request, head.header, self._plan)
             self.request = request
-            pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
-            if self.reply is None:
-                self._pending, pending.holder = pending, self
-                if self._plan.held is not None:
-                    hold(self._plan)
+            self._enter(dispatcher, context, head)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
-    def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: bytes) -> None:
+    def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
         request, plan = self._codec.decode(head.target, body, head.json_length, context.tenant, served)
         if head.strict:
@@ -163,12 +170,31 @@ class FastCall:
             return  # the client left
         try:
             done.result()
-            pending = dispatcher.submit(context, self.request, self, asked_s=head.timeout_s)
-            if self.reply is None:
-                self._pending, pending.holder = pending, self
-                hold(self._plan)
+            self._enter(dispatcher, context, head)
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
+
+    def _enter(self, dispatcher: Dispatcher, context: CallerContext, head: RequestHead) -> None:
+        request, landing = self.request, self.landing
+        if landing is not None:
+            request.landed, request.landed_at = landing.held, landing.tensors_at
+        pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
+        if landing is not None:
+            request.landed = None
+            if pending.tensors is landing.held:
+                self.landing = None  # the pending request gives it back
+            else:
+                self.forget_landing()
+        if self.reply is None:
+            self._pending, pending.holder = pending, self
+            if self._plan.held is not None:
+                hold(self._plan)
+
+    def forget_landing(self) -> None:
+        """Gives back the memory that the body was received into."""
+        landing, self.landing = self.landing, None
+        if landing is not None:
+            landing.held.release()
 
     def refuse(self, dispatcher: Dispatcher, head: RequestHead, error: Exception) -> None:
         """Answers with an error and counts it."""
@@ -181,6 +207,7 @@ class FastCall:
     def cancel(self, dispatcher: Dispatcher) -> None:
         """Cancels the request of a lost connection."""
         self._plan = NO_PLAN
+        self.forget_landing()
         if self._pending is not None:
             dispatcher.cancel(self._pending)
             self._pending.forget_memory()
@@ -206,7 +233,8 @@ class FastPath(HttpPort):
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         enabled = http.fast_path and not restrictions.covers("inference")
         max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
-        self.heads = HeadReader(max_bytes, self.forward, self.visitors)
+        most_binary = http.max_input_bytes if enabled else -1
+        self.heads = HeadReader(max_bytes, self.forward, self.visitors, most_binary)
         self.call_type: type[FastCall] = FastCall
 
     def connect(self) -> "QinferHttpProtocol":
@@ -291,15 +319,34 @@ class QinferHttpProtocol(HttpConnection):
         except QinferError as error:
             self._drop(call, head, error)
         else:
+            self._begin_landing()
             self.go_on()
 
     def _let_in(self) -> None:
         self._quiet_since_s = 0.0
+        self._begin_landing()
         self.go_on()
+
+    def _begin_landing(self) -> None:
+        """Has the rest of a binary body received into memory, once it may come."""
+        call, memory = self._reading, self._memory
+        if not isinstance(call, FastCall) or memory is None or not memory.is_granted or self._unparsed:
+            return
+        head, fast, owner = call.head, self._fast, memory.owner
+        begin = json_bytes(head.json_length)
+        if begin is None or fast.codec.shares_memory or fast.call_type is not FastCall:
+            return
+        tenant = owner if isinstance(owner, str) else ""
+        target = head.target
+        landing = fast.dispatcher.landing(target.model, target.version, head.length, begin, tenant)
+        if landing is not None:
+            call.landing = landing
+            self._land(landing, call.parts)
+            call.parts = []
 
     def _drop(self, call: FastCall, head: RequestHead, error: QinferError) -> None:
         self._release()
-        self._reading, self._refused = None, self._closing
+        self._reading, self._landing, self._refused = None, None, self._closing
         call.refuse(self._fast.dispatcher, head, error)
         self.go_on()
 
@@ -313,6 +360,8 @@ class QinferHttpProtocol(HttpConnection):
 
     def _withdraw(self) -> bool:
         self._release()
+        if isinstance(self._reading, FastCall):
+            self._reading.forget_landing()
         return super()._withdraw()
 
     def _time_out(self) -> None:

@@ -26,7 +26,10 @@ from qinfer_api.http.infer import (
 )
 
 MAX_FAST_BYTES = 256 * 1024
-"""Larger bodies are decoded off the event loop."""
+"""Larger bodies are decoded off the event loop, unless all but `MAX_JSON_BYTES` of them are binary."""
+
+MAX_JSON_BYTES = 64 * 1024
+_MAX_DIGITS = 9
 
 _MEANINGS = {
     b"content-length": "length",
@@ -96,9 +99,13 @@ def _parse_target(url: bytes) -> UrlTarget | None:
 
 
 def read_head(
-    url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None
+    url: bytes,
+    headers: Headers,
+    max_bytes: int = MAX_FAST_BYTES,
+    forward: re.Pattern[str] | None = None,
+    most_binary_bytes: int = 0,
 ) -> RequestHead | None:
-    """Returns a POST's head for the fast path."""
+    """Returns a POST's head for the fast path; `most_binary_bytes` limits a body of binary tensors and little JSON."""
     target = parse_target(url)
     if target is None:
         return None
@@ -112,11 +119,13 @@ def read_head(
     if "special" in found or found.get("coding", b"").strip().lower() not in (b"", b"identity"):
         return None
     length = int(found.get("length", b"-1"))
+    json_length = found["json"].decode("latin-1") if "json" in found else None
+    if json_bytes(json_length) is not None:
+        max_bytes = max(max_bytes, most_binary_bytes)
     if not 0 <= length <= max_bytes:
         return None
     trace = _trace(found.get("traceparent"), found.get("tracestate"))
     context = _caller(trace, found.get("authorization"), found.get("x-api-key"))
-    json_length = found["json"].decode("latin-1") if "json" in found else None
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
     try:
@@ -124,6 +133,14 @@ def read_head(
     except InvalidRequest:
         return None  # the route refuses it
     return RequestHead(target, length, json_length, context, encoding, forwarding, headers, strict, timeout_s)
+
+
+def json_bytes(json_length: str | None) -> int | None:
+    """Returns the bytes of JSON before binary tensors, of which there are few; `None` = another body."""
+    if json_length is None or not json_length.isdecimal() or len(json_length) > _MAX_DIGITS:
+        return None
+    count = int(json_length)
+    return count if 0 < count <= MAX_JSON_BYTES else None
 
 
 def origin_in(headers: Headers) -> bytes:
@@ -309,15 +326,17 @@ class HeadReader:
         max_bytes: int = MAX_FAST_BYTES,
         forward: re.Pattern[str] | None = None,
         visitors: Visitors | None = None,
+        most_binary_bytes: int = 0,
     ) -> None:
         self._max_bytes = max_bytes
+        self._most_binary_bytes = most_binary_bytes
         self._forward = forward
         self._visitors = visitors
         self._known: list[tuple[bytes, int, RequestHead] | None] = [None] * _MAX_KNOWN  # head, packet length
 
     def read(self, url: bytes, headers: Headers) -> RequestHead | None:
         """Calls `read_head` for a parsed POST."""
-        return read_head(url, headers, self._max_bytes, self._forward)
+        return read_head(url, headers, self._max_bytes, self._forward, self._most_binary_bytes)
 
     def find(self, packet: bytes) -> tuple[RequestHead, bytes] | None:
         """Splits a packet that is one plain request."""

@@ -365,6 +365,11 @@ def is_slow(nbytes: int, plan: OutputPlan) -> bool:
     return nbytes > (LARGE_BYTES if is_binary else JSON_BYTES)
 
 
+def has_strings(body: Bytes, json_length: str | None) -> bool:
+    """Returns whether a binary body may have an input of strings, of which each is checked."""
+    return b"BYTES" in bytes(body[: int(json_length)]) if json_length is not None else True
+
+
 def strictly(plan: OutputPlan) -> OutputPlan:
     """Returns a plan that refuses NaN and infinities in JSON."""
     return msgspec.structs.replace(plan, strict=True)

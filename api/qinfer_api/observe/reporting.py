@@ -37,6 +37,7 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.sequences import SequenceWork, read_backlogs, read_sequences
 from qinfer.scaling.work import VersionWork, read_work
+from qinfer.submission.memory import TensorMemory
 from qinfer.traffic.tally import TargetTally
 from qinfer_api.observe.endpoint_load import EndpointLoad
 from qinfer_api.observe.fresh_counts import FreshCounts
@@ -186,6 +187,7 @@ class Reporting:
         self._is_caching = settings.cache.plan is not None
         self._usual = Objective(settings.metrics.slo_latency_s, settings.metrics.slo_target)
         self.tenants: TenantTally | None = None
+        self.memory: TensorMemory | None = None
         self.targets: TargetTally | None = None
         self._host = HostMeter()
         self._letters = DeadLetterCounts(delivery.dead_letters)
@@ -222,7 +224,9 @@ class Reporting:
             host, use = await asyncio.to_thread(lambda: (self._host.read(), read_use()))
             snapshot = replace(snapshot, host=host, use=use)
         wanted = self._wanted(snapshot)
-        more = [one for tally in (self.tenants, self.targets) if tally is not None for one in tally.families()]
+        more = [
+            one for tally in (self.tenants, self.targets, self.memory) if tally is not None for one in tally.families()
+        ]
         shown = shown_metrics(self._tally, snapshot, scopes, wanted, more=more)
         text = await asyncio.to_thread(render, shown, as_openmetrics=openmetrics)
         return text, OPENMETRICS_TYPE if openmetrics else ""

@@ -29,7 +29,8 @@ from qinfer.queue import keys
 from qinfer.queue.entries import Acceptance, AcceptOutcome, EntryAddress, Lane, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.queue.values import Room
-from qinfer.submission.submit import check_stateless, tensor_bytes
+from qinfer.submission.layouts import tensor_bytes
+from qinfer.submission.submit import check_stateless
 from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan

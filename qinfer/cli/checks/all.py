@@ -31,8 +31,9 @@ from qinfer.models.state import BULK, GATEWAY, DesiredState, State, StoredModel,
 from qinfer.models.store import ControlStore
 from qinfer.queue.address import NodeAddress, parse_place
 from qinfer.queue.clients import Login, admin_client, blocking_client
+from qinfer.segments.shelf import owners
 from qinfer.storage.open import driver_variables
-from qinfer.wire.frame import FRAME_VERSION
+from qinfer.wire.frame import USUAL_VERSION
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load
         findings.append(ok("settings", "every QINFER_ variable is known and has a possible value"))
     findings += [*_redis_findings(settings), *examine_gateway(settings, data_dir)]
     found, models = read_models(settings.repository)
-    findings += [*found, *examine_stores(settings)]
+    findings += [*found, *examine_stores(settings), *examine_memory(settings, data_dir)]
     needed = {from_json(m.config).backend: m.model for m in reversed(models) if m.config and not m.uses}
     findings += [*runtimes.examine_backends(needed, load=load), *runtimes.examine_gpus()]
     return without(_secrets(settings), [*findings, *_examine_files(), *_examine_disks(settings, data_dir)])
@@ -137,6 +138,22 @@ def without(secrets: Sequence[str], findings: Sequence[Finding]) -> list[Finding
     return [one._replace(text=clean(one.text), remedy=clean(one.remedy)) for one in findings]
 
 
+def examine_memory(settings: Settings, data_dir: Path) -> Iterator[Finding]:
+    """Says whether large tensors pass through Redis, or stay in memory that gateways share."""
+    given = settings.segments.directory
+    directory = Path(given) if given else data_dir.resolve() / "memory"
+    if not directory.is_dir():
+        remedy = "gateways make it" if given else "QINFER_SEGMENTS__DIRECTORY keeps them in memory on one machine"
+        yield ok("large tensors", f"pass through Redis: there is no directory '{directory}'; {remedy}")
+    elif directory.stat().st_mode & 0o077:
+        yield problem(
+            "large tensors", f"'{directory}' is open to others, and gateways refuse it", f"chmod 700 {directory}"
+        )
+    else:
+        text = f"stay in memory that {len(owners(directory))} gateways and workers share in '{directory}'"
+        yield ok("large tensors", text)
+
+
 def _secrets(settings: Settings) -> list[str]:
     sections = [getattr(settings, name) for name in type(settings).model_fields]
     fields = [getattr(one, name) for one in sections for name in getattr(type(one), "model_fields", {})]
@@ -173,9 +190,9 @@ def examine_workers(
 
 
 def _frames(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
-    behind = [worker.id for worker in workers if FRAME_VERSION not in worker.frame_versions]
+    behind = [worker.id for worker in workers if USUAL_VERSION not in worker.frame_versions]
     if behind:
-        text = f"{', '.join(behind[:_SHOWN])} can't read frames of version {FRAME_VERSION}, which this qinfer writes"
+        text = f"{', '.join(behind[:_SHOWN])} can't read frames of version {USUAL_VERSION}, which this qinfer writes"
         yield problem("frame versions", text, "upgrade the workers before the gateways")
     elif len({worker.frame_versions for worker in workers}) > 1:
         yield warning("frame versions", "workers of several versions of qinfer are live", "finish the upgrade")

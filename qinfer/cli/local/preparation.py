@@ -156,7 +156,10 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     if "execute_timeout_s" not in settings.limits.model_fields_set:
         execute_s = EXECUTE_TIMEOUT_S
     limits = {"execute_timeout_s": execute_s}
-    return {**options.settings, "repository": repository, "stores": stores, "rate_limit": limit, "limits": limits}
+    here = "" if options.redis_url else str(options.data_dir.resolve() / "memory")  # there is no data directory
+    segments = {"directory": settings.segments.directory or here}
+    more = {"repository": repository, "stores": stores, "rate_limit": limit, "limits": limits, "segments": segments}
+    return {**options.settings, **more}
 
 
 def with_sections(settings: Settings, sections: Sections) -> Settings:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qinfer.batching.assemble import assemble, key_function
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import InferRequest, MemoryReference
 from qinfer.errors import InvalidRequest, QinferError, UnsupportedDatatype
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy
@@ -39,6 +39,18 @@ def test_single_request_is_not_copied() -> None:
     batch = assemble([request(x=array)], [1])
 
     assert np.shares_memory(batch.inputs["x"], array)
+
+
+def test_single_request_in_memory_of_another_process_is_copied() -> None:
+    """That process may use the memory for another request while a model computes."""
+    array = np.ones((1, 2), dtype="f4")
+    alone = request(x=array)
+    alone.memory = MemoryReference("gateway", 1, 0, 8, 1)
+
+    batch = assemble([alone], [1])
+
+    assert not np.shares_memory(batch.inputs["x"], array)
+    np.testing.assert_array_equal(batch.inputs["x"], array)
 
 
 def test_inputs_are_matched_by_name() -> None:

@@ -136,6 +136,20 @@ async def test_lost_item_is_neither_run_nor_answered(scene: Scene) -> None:
     assert [item for item, _ in scene.bench.answered] == [running[1], waiting[1]]
 
 
+@pytest.mark.parametrize("gone", [(0,), (1, 2), (0, 1, 2)])
+async def test_what_was_overwritten_while_it_was_copied_is_not_executed(scene: Scene, gone: tuple[int, ...]) -> None:
+    """Its request ended at its gateway, which may use the memory for another one; the others go on."""
+    items = scene.items(3)
+    for number, item in enumerate(items):
+        item.is_current = lambda number=number: number not in gone
+    scene.batcher.add_items(items)
+    scene.bench.end_all()
+
+    assert [item for item, _ in scene.bench.answered] == [item for n, item in enumerate(items) if n not in gone]
+    assert [item.lost for item in items] == [number in gone for number in range(3)]
+    await asyncio.wait_for(scene.batcher.pause_batching(), 5.0)
+
+
 async def test_a_lost_item_of_a_batch_that_waits_for_an_instance_is_not_executed(scene: Scene) -> None:
     """The batch is made anew, and another item has its place."""
     scene.batcher.add_items(scene.items(1))

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from qinfer.cli.checks.all import HIDDEN, examine_models, examine_workers, without
+from qinfer.cli.checks.all import HIDDEN, examine_memory, examine_models, examine_workers, without
 from qinfer.cli.checks.doctor import Finding, Severity, problem
 from qinfer.cli.checks.redis_server import NodeReport, examine_node
 from qinfer.cli.checks.runtimes import Runtime, examine_gpus, load_runtime
-from qinfer.core.settings import RedisSettings
+from qinfer.core.settings import RedisSettings, Settings
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 
 INFO = {"redis_version": "7.4.1", "used_memory": 10, "maxmemory": 100, "redis_mode": "standalone", "role": "master"}
@@ -159,3 +159,17 @@ def test_gpus_are_those_of_the_driver(
 
     assert (found.level, said in found.text) == (level, True)
     assert [each.text for each in examine_gpus(tmp_path / "nothing")] == ["none"]
+
+
+def test_large_tensors_stay_in_memory_or_pass_through_redis(tmp_path: Path) -> None:
+    """`qinfer doctor` says which, and what keeps gateways from it."""
+    settings, directory = Settings(), tmp_path / "memory"
+    (through,) = examine_memory(settings, tmp_path)
+    directory.mkdir(mode=0o755)
+    (refused,) = examine_memory(settings, tmp_path)
+    directory.chmod(0o700)
+    (kept,) = examine_memory(settings, tmp_path)
+
+    assert (through.level, "pass through Redis" in through.text) == (Severity.OK, True)
+    assert (refused.level, refused.remedy) == (Severity.PROBLEM, f"chmod 700 {directory}")
+    assert (kept.level, "0 gateways and workers share" in kept.text) == (Severity.OK, True)

@@ -25,6 +25,7 @@ from qinfer.queue import nodes
 from qinfer.queue.entries import Lane
 from qinfer.scaling.sequences import SequenceWork
 from qinfer.scaling.work import LaneWork, VersionWork
+from qinfer.submission.memory import TensorMemory
 from qinfer.traffic.canary import Trial, initial_state
 from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target
 from qinfer.traffic.routing import Endpoints
@@ -520,6 +521,14 @@ def counted_targets() -> TargetTally:
     return tally
 
 
+def kept_tensors() -> TensorMemory:
+    """Returns counts of tensors in memory."""
+    tensors = TensorMemory(1, Mock())
+    tensors.share(Mock(own=Mock(owner="g", held_bytes=1, paged_bytes=2, oldest_s=0.5)))
+    tensors.ways["memory"] += 1
+    return tensors
+
+
 def test_the_catalogue_is_what_is_shown() -> None:
     """Every metric of it, of its kind, with its labels and no others."""
     tally, snapshot = everything()
@@ -529,7 +538,7 @@ def test_the_catalogue_is_what_is_shown() -> None:
     tenants.failed("acme", "m", ErrorCode.QUEUE_FULL)
     shares = tenants.of_shares([({"lane": "p1", "model": "m", "version": "1"}, ["acme"], 3, 1.0)])
     snapshot = replace(snapshot, features=[*snapshot.features, *shares])
-    more = [*tenants.families(), *counted_targets().families()]
+    more = [*tenants.families(), *counted_targets().families(), *kept_tensors().families()]
     page = render(
         shown_metrics(tally, snapshot, wanted=MetricsChoice(quantiles=(0.5,), histogram=True), more=more)
     ).decode()

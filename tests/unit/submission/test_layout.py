@@ -10,8 +10,7 @@ import pytest
 from qinfer.core.messages import CallTraces, IdFactory, OutgoingRequest, Scalar, SequenceFlags
 from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Lane
-from qinfer.submission import submit as submission
-from qinfer.submission.submit import Layouts, kind_of
+from qinfer.submission.layouts import MAX_HEAD_BYTES, Kind, Layouts, kind_of
 from qinfer.tensors import Tensor, pack_bytes
 from qinfer.wire.frame import decode_request, encode_request
 
@@ -26,7 +25,7 @@ def request(*sizes: int, **changes: Any) -> OutgoingRequest:
     return OutgoingRequest(model="m", inputs=fields.pop("inputs", inputs), id=IDS.request_id("m", 1), **fields)
 
 
-def kind(one: OutgoingRequest, *, lane: Lane = LANE, generation: int = 5) -> submission.Kind | None:
+def kind(one: OutgoingRequest, *, lane: Lane = LANE, generation: int = 5) -> Kind | None:
     return kind_of(one, (lane, generation), one.timeout_s)
 
 
@@ -153,7 +152,7 @@ def test_what_has_no_kind_is_not_remembered() -> None:
 
 def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients choose the shapes, as many as they like."""
-    monkeypatch.setattr(submission, "_MAX_LAYOUTS", 3)
+    monkeypatch.setattr("qinfer.submission.layouts._MAX_LAYOUTS", 3)
     layouts = Layouts(inline_max_bytes=100)
     kinds = []
     for size in range(4):
@@ -170,7 +169,7 @@ def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_too_large_without_its_tensors_is_refused() -> None:
     """And not remembered."""
     layouts = Layouts(inline_max_bytes=100)
-    parameters: dict[str, Scalar] = {"a": "b" * submission.MAX_HEAD_BYTES}
+    parameters: dict[str, Scalar] = {"a": "b" * MAX_HEAD_BYTES}
     one = request(4, parameters=parameters)
 
     for _ in range(2):

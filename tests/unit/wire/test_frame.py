@@ -1,6 +1,7 @@
-"""Frames: the golden files fix version 1 for good; what is damaged or newer is told apart."""
+"""Frames: the golden files fix all versions for good; what is damaged or newer is told apart."""
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from qinfer.core.messages import (
     Credit,
     Failure,
     InferRequest,
+    MemoryReference,
     OutgoingRequest,
     ResourceHolder,
     Response,
@@ -22,7 +24,7 @@ from qinfer.core.messages import (
     Timing,
 )
 from qinfer.errors import CorruptEntry
-from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
+from qinfer.tensors import Bytes, Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.frame import (
     FRAME_VERSION,
     MAX_HEADER_BYTES,
@@ -31,6 +33,8 @@ from qinfer.wire.frame import (
     decode_request,
     decode_responses,
     encode_credits,
+    encode_landed_request,
+    encode_referring_request,
     encode_request,
     encode_request_apart,
     encode_responses,
@@ -102,6 +106,7 @@ APART = InferRequest(
     timeout_s=2.0,
     payload=True,
 )
+HELD = msgspec.structs.replace(APART, payload=False, memory=MemoryReference("gateway-01M8", 3, 131_072, 32, 2**40))
 RESPONSES = [
     Response(
         request_id="01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m",
@@ -197,6 +202,77 @@ def test_golden_request_apart() -> None:
     assert encode_request_apart(decode_request(frame, payload)) == (frame, payload)
 
 
+def test_golden_request_in_memory() -> None:
+    """It has version 2, so that who can't read it releases it; the tensors lie as those of a payload."""
+    frame = (GOLDEN / "request_in_memory.v2.bin").read_bytes()
+    payload = (GOLDEN / "request_apart_payload.v1.bin").read_bytes()
+    written: list[bytes] = []
+
+    def write(parts: Sequence[Bytes], nbytes: int) -> MemoryReference | None:
+        written.append(b"".join(parts))
+        assert nbytes == len(written[-1])
+        return HELD.memory
+
+    assert decode_request(frame, payload) == HELD
+    assert encode_referring_request(HELD, write) == frame
+    assert written == [payload]
+
+
+def test_a_request_in_memory_names_the_place() -> None:
+    frame = (GOLDEN / "request_in_memory.v2.bin").read_bytes()
+
+    with pytest.raises(PayloadApart) as caught:
+        decode_request(frame)
+
+    assert caught.value.request == msgspec.structs.replace(HELD, inputs=())
+
+
+LANDED = MemoryReference("gateway-01M8", 3, 131_072, 64 + 40, 7)
+
+
+def landed(*tensors: tuple[str, int]) -> InferRequest:
+    """A request whose tensors lie one behind the other, 64 bytes behind the beginning of the memory."""
+    body, position, inputs = memoryview(bytes(range(104))), 64, []
+    for number, (datatype, size) in enumerate(tensors):
+        inputs.append(Tensor(f"x{number}", datatype, (1, size), body[position : position + size]))
+        position += size
+    return msgspec.structs.replace(APART, payload=False, inputs=tuple(inputs))
+
+
+def test_tensors_that_lie_in_memory_are_told_where_they_are() -> None:
+    request = landed(("FP32", 8), ("UINT8", 24), ("INT64", 8))
+    frame = encode_landed_request(request, LANDED, 64)
+    assert frame is not None
+
+    decoded = decode_request(frame, bytes(range(104)))
+
+    assert decoded == msgspec.structs.replace(request, memory=LANDED)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        landed(("UINT8", 3), ("FP32", 37)),  # not aligned
+        landed(("UINT8", 39)),  # not all of it
+        landed(("UINT8", 20), ("UINT8", 10)),
+        msgspec.structs.replace(landed(("UINT8", 40)), inputs=(Tensor("x", "UINT8", (1, 40), bytes(40)),)),  # elsewhere
+    ],
+)
+def test_tensors_that_lie_otherwise_are_copied(request_: InferRequest) -> None:
+    assert encode_landed_request(request_, LANDED, 64) is None
+
+
+def test_without_room_in_memory_there_is_no_frame() -> None:
+    assert encode_referring_request(HELD, lambda _, __: None) is None
+
+
+def test_a_request_that_was_in_memory_can_travel_in_one_piece() -> None:
+    frame = encode_request(HELD)
+
+    assert frame[0] == 1
+    assert decode_request(frame) == msgspec.structs.replace(HELD, memory=None)
+
+
 @pytest.mark.parametrize(
     ("name", "responses"),
     [
@@ -247,7 +323,7 @@ def test_every_field_is_set_in_a_golden_frame() -> None:
     """A field added to `InferRequest` or `Response` without a place in a golden frame is noticed here."""
     request, response = InferRequest(model="", inputs=()), Response(request_id="")
 
-    asked = (FULL, LIMITED, APART, CALLED, SPARING, TRACED)
+    asked = (FULL, LIMITED, APART, CALLED, SPARING, TRACED, HELD)
     for field in InferRequest.__struct_fields__:
         assert any(getattr(r, field) != getattr(request, field) for r in asked), field
     golden = (*RESPONSES, *STORED, *SPOKEN, *STREAMED, *CALLING)
@@ -302,9 +378,9 @@ def test_a_newer_frame_is_told_from_a_corrupt_one() -> None:
     """A worker releases what a newer writer wrote, instead of dead-lettering it."""
     frame = bytes([FRAME_VERSION + 1]) + encode_request(FULL)[1:]
 
-    with pytest.raises(NewerVersion, match=r"version 2 .* reads version 1: upgrade"):
+    with pytest.raises(NewerVersion, match=r"version 3 .* reads version 2: upgrade"):
         decode_request(frame)
-    with pytest.raises(NewerVersion, match=r"version 2 .* reads version 1: upgrade"):
+    with pytest.raises(NewerVersion, match=r"version 3 .* reads version 2: upgrade"):
         decode_responses(frame)
 
 
@@ -316,11 +392,12 @@ def header_fields(frame: bytes) -> list[Any]:
 
 def test_header_fields_may_be_appended() -> None:
     """A reader of this version skips fields that a later one appends to the same header."""
-    header = msgspec.msgpack.encode([*header_fields(encode_request(TIMED)), "later", 42])
+    newest = (GOLDEN / "request_in_memory.v2.bin").read_bytes()
+    header = msgspec.msgpack.encode([*header_fields(newest), "later", 42])
 
-    grown = struct.pack("<BBHI", 1, 0, 0, len(header)) + header
+    grown = struct.pack("<BBHI", 2, 0, 0, len(header)) + header
 
-    assert decode_request(grown) == TIMED
+    assert decode_request(grown, (GOLDEN / "request_apart_payload.v1.bin").read_bytes()) == HELD
 
 
 def test_an_older_reader_skips_what_was_appended() -> None:

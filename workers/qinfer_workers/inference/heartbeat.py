@@ -21,7 +21,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe import model_metrics, stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
 from qinfer.queue.count_pushes import CountPushes, Underway, concerns
-from qinfer.wire.frame import FRAME_VERSION
+from qinfer.wire.frame import FRAME_VERSION, OLDEST_READABLE
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.executor import ThreadExecutor
@@ -157,7 +157,7 @@ class Heartbeat:
             executing=sum(batcher.executing for batcher in batchers),
             throughput_rps=round(rps, 1),
             clock_offset_s=now_s - time.time(),
-            frame_versions=(FRAME_VERSION,),
+            frame_versions=tuple(range(OLDEST_READABLE, FRAME_VERSION + 1)),
             speeds=_speeds(batchers, at_best=False),
             best_speeds=_speeds(batchers, at_best=True),
             busy=underway.busy,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import WorkItem
 from qinfer.core.messages import Failure, InferRequest, Response, ToldSequence
 from qinfer.core.retry import OutageLog
@@ -21,8 +22,10 @@ from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.records import SequenceId, told_id
+from qinfer.segments.reading import SegmentReader, TensorsGone, TensorsUnreachable
 from qinfer.submission.validate import validate
-from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
+from qinfer.tensors import Bytes
+from qinfer.wire.frame import PayloadApart, RequestReader, decode_request, encode_request
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.publisher import Publisher
@@ -82,15 +85,21 @@ class ToldIds:
 
 
 class LeaseIntake:
-    """Turns leases into items that may be batched."""
+    """Turns leases into items that may be batched; `memory` has the tensors that gateways keep."""
 
-    def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
+    def __init__(
+        self, queue: Queue, publisher: Publisher, max_deliveries: int, memory: SegmentReader | None = None
+    ) -> None:
         self._queue = queue
+        self._memory = memory
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)
         self._reader = RequestReader()
         self._told = ToldIds(queue)
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
+        self._unread = OutageLog(
+            logger, "memory of a gateway not read, leaving requests to others", "memory of gateways is read again"
+        )
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> IntakeItems:
         """Decodes leases; buries, answers or releases those that can't be executed."""
@@ -108,6 +117,9 @@ class LeaseIntake:
                 continue
             if request.payload or not (request.sequence is None or self._is_told(batcher, request)):
                 taken.external.append(item)
+            elif request.memory is not None:
+                if (tensors := self._shared(batcher, item)) is not None and self._complete(batcher, item, tensors):
+                    taken.ready.append(item)
             elif self._is_ready(batcher, item):
                 taken.ready.append(item)
         return taken
@@ -232,12 +244,35 @@ class LeaseIntake:
     def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
         return isinstance(batcher, EnsembleBatcher) or self._told.set_told_id(request)
 
-    async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> bytes | None:
+    def _shared(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
+        """Reads an item's tensors in a gateway's memory, puts it off, or finishes it if the request has ended there."""
+        reference = item.request.memory
+        assert reference is not None
+        try:
+            if self._memory is None:
+                raise TensorsUnreachable("QINFER_SEGMENTS__DIRECTORY is not set for this worker")
+            view = self._memory.view(reference) if _copies_once(batcher) else None
+            tensors = self._memory.read(reference) if view is None else view.tensors
+            item.is_current = None if view is None else view.is_current
+            self._unread.over()
+            return tensors
+        except CorruptEntry as error:
+            self._bury(batcher, item, error)
+        except TensorsGone:
+            self._publisher.discard(item)
+        except TensorsUnreachable as error:
+            self._unread.failed(error.message)
+            self.put_off([item])
+        return None
+
+    async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
         """Reads an item's tensors, puts it off, finishes it if they are gone, or buries it if the store lacks them."""
         try:
             if not self._is_told(batcher, item.request):
                 await self._told.ask(item.request, batcher.model.spec)
             request = item.request
+            if request.memory is not None:
+                return self._shared(batcher, item)
             payload: bytes | None = b""
             if request.payload:
                 payload = await self._queue.payload(item.lease.entry, request.id, request.tenant)
@@ -253,10 +288,10 @@ class LeaseIntake:
             self._publisher.discard(item)
         return payload
 
-    def _complete(self, batcher: LaneBatcher, item: WorkItem, payload: bytes) -> bool:
+    def _complete(self, batcher: LaneBatcher, item: WorkItem, payload: Bytes) -> bool:
         flags = item.request.sequence
         try:
-            if item.request.payload:
+            if item.request.payload or item.request.memory is not None:
                 item.request = decode_request(item.lease.frame, payload)
             item.request.version, item.request.sequence = batcher.model.version, flags
         except CorruptEntry as error:
@@ -276,7 +311,23 @@ class LeaseIntake:
             failure=failure,
             attempt=deliveries,
         )
-        self._publisher.bury(item.lease, error, batcher.tally, (item, response))
+        self._publisher.bury(item.lease, error, batcher.tally, (item, response), self._whole_frame(item))
+
+    def _whole_frame(self, item: WorkItem) -> bytes:
+        """Returns a frame with the tensors that a gateway keeps only as long as the request; empty = as it is."""
+        reference = item.request.memory
+        if reference is None or self._memory is None:
+            return b""
+        try:
+            return encode_request(decode_request(item.lease.frame, self._memory.read(reference)))
+        except QinferError:
+            return b""
+
+
+def _copies_once(batcher: LaneBatcher) -> bool:
+    """Returns whether only a batch's array takes requests' tensors; strings, streams and steps are read more often."""
+    spec = batcher.model.spec
+    return type(batcher) is Batcher and not spec.decoupled and all(port.datatype != "BYTES" for port in spec.inputs)
 
 
 def _named(request: InferRequest) -> tuple[str, SequenceId]:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -21,7 +21,7 @@ import msgspec
 
 from qinfer.batching.execution import TOLD, WorkItem
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Failure, Response
+from qinfer.core.messages import Failure, MemoryReference, Response
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull, QuotaExceeded
 from qinfer.observe.stats import ModelCounts, StatsTally
@@ -39,7 +39,8 @@ from qinfer.queue.entries import (
 )
 from qinfer.queue.lanes import Queue
 from qinfer.queue.transfers import MOST_BYTES
-from qinfer.wire.frame import encode_responses
+from qinfer.wire.frame import NOTHING_KEPT, encode_responses
+from qinfer_workers.inference.reply_memory import KeptResponses, ReplyMemory
 from qinfer_workers.inference.tracing import Spans
 
 logger = logging.getLogger(__name__)
@@ -295,6 +296,7 @@ class Publisher:
         self._caught_up = asyncio.Event()
         self._outage = OutageLog(logger, "answers not written to Redis, trying again", "answers are written again")
         self._closed = False
+        self.memory: ReplyMemory | None = None
 
     def hold(self, items: Sequence[WorkItem]) -> None:
         """Renews the leases of items that no batcher has taken."""
@@ -343,8 +345,10 @@ class Publisher:
             leases = [item.lease for item in group]
             self.spawn(partial(self._queue.delay, leases, delayed_name(name)), group, self._keeper.drop)
 
-    def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
-        """Buries an entry, then answers a waiting caller."""
+    def bury(
+        self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None, frame: bytes = b""
+    ) -> None:
+        """Buries an entry, with `frame` instead of its own, then answers a waiting caller."""
         request_id = answer[1].request_id if answer else ""
         items = [answer[0]] if answer else []
         self._keeper.hold(items)
@@ -353,7 +357,7 @@ class Publisher:
         async def work() -> None:
             nonlocal tries
             tries += 1
-            is_buried = await self._queue.bury(lease, request_id, error.code.value, error.message)
+            is_buried = await self._queue.bury(lease, request_id, error.code.value, error.message, frame)
             self._keeper.drop(items)  # may take longer than a lease
             if is_buried:
                 tally.buried()
@@ -425,11 +429,29 @@ class Publisher:
 
     async def publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         """Publishes responses without checking leases; `begin_ns` = they were ready."""
-        for address, group, is_large in _chunks(items, responses):
-            blob = encode_responses([await self._store(items, group[0])] if is_large else group)
-            if not await self._queue.publish(address, blob):
-                logger.debug("no caller reads the reply stream", extra={"reply_to": address})
-        self._count_published(items, begin_ns)
+        kept: list[tuple[str, KeptResponses]] = []
+        try:
+            for address, group, is_large in _chunks(items, responses):
+                if is_large:
+                    await self._send(address, [await self._store(items, group[0])])
+                elif self.memory is None or (one := self.memory.keep(address, group)) is None:
+                    await self._send(address, group)
+                else:
+                    kept.append((address, one))
+                    await self._send(address, group, one.references)
+            self._count_published(items, begin_ns)
+            for address, one in kept:
+                if left := await one.unconfirmed():
+                    await self._send(address, left)
+        finally:
+            for _, one in kept:
+                one.release()
+
+    async def _send(
+        self, address: str, responses: Sequence[Response], kept: Mapping[str, MemoryReference] = NOTHING_KEPT
+    ) -> None:
+        if not await self._queue.publish(address, encode_responses(responses, kept)):
+            logger.debug("no caller reads the reply stream", extra={"reply_to": address})
 
     async def _store(self, items: Sequence[WorkItem], response: Response) -> Response:
         item = next(item for item in items if item.request.id == response.request_id)

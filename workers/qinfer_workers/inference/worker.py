@@ -20,6 +20,7 @@ from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.streams import WorkerStreams
 from qinfer.batching.watched import ExecutionClock
+from qinfer.core.messages import IdFactory
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
@@ -30,6 +31,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
+from qinfer.segments.reading import SegmentReader, SegmentSharing
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.traffic.store import EndpointStore
@@ -49,6 +51,7 @@ from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import CancelWatch, HeldWork, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.rate_limiter import LimitedExecutor, RateLimiter
+from qinfer_workers.inference.reply_memory import ReplyMemory
 from qinfer_workers.inference.sequences.service import Parts
 from qinfer_workers.inference.sequences.services import SequenceServices
 from qinfer_workers.inference.serving import LaneBatcher, Serving
@@ -83,13 +86,14 @@ class Worker:
         self._queue = queue
         self._store = store
         self._id = worker_id
-        self._limits = settings.limits
+        self._limits, self._segments = settings.limits, settings.segments
         self._cache, self._cached = settings.cache.plan, ModelCounts()
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
         self._nested = NestedCounts(settings.metrics)
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
+        self._sharing: asyncio.Task[None] | None = None
         self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
         """While the worker quiesces, only models that executing batches call go on."""
@@ -123,7 +127,8 @@ class Worker:
                 self._publisher.durations, self._bulk.counts, self._nested, self._cached, self._models.counts,
                 self._watchdog,
             )  # fmt: skip
-            self._intake = LeaseIntake(self._queue, self._publisher, self._settings.max_deliveries)
+            memory = self._share_memory(tasks)
+            self._intake = LeaseIntake(self._queue, self._publisher, self._settings.max_deliveries, memory)
             self._caller = self._open_caller(tasks)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
             self._caller.use_local_steps(self._local)
@@ -161,7 +166,20 @@ class Worker:
             reads = [task for one in servings for task in (*one.reads.open, one.fetcher)]
             await cancel_tasks(heartbeat, cancels, watchdog, *calls, *reads, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
-            await cancel_tasks(renewals, readers)
+            await cancel_tasks(renewals, readers, *filter(None, [self._sharing]))
+
+    def _share_memory(self, tasks: asyncio.TaskGroup) -> SegmentReader | None:
+        segments = self._segments
+        if not segments.directory:
+            return None
+        name = f"worker-{IdFactory().ulid()}"
+        sharing = SegmentSharing(
+            segments, name, "gateway-", self._store.segment_secret, reader=self._id, changed=lambda: None
+        )
+        self._publisher.memory = ReplyMemory(sharing.own, sharing.shelf, segments.least_bytes)
+        self._sharing = tasks.create_task(sharing.run())
+        self._sharing.add_done_callback(lambda _: sharing.close())
+        return sharing.others
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> WorkerCaller:
         caller = WorkerCaller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)

@@ -1,6 +1,6 @@
 -- Moves an entry that `consumer` still owns to the dead letters, with its payload, and trims these.
 -- KEYS: lane, letters, payload (optional). ARGV: group, consumer, id, version and name of the lane, request id, code,
---   reason, age (ms), most (bytes), name of the payload object's copy (optional).
+--   reason, age (ms), most (bytes), name of the payload object's copy or '', frame to keep instead of the entry's or ''.
 -- Returns {letter, unreferenced objects}, or nil.
 local lane, letters, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, id, age, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8]), tonumber(ARGV[9])
@@ -13,15 +13,16 @@ if not entry then
   return false
 end
 
-local frame = entry[2][2]
+local copy = ARGV[10] ~= '' and ARGV[10]
+local frame = ARGV[11] ~= '' and ARGV[11] or entry[2][2]
 local is_object = payload and redis.call('TYPE', payload).ok == 'hash'
 local tensors = payload and not is_object and redis.call('GET', payload) or ''
 local fields, size, gone = {}, #frame + #tensors, {}
 if is_object then
   local known = redis.call('HMGET', payload, 'v', 'name', 'size')
-  fields = {'v', known[1], 'object', ARGV[10] or known[2], 'object_size', known[3]}
+  fields = {'v', known[1], 'object', copy or known[2], 'object_size', known[3]}
   size = size + tonumber(known[3])
-  if ARGV[10] then gone[1] = known[2] end
+  if copy then gone[1] = known[2] end
 end
 redis.call('XACK', lane, group, '0-0') -- for full memory
 local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', ARGV[5], 'code', ARGV[6], 'reason', ARGV[7],

@@ -72,6 +72,26 @@ def test_special_requests_are_left_to_the_route(headers: list[tuple[bytes, bytes
     assert read_head(URL, headers) is None
 
 
+@pytest.mark.parametrize(
+    ("json_length", "length", "is_fast"),
+    [
+        (b"200", 1_000_000, True),
+        (b"200", 1_000_001, False),
+        (b"65536", 1_000_000, True),
+        (b"65537", 1_000_000, False),  # much JSON, which is decoded elsewhere
+        (b"0", 1_000_000, False),
+        (b"-1", 1_000_000, False),
+        (b"2 0", 1_000_000, False),
+        ("²".encode("latin-1"), 1_000_000, False),
+        (b"1" * 5000, 1_000_000, False),
+    ],
+)
+def test_large_bodies_with_little_json_are_fast(json_length: bytes, length: int, *, is_fast: bool) -> None:
+    headers = [(b"Content-Length", b"%d" % length), (b"Inference-Header-Content-Length", json_length)]
+
+    assert (read_head(URL, headers, most_binary_bytes=1_000_000) is not None) == is_fast
+
+
 @pytest.mark.parametrize(("accepted", "encoding"), [(b"gzip, deflate", "gzip"), (b"deflate", "deflate"), (b"br", None)])
 def test_the_reply_may_be_compressed(accepted: bytes, encoding: str | None) -> None:
     """What many clients send by themselves does not cost them the fast path."""

@@ -62,7 +62,7 @@ class Burying(Offline):
         self.go = asyncio.Event()
         self.burying = 0
 
-    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str, frame: bytes = b"") -> bool:
         self.burying += 1
         await self.go.wait()
         if request_id == "r2":

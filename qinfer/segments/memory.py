@@ -1,0 +1,190 @@
+"""The segments of this process: files in memory into which only it writes.
+
+A segment is a `memfd`, sealed against shrinking and growing: a reader can't be killed by a page that is gone. In front
+of a slab's tensors is its generation, a number that this process gives to no other use; 0 = free. A reader copies the
+tensors and then compares the generation: bytes of a later use come after a change of it. (On x86 stores are seen in
+order.)
+"""
+
+import asyncio
+import fcntl
+import itertools
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from qinfer.core.messages import MemoryReference
+from qinfer.segments.slabs import HEADER_BYTES, Place, Slabs
+from qinfer.tensors import Bytes
+
+SEGMENT_BYTES = 64 * 2**20
+"""The least bytes of a segment; they cost nothing before they are used."""
+
+IDLE_S = 5.0
+"""A free slab keeps its pages so long."""
+
+_GENERATION = struct.Struct("<Q")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class OwnSegment(msgspec.Struct, frozen=True):
+    """A segment; its descriptor can write."""
+
+    size: int
+    descriptor: int
+    memory: mmap.mmap
+
+    def open_for_readers(self) -> int:
+        """Returns a descriptor that can't write, which the caller closes."""
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class HeldTensors(msgspec.Struct):
+    """Tensors in this process's memory, until `release`."""
+
+    reference: MemoryReference
+    tenant: str
+    place: Place
+    memory: "OwnMemory"
+    is_held: bool = True
+
+    def view(self) -> memoryview:
+        """Returns the bytes of the tensors, to be written."""
+        begin = self.place.offset + HEADER_BYTES
+        return memoryview(self.memory.segments[self.place.segment].memory)[begin : begin + self.reference.size]
+
+    def release(self) -> None:
+        """Gives the memory back; may be repeated."""
+        if self.is_held:
+            self.is_held = False
+            self.memory.release(self)
+
+
+class OwnMemory:
+    """Takes tensors of pending requests, `most_bytes` at a time.
+
+    `owner` names this process in references. `opened` gets each new segment and its number before its first reference.
+    """
+
+    def __init__(self, owner: str, most_bytes: int, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.owner = owner
+        self.opened: Callable[[int, OwnSegment], None] = lambda _, __: None
+        self._now_s = now_s
+        self._segments: dict[int, OwnSegment] = {}
+        self._slabs = Slabs(most_bytes, SEGMENT_BYTES, now_s, self._drop)
+        self._paged: set[Place] = set()
+        self._generations = itertools.count(1)
+        self._since_s: dict[int, float] = {}
+        """When each held generation was written, the oldest first."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of slabs with tensors of pending requests."""
+        return self._slabs.held_bytes
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes that the machine's memory holds for this process's segments."""
+        return self._slabs.paged_bytes
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the oldest held tensors were written; 0 without any."""
+        now_s = self._now_s()
+        return now_s - next(iter(self._since_s.values()), now_s)
+
+    @property
+    def segments(self) -> Mapping[int, OwnSegment]:
+        """The segments by number."""
+        return self._segments
+
+    def write(self, parts: Sequence[Bytes], nbytes: int, tenant: str) -> HeldTensors | None:
+        """Copies `parts`, `nbytes` together, into a slab; `None` without room."""
+        held = self.take(nbytes, tenant)
+        if held is not None:
+            rest = held.view()
+            for part in parts:
+                rest[: len(part)] = part
+                rest = rest[len(part) :]
+        return held
+
+    def take(self, nbytes: int, tenant: str) -> HeldTensors | None:
+        """Takes a slab for so many bytes, to be written; `None` without room."""
+        place = self._slabs.take(nbytes, tenant)
+        if place is None:
+            return None
+        memory = self._pages_of(place)
+        if memory is None:
+            self._slabs.give_up(place, tenant)
+            return None
+        generation = next(self._generations)
+        _GENERATION.pack_into(memory, place.offset, generation)
+        self._since_s[generation] = self._now_s()
+        reference = MemoryReference(self.owner, place.segment, place.offset, nbytes, generation)
+        return HeldTensors(reference, tenant, place, self)
+
+    def release(self, held: HeldTensors) -> None:
+        """Frees a slab, whose readers know it from now on."""
+        place = held.place
+        if (segment := self._segments.get(place.segment)) is not None:
+            _GENERATION.pack_into(segment.memory, place.offset, 0)
+        del self._since_s[held.reference.generation]
+        self._slabs.free(place, held.tenant)
+
+    async def run(self) -> None:
+        """Gives back the pages of slabs that have been free for `IDLE_S`, until cancelled."""
+        while True:
+            await asyncio.sleep(IDLE_S / 2)
+            self.trim(self._now_s() - IDLE_S)
+
+    def trim(self, before_s: float) -> None:
+        """Gives back the pages of slabs that have been free since `before_s`."""
+        self._slabs.trim(before_s)
+
+    def close(self) -> None:
+        """Closes the descriptors; the memory ends with its last reader."""
+        for segment in self._segments.values():
+            os.close(segment.descriptor)
+        self._segments.clear()
+
+    def _pages_of(self, place: Place) -> mmap.mmap | None:
+        """Returns the segment, in which the slab has pages: a write to a page that can't be had would kill us."""
+        segment = self._segments.get(place.segment)
+        if place not in self._paged:
+            try:
+                if segment is None:
+                    segment = self._segments[place.segment] = open_segment(max(place.size, SEGMENT_BYTES))
+                    self.opened(place.segment, segment)
+                allocate(segment, place)
+            except OSError:
+                return None
+            self._paged.add(place)
+        assert segment is not None
+        return segment.memory
+
+    def _drop(self, place: Place) -> None:
+        self._paged.discard(place)
+        with suppress(OSError):
+            self._segments[place.segment].memory.madvise(mmap.MADV_REMOVE, place.offset, place.size)
+
+
+def open_segment(size: int) -> OwnSegment:
+    """Opens a segment; raises `OSError`."""
+    descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return OwnSegment(size, descriptor, mmap.mmap(descriptor, size))
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def allocate(segment: OwnSegment, place: Place) -> None:
+    """Gives a slab its pages; raises `OSError`, such as ENOSPC."""
+    os.posix_fallocate(segment.descriptor, place.offset, place.size)

@@ -1,0 +1,266 @@
+"""The memory of other processes of this machine, as a gateway or worker reads it, and shares its own with them."""
+
+import asyncio
+import logging
+import mmap
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from qinfer.core.messages import MemoryReference
+from qinfer.core.settings_sections import SegmentSettings
+from qinfer.errors import BrokerUnavailable, CorruptEntry, DeliveryError
+from qinfer.segments.memory import OwnMemory
+from qinfer.segments.shelf import (
+    CHALLENGE_BYTES,
+    GENERATION,
+    MOST_GENERATIONS,
+    SEGMENT,
+    SUFFIX,
+    Shelf,
+    connected,
+    is_own,
+    peer_of,
+    proof,
+    socket_path,
+)
+from qinfer.segments.slabs import HEADER_BYTES
+
+logger = logging.getLogger(__name__)
+
+SECRET_EVERY_S = 5.0
+"""Redis may have lost the secret, and have another."""
+
+SCAN_EVERY_S = 1.0
+"""A new gateway is found within this time; until then its tensors go through Redis."""
+
+_NAME = re.compile(r"[A-Za-z0-9-]{1,60}")  # never a path
+_MOST_ENDED = 4096
+_OVER = "the request has ended at its gateway"
+
+
+class TensorsGone(DeliveryError):
+    """The request has ended at its gateway."""
+
+
+class TensorsUnreachable(DeliveryError):
+    """The gateway may live, and this worker does not reach its memory."""
+
+
+class TensorView(NamedTuple):
+    """Tensors in a gateway's memory; who copies them asks `is_current` afterwards."""
+
+    memory: mmap.mmap
+    reference: MemoryReference
+    tensors: memoryview
+
+    def is_current(self) -> bool:
+        """Returns whether they still are the request's: a later use changes the generation before it writes."""
+        (generation,) = GENERATION.unpack_from(self.memory, self.reference.offset)
+        return bool(generation == self.reference.generation)
+
+
+class _Owner(msgspec.Struct):
+    connection: socket.socket
+    segments: dict[int, mmap.mmap]
+    is_proven: bool = False
+
+
+class SegmentReader:
+    """Reads tensors by reference: of processes whose names begin with `kind`, to which this one is `name`."""
+
+    def __init__(self, directory: Path, name: str, kind: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._kind = kind
+        self._confirmed: dict[str, list[int]] = {}
+        self.secret = b""
+        """Without it, no memory is asked for."""
+
+        self._loop = asyncio.get_running_loop()
+        self._owners: dict[str, _Owner] = {}
+        self._ended: dict[str, None] = {}
+
+    async def run(self) -> None:
+        """Finds gateways until cancelled."""
+        try:
+            while True:
+                self.scan()
+                await asyncio.sleep(SCAN_EVERY_S)
+        finally:
+            for owner in list(self._owners):
+                self._close(owner)
+
+    def scan(self) -> None:
+        """Connects to new gateways."""
+        with suppress(OSError):
+            for entry in os.scandir(self._directory):
+                owner = entry.name.removesuffix(SUFFIX)
+                if (
+                    owner != entry.name
+                    and owner.startswith(self._kind)
+                    and owner not in self._owners
+                    and owner not in self._ended
+                ):
+                    self._connect(owner)
+
+    def read(self, reference: MemoryReference) -> bytes:
+        """Returns a copy of a request's tensors; raises as `view`."""
+        view = self.view(reference)
+        tensors = bytes(view.tensors)
+        if not view.is_current():
+            raise TensorsGone(_OVER)
+        return tensors
+
+    def confirm(self, reference: MemoryReference) -> None:
+        """Tells the owner that it may use the memory again, with the others of this turn of the loop."""
+        if not self._confirmed:
+            self._loop.call_soon(self._send_confirmations)
+        self._confirmed.setdefault(reference.owner, []).append(reference.generation)
+
+    def _send_confirmations(self) -> None:
+        confirmed, self._confirmed = self._confirmed, {}
+        for name, generations in confirmed.items():
+            if (owner := self._owners.get(name)) is None:
+                continue
+            for begin in range(0, len(generations), MOST_GENERATIONS):
+                part = generations[begin : begin + MOST_GENERATIONS]
+                with suppress(OSError):  # the owner waits no longer
+                    owner.connection.send(b"".join(map(GENERATION.pack, part)))
+
+    def view(self, reference: MemoryReference) -> "TensorView":
+        """Returns a request's tensors, to be copied.
+
+        Raises:
+            TensorsGone: The request, or its gateway, has ended.
+            TensorsUnreachable: The memory can't be reached, here and now.
+            CorruptEntry: The reference leaves its segment.
+        """
+        memory = self._segment(reference)
+        begin = reference.offset + HEADER_BYTES
+        end = begin + reference.size
+        if end > len(memory):
+            raise CorruptEntry(f"tensors at {begin}:{end} leave a segment of {len(memory)} bytes")
+        view = TensorView(memory, reference, memoryview(memory)[begin:end])
+        if not view.is_current():
+            raise TensorsGone(_OVER)
+        return view
+
+    def _segment(self, reference: MemoryReference) -> mmap.mmap:
+        name = reference.owner
+        if not _NAME.fullmatch(name):
+            raise CorruptEntry(f"'{name[:80]}' is not the name of a gateway")
+        owner = self._owners.get(name)
+        if owner is None and name not in self._ended:
+            self._connect(name)
+            owner = self._owners.get(name)
+        if owner is not None and reference.segment not in owner.segments:
+            self._receive(name)
+            owner = self._owners.get(name)
+        if name in self._ended:
+            raise TensorsGone(f"{name} has ended")
+        memory = None if owner is None else owner.segments.get(reference.segment)
+        if memory is None:
+            raise TensorsUnreachable(f"the memory of {name} can't be reached from this worker")
+        return memory
+
+    def _connect(self, name: str) -> bool:
+        """Connects to a gateway; returns false if no process listens there."""
+        if not self.secret:
+            return True
+        try:
+            connection = connected(socket_path(self._directory, name))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # many connect to it now
+            return True
+        if not is_own(connection):
+            connection.close()
+            return True
+        self._owners[name] = _Owner(connection, {})
+        self._loop.add_reader(connection, self._receive, name)
+        return True
+
+    def _receive(self, name: str) -> None:
+        """Maps the segments that have come; at the end of the connection, finds out whether the gateway has ended."""
+        owner = self._owners[name]
+        while True:
+            try:
+                packet, descriptors, _, _ = socket.recv_fds(owner.connection, CHALLENGE_BYTES, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, descriptors = b"", []
+            try:
+                if len(packet) == CHALLENGE_BYTES and not owner.is_proven:
+                    owner.is_proven = True
+                    process = peer_of(owner.connection).process
+                    owner.connection.send(proof(self.secret, packet, name, process, self._name))
+                    continue
+                if len(packet) != SEGMENT.size or not descriptors:
+                    self._close(name)
+                    if owner.segments and not self._connect(name):  # without segments there are no references
+                        self._note_end(name)
+                    return
+                number, size = SEGMENT.unpack(packet)
+                owner.segments[number] = mmap.mmap(descriptors[0], size, access=mmap.ACCESS_READ)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _note_end(self, name: str) -> None:
+        if len(self._ended) >= _MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self._ended[name] = None
+        logger.info("gateway ended", extra={"gateway": name})
+
+    def _close(self, name: str) -> None:
+        owner = self._owners.pop(name)
+        self._loop.remove_reader(owner.connection)
+        owner.connection.close()  # the segments end with their last view
+
+
+class SegmentSharing:
+    """The memory of this process, `name`, and of others whose names begin with `others`, which know it as `reader`.
+
+    `secret` returns what these processes know and code of models does not; `changed` is called when another process
+    begins or ends to read the memory of this one.
+    """
+
+    def __init__(
+        self,
+        settings: SegmentSettings,
+        name: str,
+        others: str,
+        secret: Callable[[], Awaitable[bytes]],
+        *,
+        reader: str,
+        changed: Callable[[], None],
+    ) -> None:
+        directory = Path(settings.directory)
+        self._secret = secret
+        self.own = OwnMemory(name, settings.most_bytes)
+        self.shelf = Shelf(directory, self.own, changed)
+        self.others = SegmentReader(directory, reader, others)
+
+    async def run(self) -> None:
+        """Finds other processes, and gives back idle memory, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.own.run())
+            tasks.create_task(self.others.run())
+            while True:
+                with suppress(BrokerUnavailable):  # the last one stays
+                    self.shelf.secret = self.others.secret = await self._secret()
+                    self.others.scan()
+                await asyncio.sleep(SECRET_EVERY_S)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self.shelf.close()
+        self.own.close()

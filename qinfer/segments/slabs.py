@@ -1,0 +1,128 @@
+"""Slabs: which bytes of this process's segments are free, and how many each tenant holds; pure.
+
+A slab has one of a few sizes, so that one that is freed fits the next request of its kind. Its pages stay until `trim`
+or until another size needs the room; a slab that was never used has no pages.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+HEADER_BYTES = 64
+"""The generation is in front of the tensors, which begin at a cache line."""
+
+_SMALLEST = 4096
+_STEPS = 4
+"""Sizes between one power of two and the next: at most a quarter of a slab is unused."""
+
+
+class Place(NamedTuple):
+    """Bytes of a segment, in whole pages."""
+
+    segment: int
+    offset: int
+    size: int
+
+
+class _Idle(NamedTuple):
+    place: Place
+    since_s: float
+
+
+def slab_size(nbytes: int) -> int:
+    """Returns the size of the slab for so many bytes of tensors.
+
+    >>> slab_size(602_112), slab_size(1)
+    (655360, 4096)
+    """
+    needed = max(nbytes + HEADER_BYTES, _SMALLEST)
+    step = max((1 << (needed - 1).bit_length()) // (2 * _STEPS), _SMALLEST)
+    return -(-needed // step) * step
+
+
+class Slabs:
+    """The slabs of one process.
+
+    `most_bytes` bounds the pages of all slabs, and half of that those of one tenant beside others. `drop` gives back
+    the pages of a free slab.
+    """
+
+    def __init__(
+        self, most_bytes: int, segment_bytes: int, now_s: Callable[[], float], drop: Callable[[Place], None]
+    ) -> None:
+        self.most_bytes = most_bytes
+        self._segment_bytes = segment_bytes
+        self._now_s = now_s
+        self._drop = drop
+        self._idle: dict[int, list[_Idle]] = {}
+        self._bare: dict[int, list[Place]] = {}
+        """Free slabs without pages."""
+        self._end = Place(0, 0, 0)
+        """The segment that slabs are cut from, and what is left of it."""
+        self.held_bytes = 0
+        self.paged_bytes = 0
+        """Bytes with pages: those that are held, and those of free slabs."""
+        self._held_by = defaultdict[object, int](int)
+
+    def take(self, nbytes: int, tenant: str) -> Place | None:
+        """Takes a slab for so many bytes of tensors; `None` if the bound or the tenant's share does not allow it."""
+        size = slab_size(nbytes)
+        if self.held_bytes + size > self.most_bytes or not self._has_share(size, tenant):
+            return None
+        if idle := self._idle.get(size):
+            place = idle.pop().place
+        else:
+            self._make_room(size)
+            bare = self._bare.get(size)
+            place = bare.pop() if bare else self._cut(size)
+            self.paged_bytes += size
+        self.held_bytes += size
+        self._held_by[tenant] += size
+        return place
+
+    def free(self, place: Place, tenant: str) -> None:
+        """Frees a slab."""
+        self._let_go(place.size, tenant)
+        self._idle.setdefault(place.size, []).append(_Idle(place, self._now_s()))
+
+    def give_up(self, place: Place, tenant: str) -> None:
+        """Frees a slab that could get no pages."""
+        self._let_go(place.size, tenant)
+        self.paged_bytes -= place.size
+        self._bare.setdefault(place.size, []).append(place)
+
+    def trim(self, before_s: float) -> None:
+        """Gives back the pages of slabs that have been free since `before_s`."""
+        for idle in self._idle.values():
+            count = next((number for number, one in enumerate(idle) if one.since_s > before_s), len(idle))
+            for one in idle[:count]:
+                self._strip(one.place)
+            del idle[:count]
+
+    def _let_go(self, size: int, tenant: str) -> None:
+        self.held_bytes -= size
+        self._held_by[tenant] -= size
+        if not self._held_by[tenant]:
+            del self._held_by[tenant]
+
+    def _has_share(self, size: int, tenant: str) -> bool:
+        held = self._held_by.get(tenant, 0)
+        return not tenant or not held or held + size <= self.most_bytes // 2
+
+    def _make_room(self, size: int) -> None:
+        """Strips free slabs of other sizes until there is room."""
+        for idle in self._idle.values():
+            while idle and self.paged_bytes + size > self.most_bytes:
+                self._strip(idle.pop(0).place)
+
+    def _strip(self, place: Place) -> None:
+        self._drop(place)
+        self.paged_bytes -= place.size
+        self._bare.setdefault(place.size, []).append(place)
+
+    def _cut(self, size: int) -> Place:
+        segment, offset, left = self._end
+        if size > left:
+            segment, offset, left = segment + 1, 0, max(size, self._segment_bytes)
+        self._end = Place(segment, offset + size, left - size)
+        return Place(segment, offset, size)

@@ -1,0 +1,131 @@
+"""Requests whose tensors stay in this process's memory; their entries refer to them (ADR 0041).
+
+Only synchronous requests can: when this process ends, their callers' connections have ended, too. All live workers that
+may execute the request must share the memory; others would have to put the request back.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest
+from qinfer.models.catalog import Catalog, ServedVersion
+from qinfer.models.readiness import is_placed
+from qinfer.observe import catalogue
+from qinfer.observe.exposition import Family, family
+from qinfer.segments.memory import HeldTensors
+from qinfer.segments.reading import SegmentSharing
+from qinfer.submission.layouts import check_head, tensor_bytes
+from qinfer.tensors import Bytes
+from qinfer.wire.frame import encode_landed_request, encode_referring_request
+
+ALIGNMENT = 64
+"""Of the tensors of a body that is received into memory."""
+
+MEMORY, NO_MEMORY, OLD_WORKER = "memory", "no_memory", "old_worker"
+
+
+class Landing:
+    """A body that is received into memory; its tensors are aligned there.
+
+    Attributes:
+        body: All of it.
+        rest: The part that has not come yet.
+        tensors_at: The beginning of the tensors, in bytes from that of the memory.
+    """
+
+    def __init__(self, held: HeldTensors, before: int, begin: int) -> None:
+        self.held = held
+        self.body = self.rest = held.view()[before:]
+        self.tensors_at = before + begin
+
+    def add(self, part: Bytes) -> None:
+        """Copies a part that came before."""
+        self.rest[: len(part)] = part
+        self.came(len(part))
+
+    def came(self, nbytes: int) -> None:
+        """Notes bytes that were received into `rest`."""
+        self.rest = self.rest[nbytes:]
+
+
+class TensorMemory:
+    """Lays out requests of at least `least_bytes`; `forget` must be called when the readers of the memory change.
+
+    `ways` counts requests: those that are kept in memory, and those that went through Redis, by reason.
+    """
+
+    def __init__(self, least_bytes: int, catalog: Catalog) -> None:
+        self.least_bytes = least_bytes
+        self.ways = Counter[str]()
+        self._catalog = catalog
+        self._is_shared: dict[str, bool] = {}
+        self._sharing: SegmentSharing
+
+    def share(self, sharing: SegmentSharing) -> None:
+        """Sets the memory, and who reads it."""
+        self._sharing, self._memory = sharing, sharing.own
+
+    def forget(self) -> None:
+        """Looks anew for the workers of each model."""
+        self._is_shared.clear()
+
+    def lay_out(self, request: OutgoingRequest, served: ServedVersion) -> tuple[bytes, KeptTensors] | None:
+        """Encodes a stamped request, and keeps its tensors; `None` if they are to travel through Redis."""
+        if tensor_bytes(request) < self.least_bytes or request.moves_by:
+            return None
+        if not self._is_read_by_all(served.spec.name):
+            self.ways[OLD_WORKER] += 1
+            return None
+        if request.landed is not None and (laid := self._landed(request, request.landed)) is not None:
+            return laid
+        held: HeldTensors | None = None
+
+        def write(parts: Sequence[Bytes], nbytes: int) -> MemoryReference | None:
+            nonlocal held
+            held = self._memory.write(parts, nbytes, request.tenant)
+            return None if held is None else held.reference
+
+        try:
+            frame = encode_referring_request(request, write)
+            if frame is None or held is None:
+                self.ways[NO_MEMORY] += 1
+                return None
+            check_head(len(frame))
+        except BaseException:
+            if held is not None:
+                held.release()
+            raise
+        self.ways[MEMORY] += 1
+        return frame, held
+
+    def land(self, nbytes: int, begin: int, model: str, tenant: str) -> "Landing | None":
+        """Returns memory for a body whose tensors begin at a byte; `None` if it is to travel through Redis."""
+        if nbytes - begin < self.least_bytes or not self._is_read_by_all(model):
+            return None
+        before = -begin % ALIGNMENT
+        held = self._memory.take(before + nbytes, tenant)
+        return None if held is None else Landing(held, before, begin)
+
+    def _landed(self, request: OutgoingRequest, landed: KeptTensors) -> tuple[bytes, KeptTensors] | None:
+        frame = encode_landed_request(request, landed.reference, request.landed_at)
+        if frame is None:
+            return None
+        check_head(len(frame))
+        self.ways[MEMORY] += 1
+        return frame, landed
+
+    def families(self) -> Iterator[Family]:
+        """Yields the metrics."""
+        own, memory = {"process": self._memory.owner}, self._memory
+        held = memory.held_bytes
+        bytes_of = (("held", held), ("idle", memory.paged_bytes - held))
+        yield family(catalogue.SEGMENT_BYTES, ((nbytes, {"state": state, **own}) for state, nbytes in bytes_of))
+        yield family(catalogue.SEGMENT_OLDEST, [(memory.oldest_s, own)])
+        yield family(catalogue.SEGMENT_REQUESTS, ((count, {"way": way, **own}) for way, count in self.ways.items()))
+
+    def _is_read_by_all(self, model: str) -> bool:
+        known = self._is_shared.get(model)
+        if known is None:
+            may_load = {worker.id for worker in self._catalog.workers() if is_placed(model, worker.places)}
+            known = self._is_shared[model] = bool(may_load) and may_load <= self._sharing.shelf.known
+        return known

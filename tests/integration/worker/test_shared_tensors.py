@@ -1,0 +1,243 @@
+"""Tensors in the memory of a gateway, read by workers of its machine: over HTTP and gRPC, with real models."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.http.aio as over_http
+
+from qinfer.core.settings_sections import SegmentSettings
+from qinfer.testing import eventually
+from tests.support.ensembles import scale
+from tests.support.served_models import ServedModels, models_served, tensor
+
+pytestmark = pytest.mark.timeout(90)
+
+IMAGE = np.arange(150_528, dtype="f4").reshape(1, -1)
+"""As many numbers as an image of 3 by 224 by 224 has: 602,112 bytes."""
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[ServedModels]:
+    scale(tmp_path / "repository", "double", 2.0, width=-1)
+    segments = SegmentSettings(directory=str(tmp_path / "m"), least_bytes=16_384)
+    async with models_served(tmp_path / "repository", {"segments": segments}) as scene:
+        await scene.http.load_model("double")
+        await shared(scene, "w1")
+        yield scene
+
+
+async def shared(scene: ServedModels, *workers: str) -> None:
+    """Waits until just these workers read the gateway's memory."""
+    segments = scene.gateway._segments
+    assert segments is not None
+    await eventually(lambda: segments.shelf.readers == set(workers), description=f"{workers} at the gateway's memory")
+
+
+async def ways(scene: ServedModels) -> dict[str, int]:
+    """Returns how many requests went which way, from the metrics."""
+    async with httpx.AsyncClient(base_url=scene.gateway.url) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    found = [line for line in lines if line.startswith("qinfer_segment_requests_total")]
+    return {line.partition('way="')[2].partition('"')[0]: int(float(line.rpartition(" ")[2])) for line in found}
+
+
+def held(scene: ServedModels) -> int:
+    segments = scene.gateway._segments
+    assert segments is not None
+    return segments.own.held_bytes
+
+
+async def test_images_are_answered_and_do_not_pass_through_redis(scene: ServedModels) -> None:
+    asked = [scene.infer("double", x=IMAGE + number) for number in range(8)]
+    wanted = over_http.InferRequestedOutput("y")
+    over_http_ = [
+        scene.http.infer("double", [tensor("x", IMAGE - number, over_http)], outputs=[wanted]) for number in range(8)
+    ]
+
+    answers = await asyncio.gather(*asked, *over_http_)
+
+    for number, answer in enumerate(answers):
+        sent = IMAGE + number if number < 8 else IMAGE - (number - 8)
+        assert np.array_equal(answer.as_numpy("y"), sent * 2)
+    assert await ways(scene) == {"memory": 16}
+    assert held(scene) == 0
+    entries = await largest_entries(scene)
+    assert entries == []
+
+
+def body_of(values: np.ndarray) -> bytes:
+    """Returns a binary request with its head."""
+    about = {
+        "name": "x",
+        "shape": list(values.shape),
+        "datatype": "FP32",
+        "parameters": {"binary_data_size": values.nbytes},
+    }
+    text = json.dumps({"inputs": [about], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    head = (
+        f"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nInference-Header-Content-Length: {len(text)}\r\n"
+    )
+    head += f"Content-Length: {len(text) + values.nbytes}\r\n\r\n"
+    return head.encode() + text + values.tobytes()
+
+
+async def answer_of(reader: asyncio.StreamReader) -> np.ndarray:
+    """Reads an answer of one binary output."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
+    assert lines[0] == "http/1.1 200 ok"
+    headers = dict(line.split(": ") for line in lines[1:-1])
+    body = await reader.readexactly(int(headers["content-length"]))
+    return np.frombuffer(body[int(headers["inference-header-content-length"]) :], "f4")
+
+
+async def opened(scene: ServedModels) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = scene.gateway.url.partition("://")[2].rpartition(":")
+    return await asyncio.open_connection(host, int(port), limit=2**22)
+
+
+@pytest.fixture
+def no_copies(scene: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which the gateway copies tensors into its memory."""
+    segments = scene.gateway._segments
+    assert segments is not None
+    monkeypatch.setattr(segments.own, "write", Mock(side_effect=AssertionError("tensors were copied")))
+
+
+@pytest.mark.usefixtures("no_copies")
+async def test_a_body_is_received_into_memory_whatever_its_pieces(scene: ServedModels) -> None:
+    """Two requests on one connection, the second behind the first; then pieces of odd sizes, one by one."""
+    reader, writer = await opened(scene)
+    writer.write(body_of(IMAGE) + body_of(IMAGE + 1))
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    assert np.array_equal(await answer_of(reader), (IMAGE[0] + 1) * 2)
+
+    text, position, draw = body_of(IMAGE + 2), 0, random.Random(3)
+    while position < len(text):
+        size = draw.choice([1, 100, 4097, 70_001, 300_000])
+        writer.write(text[position : position + size])
+        await writer.drain()
+        await asyncio.sleep(0)
+        position += size
+    assert np.array_equal(await answer_of(reader), (IMAGE[0] + 2) * 2)
+    writer.close()
+    assert held(scene) == 0
+
+
+@pytest.mark.parametrize("sent", [300, 250_000, 500_000, 602_000])
+async def test_a_client_that_leaves_in_its_body_gives_the_memory_back(scene: ServedModels, sent: int) -> None:
+    _, writer = await opened(scene)
+    writer.write(body_of(IMAGE)[:sent])
+    await writer.drain()
+    if sent > 300:
+        await eventually(lambda: held(scene) > 0, description="a body in memory")
+
+    writer.transport.abort()
+
+    await eventually(lambda: held(scene) == 0, description="memory that was given back")
+    assert np.array_equal((await scene.infer("double", x=IMAGE)).as_numpy("y"), IMAGE * 2)
+
+
+@pytest.mark.parametrize("problem", ["shape", "model", "json", "input"])
+async def test_a_body_that_is_refused_gives_the_memory_back(scene: ServedModels, problem: str) -> None:
+    """The connection goes on."""
+    text = body_of(IMAGE)
+    wrong = {
+        "shape": (b"150528", b"150527"),
+        "model": (b"/double/", b"/doubl2/"),
+        "json": (b'"inputs"', b'"inputs!'),
+        "input": (b'"x"', b'"z"'),
+    }[problem]
+    reader, writer = await opened(scene)
+    writer.write(text.replace(*wrong, 1))
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
+    await reader.readexactly(int(dict(line.split(": ") for line in lines[1:-1])["content-length"]))
+
+    assert lines[0].split()[1] in ("400", "404")
+    assert held(scene) == 0
+    writer.write(text)
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    writer.close()
+
+
+async def largest_entries(scene: ServedModels) -> list[int]:
+    """Returns the sizes of stored payloads; there are none."""
+    found = await scene.store.client.keys("qinfer:{*}:payload:*")
+    return [len(await scene.store.client.get(name)) for name in found]
+
+
+async def test_small_requests_pass_through_redis(scene: ServedModels) -> None:
+    answer = await scene.infer("double", x=IMAGE[:, :1000])
+
+    assert np.array_equal(answer.as_numpy("y"), IMAGE[:, :1000] * 2)
+    assert await ways(scene) == {}
+
+
+async def test_a_worker_without_the_directory_gets_whole_requests(scene: ServedModels) -> None:
+    """As one of another machine would be: while it lives, nothing refers to memory that it can't read."""
+    scene._sections = {}
+    await scene.worker("far")
+    await eventually(lambda: len(scene.gateway.catalog.workers()) == 2, description="both workers")
+
+    answers = await asyncio.gather(*[scene.infer("double", x=IMAGE + number) for number in range(4)])
+
+    assert all(np.array_equal(answer.as_numpy("y"), (IMAGE + n) * 2) for n, answer in enumerate(answers))
+    assert await ways(scene) == {"old_worker": 4}
+
+
+async def test_a_worker_that_reads_no_memory_leaves_requests_to_others(
+    scene: ServedModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came after the request, and takes it from the lane first."""
+    memory = scene.gateway.dispatcher.submission.memory
+    assert memory is not None
+    scene._sections, before = {}, scene._sections
+    await scene.worker("far")
+    live = scene.gateway.catalog.workers
+    await eventually(lambda: any(one.id == "far" and one.is_ready("double", 1) for one in live()), description="far")
+    await scene.kill("w1")
+    monkeypatch.setattr(memory, "_is_read_by_all", lambda _: True)  # as if it had not been seen yet
+    asked = asyncio.create_task(scene.infer("double", x=IMAGE))
+    await eventually(lambda: held(scene) > 0, description="tensors in memory")
+    scene._sections = before
+    await scene.worker("w2")
+
+    answer = await asked
+
+    assert np.array_equal(answer.as_numpy("y"), IMAGE * 2)
+
+
+async def test_many_sizes_come_back_as_they_were_sent(scene: ServedModels) -> None:
+    """Slabs of all sizes are reused while others are in use."""
+    draw = np.random.default_rng(5)
+
+    async def ask(number: int) -> None:
+        width = int(2 ** draw.uniform(8, 20))
+        sent = np.full((1, width), number, "f4")
+        answer = (await scene.infer("double", x=sent)).as_numpy("y")
+        assert answer.shape == (1, width)
+        assert (answer == 2 * number).all()
+
+    for turn in range(5):
+        await asyncio.gather(*[ask(turn * 20 + number) for number in range(20)])
+
+    assert held(scene) == 0
+
+
+async def test_a_caller_that_leaves_gives_the_memory_back(scene: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    await scene.kill("w1")
+    memory = scene.gateway.dispatcher.submission.memory
+    assert memory is not None
+    monkeypatch.setattr(memory, "_is_read_by_all", lambda _: True)
+    asked = asyncio.create_task(scene.infer("double", x=IMAGE))
+    await eventually(lambda: held(scene) > 0, description="tensors in memory")
+
+    asked.cancel()
+
+    await eventually(lambda: held(scene) == 0, description="memory that was given back")

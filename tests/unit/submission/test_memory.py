@@ -1,0 +1,210 @@
+"""Requests whose tensors stay in the memory of the process that submits them, on a real Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from qinfer.core.messages import MemoryReference, OutgoingRequest, Response
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import QinferError
+from qinfer.models.catalog import Catalog
+from qinfer.models.state import WorkerRecord
+from qinfer.observe.stats import GatewayTally
+from qinfer.queue.entries import Lane, Lease
+from qinfer.queue.lanes import Queue
+from qinfer.segments.memory import OwnMemory
+from qinfer.segments.reading import SegmentSharing
+from qinfer.submission.memory import MEMORY, NO_MEMORY, OLD_WORKER, TensorMemory
+from qinfer.submission.pending import PendingCall
+from qinfer.tensors import Tensor
+from qinfer.testing import eventually
+from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
+from qinfer_api.auth import ANONYMOUS
+from qinfer_api.dispatcher import Dispatcher
+from tests.unit.submission.test_cleanup import Models
+
+LANE = Lane("m", 1)
+MIB = 2**20
+
+
+class KnownModels(Models):
+    """The catalog of a model, with workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = [WorkerRecord(id="w1", started_at=0.0, models={})]
+
+    def workers(self) -> list[WorkerRecord]:
+        return self.live
+
+
+class Scene:
+    """A gateway's dispatcher whose requests of 1,000 bytes stay in memory, and what its callers got."""
+
+    no_stream = ""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.models = queue, KnownModels()
+        self.responses: list[Response] = []
+        catalog = cast(Catalog, self.models)
+        self.memory = OwnMemory("gateway-a", 4 * MIB)
+        self.dispatcher = Dispatcher(queue, catalog, GatewayTally(), LimitSettings(), "me", None)
+        self.tensors = TensorMemory(1000, catalog)
+        self.shelf = SimpleNamespace(known={"w1"})
+        self.tensors.share(cast(SegmentSharing, SimpleNamespace(own=self.memory, shelf=self.shelf)))
+        self.dispatcher.submission.set_memory(self.tensors)
+        self.pending = self.dispatcher.submission.pending
+
+    def deliver(self, response: Response) -> None:
+        self.responses.append(response)
+
+    def submit(self, size: int = 1000, *, timeout_s: float | None = None, endpoint: str = "") -> PendingCall:
+        x = Tensor("x", "UINT8", (1, size), bytes([7]) * size)
+        request = OutgoingRequest(model="m", inputs=(x,), endpoint=endpoint, moves=bool(endpoint))
+        return self.dispatcher.submit(ANONYMOUS, request, self, asked_s=timeout_s)
+
+    async def fetch(self) -> Lease:
+        (lease,) = await self.queue.fetch([LANE], "w1", 1, 5.0)
+        return lease
+
+    async def is_apart(self) -> bool:
+        """Takes the next request; tells whether its tensors are in memory."""
+        try:
+            decode_request((await self.fetch()).frame)
+        except PayloadApart as apart:
+            return apart.request.memory is not None
+        return False
+
+    def answer(self, pending: PendingCall, *, final: bool = True) -> None:
+        response = Response(request_id=pending.request_id, model="m", version=1, attempt=1, final=final)
+        self.pending.receive(encode_responses([response]))
+
+
+@pytest.fixture
+async def scene(delivery: Queue) -> AsyncIterator[Scene]:
+    scene = Scene(delivery)
+    running = asyncio.create_task(scene.dispatcher.submission.run())
+    yield scene
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    scene.memory.close()
+
+
+async def test_the_entry_of_a_large_request_refers_to_its_tensors(scene: Scene) -> None:
+    pending = scene.submit()
+    lease = await scene.fetch()
+    with pytest.raises(PayloadApart) as apart:
+        decode_request(lease.frame)
+    reference = apart.value.request.memory
+
+    assert len(lease.frame) < 400
+    assert isinstance(reference, MemoryReference)
+    assert pending.tensors is not None
+    assert pending.tensors.reference == reference
+    assert reference.size == 1000
+
+
+@pytest.mark.parametrize("size", [999, 1000])
+async def test_small_requests_travel_whole(scene: Scene, size: int) -> None:
+    for _ in range(3):  # the second would have its layout remembered
+        scene.submit(size)
+        assert await scene.is_apart() == (size == 1000)
+
+
+@pytest.mark.parametrize("end", ["answered", "cancelled", "expired", "all fail", "cleared"])
+async def test_tensors_are_given_back_when_their_request_ends(scene: Scene, end: str) -> None:
+    pending = scene.submit(timeout_s=0.05 if end == "expired" else None)
+    assert scene.memory.held_bytes
+    await scene.fetch()
+    if end == "answered":
+        scene.answer(pending)
+    elif end == "cancelled":
+        scene.pending.cancel(pending)
+    elif end == "all fail":
+        scene.pending.fail_all(QinferError("the end"))
+    elif end == "cleared":
+        scene.pending.clear()
+
+    await eventually(lambda: scene.memory.held_bytes == 0, description="memory that was given back")
+
+
+async def test_a_request_that_goes_on_after_its_first_deadline_keeps_its_tensors(scene: Scene) -> None:
+    """It is taken out of the table, and added again."""
+    scene.models.wait_s = 0.02
+    pending = scene.submit()
+    reference = pending.tensors and pending.tensors.reference
+    await scene.fetch()
+    scene.models.wait_s = 0.0  # a worker has loaded it
+    await eventually(lambda: not pending.deadline_s, description="the second deadline")
+
+    assert pending in scene.pending
+    assert scene.memory.held_bytes
+    scene.answer(pending)
+    assert scene.memory.held_bytes == 0
+    assert reference is not None
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        WorkerRecord(id="far", started_at=0.0, models={}),
+        WorkerRecord(id="far", started_at=0.0, models={}, places=("n", "m*")),
+    ],
+)
+async def test_one_worker_that_does_not_share_the_memory_is_enough_for_redis(
+    scene: Scene, others: WorkerRecord
+) -> None:
+    """It may be of another machine, or of an older qinfer."""
+    scene.models.live.append(others)
+    scene.submit()
+
+    assert not await scene.is_apart()
+    assert scene.tensors.ways == {OLD_WORKER: 1}
+
+
+async def test_a_worker_of_other_models_does_not_count(scene: Scene) -> None:
+    scene.models.live.append(WorkerRecord(id="far", started_at=0.0, models={}, places=("n",)))
+    scene.submit()
+
+    assert await scene.is_apart()
+
+
+async def test_the_readers_are_looked_up_anew_when_they_change(scene: Scene) -> None:
+    scene.submit()
+    assert await scene.is_apart()
+    scene.shelf.known = set()
+    scene.tensors.forget()
+    scene.submit()
+
+    assert not await scene.is_apart()
+
+
+async def test_a_request_that_an_endpoint_may_move_travels_whole(scene: Scene) -> None:
+    """Workers of the other target may not share the memory."""
+    scene.submit(endpoint="e")
+
+    assert not await scene.is_apart()
+
+
+async def test_without_room_tensors_travel_through_redis(scene: Scene) -> None:
+    first = scene.submit(3 * MIB)
+    await scene.fetch()
+    second = scene.submit(3 * MIB)
+
+    assert not await scene.is_apart()
+    assert (first.tensors is None, second.tensors) == (False, None)
+    assert scene.tensors.ways == {MEMORY: 1, NO_MEMORY: 1}
+
+
+async def test_a_request_that_is_refused_holds_nothing(scene: Scene) -> None:
+    x = Tensor("x", "UINT8", (1, 1000), bytes(1000))
+    request = OutgoingRequest(model="m", inputs=(x,), parameters={"a": "b" * 2**20})
+
+    with pytest.raises(QinferError, match="send what is large as a tensor"):
+        scene.dispatcher.submit(ANONYMOUS, request, scene)
+
+    assert scene.memory.held_bytes == 0
+    assert len(scene.pending) == 0

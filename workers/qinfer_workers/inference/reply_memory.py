@@ -1,0 +1,92 @@
+"""Outputs in this worker's memory, for gateways of its machine; their entries are finished when they are confirmed.
+
+A gateway copies the outputs, and confirms. If it does not, because it never got the reference or has just begun, the
+outputs go through Redis after `CONFIRMED_WITHIN_S`; the gateway takes the first answer.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from qinfer.core.messages import MemoryReference, Response
+from qinfer.queue.entries import reply_address
+from qinfer.segments.memory import HeldTensors, OwnMemory
+from qinfer.segments.shelf import Shelf
+from qinfer.wire.frame import output_parts
+
+CONFIRMED_WITHIN_S = 2.0
+
+
+class KeptResponses:
+    """Responses that wait for their confirmation."""
+
+    def __init__(self, memory: "ReplyMemory") -> None:
+        self._memory = memory
+        self._waiting: dict[int, tuple[HeldTensors, Response]] = {}
+        self._is_done = asyncio.Event()
+        self.references: dict[str, MemoryReference] = {}
+
+    def add(self, response: Response, held: HeldTensors) -> None:
+        """Adds a response."""
+        self.references[response.request_id] = held.reference
+        self._waiting[held.reference.generation] = held, response
+
+    def confirmed(self, generation: int) -> None:
+        """Takes note that the gateway has read one."""
+        held, _ = self._waiting.pop(generation)
+        held.release()
+        if not self._waiting:
+            self._is_done.set()
+
+    async def unconfirmed(self) -> list[Response]:
+        """Waits for the confirmations; returns the responses that lack one, whose memory is free then."""
+        try:
+            async with asyncio.timeout(CONFIRMED_WITHIN_S):
+                await self._is_done.wait()
+        except TimeoutError:
+            return [response for _, response in self._waiting.values()]
+        finally:
+            self.release()
+        return []
+
+    def release(self) -> None:
+        """Waits no longer, and frees the memory."""
+        waiting, self._waiting = self._waiting, {}
+        for generation, (held, _) in waiting.items():
+            self._memory.forget(generation)
+            held.release()
+
+
+class ReplyMemory:
+    """Keeps outputs of at least `least_bytes` for the gateways that read the shelf."""
+
+    def __init__(self, memory: OwnMemory, shelf: Shelf, least_bytes: int) -> None:
+        self._memory = memory
+        self._shelf = shelf
+        self._least_bytes = least_bytes
+        self._waiting: dict[int, KeptResponses] = {}
+        shelf.confirmed = self._confirmed
+
+    def keep(self, address: str, responses: Sequence[Response]) -> KeptResponses | None:
+        """Writes the large outputs of responses to a gateway; `None` if none is large, or it does not read memory."""
+        # A stream may have several of one request.
+        large = [one for one in responses if one.nbytes >= self._least_bytes and one.final and not one.index]
+        if not large or address not in {reply_address(reader) for reader in self._shelf.readers}:
+            return None
+        kept = KeptResponses(self)
+        for response in large:
+            parts, nbytes = output_parts(response)
+            held = self._memory.write(parts, nbytes, "")
+            if held is not None:
+                self._waiting[held.reference.generation] = kept
+                kept.add(response, held)
+        return kept if kept.references else None
+
+    def forget(self, generation: int) -> None:
+        """Stops waiting for a confirmation."""
+        self._waiting.pop(generation, None)
+
+    def _confirmed(self, generations: Sequence[int]) -> None:
+        for generation in generations:
+            kept = self._waiting.pop(generation, None)
+            if kept is not None:
+                kept.confirmed(generation)
