@@ -431,10 +431,10 @@ class Publisher:
         """Publishes responses without checking leases; `begin_ns` = they were ready."""
         kept: list[tuple[str, KeptResponses]] = []
         try:
-            for address, group, is_large in _chunks(items, responses):
-                if is_large:
+            for address, group, nbytes in _chunks(items, responses):
+                if nbytes > CHUNK_BYTES:
                     await self._send(address, [await self._store(items, group[0])])
-                elif self.memory is None or (one := self.memory.keep(address, group)) is None:
+                elif self.memory is None or (one := self.memory.keep(address, group, nbytes)) is None:
                     await self._send(address, group)
                 else:
                     kept.append((address, one))
@@ -574,24 +574,26 @@ def _failed_response(response: Response, error: QinferError) -> Response:
     return msgspec.structs.replace(response, outputs=(), failure=Failure.from_error(error))
 
 
-def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
+def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], int]]:
+    """Yields address, responses and bytes of each chunk; more than `CHUNK_BYTES` are of one response."""
     for address, group in _by_address(items, responses).items():
-        if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
-            yield address, group, False
+        total = sum([len(tensor.data) for response in group for tensor in response.outputs])
+        if total <= CHUNK_BYTES:
+            yield address, group, total
             continue
         begin = size = 0
         for end, response in enumerate(group):
             nbytes = response.nbytes
             if size + nbytes > CHUNK_BYTES:
                 if end > begin:
-                    yield address, group[begin:end], False
+                    yield address, group[begin:end], size
                 begin, size = end, 0
             if nbytes > CHUNK_BYTES:
-                yield address, group[end : end + 1], True
+                yield address, group[end : end + 1], nbytes
                 begin, nbytes = end + 1, 0
             size += nbytes
         if begin < len(group):
-            yield address, group[begin:], False
+            yield address, group[begin:], size
 
 
 def _by_address(items: Sequence[WorkItem], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:

@@ -66,16 +66,18 @@ class ReplyMemory:
         self._waiting: dict[int, KeptResponses] = {}
         shelf.confirmed = self._confirmed
 
-    def keep(self, address: str, responses: Sequence[Response]) -> KeptResponses | None:
-        """Writes the large outputs of responses to a gateway; `None` if none is large, or it does not read memory."""
+    def keep(self, address: str, responses: Sequence[Response], nbytes: int) -> KeptResponses | None:
+        """Writes the large of `nbytes` of outputs to a gateway; `None` if none is large, or it reads no memory."""
+        if nbytes < self._least_bytes:
+            return None
         # A stream may have several of one request.
         large = [one for one in responses if one.nbytes >= self._least_bytes and one.final and not one.index]
         if not large or address not in {reply_address(reader) for reader in self._shelf.readers}:
             return None
         kept = KeptResponses(self)
         for response in large:
-            parts, nbytes = output_parts(response)
-            held = self._memory.write(parts, nbytes, "")
+            parts, size = output_parts(response)
+            held = self._memory.write(parts, size, "")
             if held is not None:
                 self._waiting[held.reference.generation] = kept
                 kept.add(response, held)

@@ -1,7 +1,7 @@
 """Outputs in a worker's memory: written, confirmed, or sent through Redis after all."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,10 @@ ADDRESS = "reply:gateway-a"
 def response(name: str, size: int, *, final: bool = True, index: int = 0) -> Response:
     outputs = (Tensor("y", "UINT8", (1, size), name.encode() * size), Tensor("z", "UINT8", (1, 3), b"end"))
     return Response(request_id=name, model="m", version=1, outputs=outputs, final=final, index=index)
+
+
+def size_of(responses: Sequence[Response]) -> int:
+    return sum(one.nbytes for one in responses)
 
 
 async def secret() -> bytes:
@@ -59,7 +63,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 async def test_large_outputs_travel_beside_the_reply(scene: Scene) -> None:
     responses = [response("a", 1000), response("s", 10), response("b", 5000)]
-    kept = scene.replies.keep(ADDRESS, responses)
+    kept = scene.replies.keep(ADDRESS, responses, size_of(responses))
     assert kept is not None
     blob = encode_responses(responses, kept.references)
 
@@ -72,7 +76,7 @@ async def test_large_outputs_travel_beside_the_reply(scene: Scene) -> None:
 async def test_a_reply_that_nobody_waits_for_is_confirmed_unread(scene: Scene) -> None:
     scene.known = {"a"}
     responses = [response("a", 1000), response("gone", 5000)]
-    kept = scene.replies.keep(ADDRESS, responses)
+    kept = scene.replies.keep(ADDRESS, responses, size_of(responses))
     assert kept is not None
 
     assert decode_responses(encode_responses(responses, kept.references), scene.read) == responses[:1]
@@ -83,7 +87,7 @@ async def test_what_is_not_confirmed_goes_through_redis(scene: Scene, monkeypatc
     """The gateway never got the reference; a late one finds nothing in memory."""
     monkeypatch.setattr(reply_memory, "CONFIRMED_WITHIN_S", 0.01)
     responses = [response("a", 1000), response("b", 5000)]
-    kept = scene.replies.keep(ADDRESS, responses)
+    kept = scene.replies.keep(ADDRESS, responses, size_of(responses))
     assert kept is not None
     scene.read("a", kept.references["a"])
     await eventually(lambda: len(kept._waiting) == 1, description="a confirmation")
@@ -105,12 +109,12 @@ async def test_what_is_not_confirmed_goes_through_redis(scene: Scene, monkeypatc
     ],
 )
 async def test_other_replies_travel_whole(scene: Scene, address: str, one: Response) -> None:
-    assert scene.replies.keep(address, [one]) is None
+    assert scene.replies.keep(address, [one], size_of([one])) is None
 
 
 async def test_without_room_outputs_travel_whole(scene: Scene) -> None:
     responses = [response("a", 5 * 2**20), response("b", 5 * 2**20)]
-    kept = scene.replies.keep(ADDRESS, responses)
+    kept = scene.replies.keep(ADDRESS, responses, size_of(responses))
 
     assert kept is not None
     assert list(kept.references) == ["a"]
@@ -118,7 +122,7 @@ async def test_without_room_outputs_travel_whole(scene: Scene) -> None:
 
 
 async def test_who_reads_no_memory_leaves_such_responses_out(scene: Scene) -> None:
-    kept = scene.replies.keep(ADDRESS, [response("a", 1000)])
+    kept = scene.replies.keep(ADDRESS, [response("a", 1000)], 1003)
     assert kept is not None
 
     assert decode_responses(encode_responses([response("a", 1000)], kept.references)) == []
