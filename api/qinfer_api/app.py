@@ -240,13 +240,9 @@ class Gateway:
     def _share_memory(self, settings: SegmentSettings, submission: Submission) -> SegmentSharing | None:
         if not settings.directory:
             return None
-        tensors = TensorMemory(settings.least_bytes, self.catalog)
-        sharing = SegmentSharing(
-            settings, self.name, "worker-", self._store.segment_secret, reader=self.name, changed=tensors.forget
-        )
-        tensors.share(sharing)
+        sharing = SegmentSharing(settings, self.name, "worker-", self._store.segment_secret, reader=self.name)
         submission.pending.kept = sharing.others
-        submission.set_memory(tensors)
+        submission.set_memory(TensorMemory(sharing, settings.least_bytes, self.catalog))
         return sharing
 
     def _watch_endpoints(self, settings: Settings, tally: GatewayTally) -> tuple[OnlineShadows, StoredEnds]:

@@ -168,12 +168,17 @@ class Dispatcher:
     def landing(self, model: str, version: int, nbytes: int, begin: int, tenant: str) -> Landing | None:
         """Returns memory for a body whose tensors begin at a byte, if nothing but the model's lane needs them."""
         memory = self.submission.memory
-        if memory is None or nbytes < memory.least_bytes or model in self.endpoints.by_name:
+        if memory is None or model in self.endpoints.by_name:
             return None
         with suppress(QinferError):  # `submit` raises it again
             if type(self.submission.asked(model, version)) in (LaneEntrance, PolicyEntrance):
                 return memory.land(nbytes, begin, model, tenant)
         return None
+
+    def reads_all(self, model: str) -> bool:
+        """Returns whether requests' tensors may be read as a whole before they enter the queue: hashed for a cache."""
+        spec = self._catalog.spec(model)
+        return model in self.endpoints.by_name or (spec is not None and spec.is_cached)
 
     def of_model(self, model: str, version: int) -> ServedVersion:
         """Resolves like `resolve`, without endpoints."""

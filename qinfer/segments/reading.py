@@ -229,8 +229,7 @@ class SegmentReader:
 class SegmentSharing:
     """The memory of this process, `name`, and of others whose names begin with `others`, which know it as `reader`.
 
-    `secret` returns what these processes know and code of models does not; `changed` is called when another process
-    begins or ends to read the memory of this one.
+    `secret` returns what these processes know and code of models does not.
     """
 
     def __init__(
@@ -241,12 +240,11 @@ class SegmentSharing:
         secret: Callable[[], Awaitable[bytes]],
         *,
         reader: str,
-        changed: Callable[[], None],
     ) -> None:
         directory = Path(settings.directory)
         self._secret = secret
         self.own = OwnMemory(name, settings.most_bytes)
-        self.shelf = Shelf(directory, self.own, changed)
+        self.shelf = Shelf(directory, self.own)
         self.others = SegmentReader(directory, reader, others)
 
     async def run(self) -> None:

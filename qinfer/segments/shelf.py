@@ -52,10 +52,10 @@ class Shelf:
     `confirmed` gets the generations that a reader has read.
     """
 
-    def __init__(self, directory: Path, memory: OwnMemory, changed: Callable[[], None]) -> None:
+    def __init__(self, directory: Path, memory: OwnMemory) -> None:
         self._path = socket_path(directory, memory.owner)
         self._memory = memory
-        self._changed = changed
+        self.changed: Callable[[], None] = lambda: None
         self.confirmed: Callable[[Sequence[int]], None] = lambda _: None
         self.secret = b""
         """Without it, no reader is accepted."""
@@ -121,7 +121,7 @@ class Shelf:
         self._known[name] = None
         for number, segment in self._memory.segments.items():
             self._send(connection, number, segment)
-        self._changed()
+        self.changed()
 
     def _send_to_all(self, number: int, segment: OwnSegment) -> None:
         for connection, name in list(self._readers.items()):
@@ -142,7 +142,7 @@ class Shelf:
         if self._readers.pop(connection, None) is not None:
             self._loop.remove_reader(connection)
             connection.close()
-            self._changed()
+            self.changed()
 
 
 @contextmanager

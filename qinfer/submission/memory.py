@@ -19,7 +19,10 @@ from qinfer.tensors import Bytes
 from qinfer.wire.frame import encode_landed_request, encode_referring_request
 
 ALIGNMENT = 64
-"""Of the tensors of a body that is received into memory."""
+"""Tensors of a body that is received into memory begin at a multiple of so many bytes."""
+
+MOST_BYTES = 8 * 2**20
+"""Larger requests travel through Redis: pages for them would hold the event loop up for milliseconds."""
 
 MEMORY, NO_MEMORY, OLD_WORKER = "memory", "no_memory", "old_worker"
 
@@ -49,29 +52,26 @@ class Landing:
 
 
 class TensorMemory:
-    """Lays out requests of at least `least_bytes`; `forget` must be called when the readers of the memory change.
+    """Lays out requests of `least_bytes` to `MOST_BYTES`.
 
     `ways` counts requests: those that are kept in memory, and those that went through Redis, by reason.
     """
 
-    def __init__(self, least_bytes: int, catalog: Catalog) -> None:
+    def __init__(self, sharing: SegmentSharing, least_bytes: int, catalog: Catalog) -> None:
         self.least_bytes = least_bytes
         self.ways = Counter[str]()
+        self._memory, self._shelf = sharing.own, sharing.shelf
         self._catalog = catalog
         self._is_shared: dict[str, bool] = {}
-        self._sharing: SegmentSharing
-
-    def share(self, sharing: SegmentSharing) -> None:
-        """Sets the memory, and who reads it."""
-        self._sharing, self._memory = sharing, sharing.own
+        self._shelf.changed = self.forget
 
     def forget(self) -> None:
-        """Looks anew for the workers of each model."""
+        """Looks anew for the workers of each model, as workers or readers of the memory have changed."""
         self._is_shared.clear()
 
     def lay_out(self, request: OutgoingRequest, served: ServedVersion) -> tuple[bytes, KeptTensors] | None:
         """Encodes a stamped request, and keeps its tensors; `None` if they are to travel through Redis."""
-        if tensor_bytes(request) < self.least_bytes or request.moves_by:
+        if not self.least_bytes <= tensor_bytes(request) <= MOST_BYTES or request.moves_by:
             return None
         if not self._is_read_by_all(served.spec.name):
             self.ways[OLD_WORKER] += 1
@@ -100,7 +100,7 @@ class TensorMemory:
 
     def land(self, nbytes: int, begin: int, model: str, tenant: str) -> "Landing | None":
         """Returns memory for a body whose tensors begin at a byte; `None` if it is to travel through Redis."""
-        if nbytes - begin < self.least_bytes or not self._is_read_by_all(model):
+        if not self.least_bytes <= nbytes - begin <= MOST_BYTES or not self._is_read_by_all(model):
             return None
         before = -begin % ALIGNMENT
         held = self._memory.take(before + nbytes, tenant)
@@ -127,5 +127,5 @@ class TensorMemory:
         known = self._is_shared.get(model)
         if known is None:
             may_load = {worker.id for worker in self._catalog.workers() if is_placed(model, worker.places)}
-            known = self._is_shared[model] = bool(may_load) and may_load <= self._sharing.shelf.known
+            known = self._is_shared[model] = bool(may_load) and may_load <= self._shelf.known
         return known

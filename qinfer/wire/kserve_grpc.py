@@ -326,7 +326,7 @@ def decode_infer(message: ParsedRequest, regions: Regions, max_bytes: int = MAX_
 
 
 _MAX_REMEMBERED = 1024
-_MOST_LEARNT_BYTES = 16 * 2**20
+_MOST_LEARNT_BYTES = 8 * 2**20
 _MAX_BEGIN_BYTES = 1024
 
 
@@ -349,11 +349,6 @@ class Repetitions:
         self._begins: dict[int, int] = {}  # message size → the data's start
         self._known: dict[bytes, _KnownMessage] = {}
         self._repeats = Repeats()
-
-    def knows(self, blob: Bytes) -> bool:
-        """Returns whether `decode` will decode a message."""
-        begin = self._begins.get(len(blob))
-        return begin is not None and bytes(blob[:begin]) in self._known
 
     def decode(self, blob: Bytes) -> DecodedRequest | None:
         """Decodes a known message, or returns `None`."""

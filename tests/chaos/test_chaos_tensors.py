@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS *
 
 
 async def test_answers_are_of_their_own_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And nothing is left in memory, in the queue or in the directory."""
+    """Each answer is the checksum of its own tensor, and memory, queue and directory are empty in the end."""
     names = write_models(tmp_path / "models")
     settings = {**SETTINGS, "QINFER_SEGMENTS__DIRECTORY": str(tmp_path / "m")}
     ways = Counter[str]()

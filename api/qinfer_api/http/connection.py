@@ -28,6 +28,7 @@ from qinfer.core.messages import IdFactory
 from qinfer.core.settings import HttpSettings
 from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory
+from qinfer.tensors import Bytes
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
@@ -210,7 +211,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             return
         self.data_received(self.port.buffer[:nbytes].tobytes())
 
-    def _land(self, landing: Landing, parts: Iterable[bytes]) -> None:
+    def _land(self, landing: Landing, parts: Iterable[Bytes]) -> None:
         """Receives the rest of a body into memory; the parser, which waits for it, is replaced at its end."""
         for part in parts:
             landing.add(part)

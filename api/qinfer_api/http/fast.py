@@ -24,7 +24,7 @@ from qinfer_api.dispatcher import NO_PLAN, Dispatcher
 from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, HttpPort
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
-from qinfer_api.http.head import MAX_FAST_BYTES, HeadReader, RequestHead, Visitors, json_bytes
+from qinfer_api.http.head import MAX_BINARY_BYTES, MAX_FAST_BYTES, HeadReader, RequestHead, Visitors, json_bytes
 from qinfer_api.http.infer import (
     DECOUPLED,
     ENCODERS,
@@ -67,7 +67,7 @@ class FastCall:
         self._plan: OutputPlan
         self.head = head
         self.memory: Memory | None = None
-        self.parts: list[bytes] = []
+        self.parts: list[bytes | bytearray] = []
         self.landing: Landing | None = None
         self.reply: HttpReply | None = None
         self.request = _NO_REQUEST
@@ -78,8 +78,13 @@ class FastCall:
         return self.request.id
 
     def feed(self, body: bytes) -> None:
-        """Adds a piece of the body."""
-        self.parts.append(body)
+        """Adds a piece of the body; those of a large one are joined as they come, which would take long at its end."""
+        if self.head.length <= MAX_FAST_BYTES:
+            self.parts.append(body)
+        elif self.parts:
+            self.parts[0] += body
+        else:
+            self.parts.append(bytearray(body))
 
     def is_behind(self) -> bool:
         """Returns whether another reply is written first."""
@@ -135,8 +140,7 @@ class FastCall:
         self._codec = codec
         try:
             context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
-            has_many_strings = head.length > MAX_FAST_BYTES and has_strings(body, head.json_length)
-            if has_many_strings or (codec.shares_memory and codec.reads_memory(body)):
+            if self._takes_long(dispatcher, body) or (codec.shares_memory and codec.reads_memory(body)):
                 run = asyncio.get_running_loop().run_in_executor
                 thread = run(None, self._read_checked, dispatcher, head, context, body)
                 thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
@@ -159,6 +163,12 @@ class FastCall:
                     hold(self._plan)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
+
+    def _takes_long(self, dispatcher: Dispatcher, body: Bytes) -> bool:
+        head = self.head
+        return head.length > MAX_FAST_BYTES and (
+            has_strings(body, head.json_length) or dispatcher.reads_all(head.target.model)
+        )
 
     def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -243,7 +253,7 @@ class FastPath(HttpPort):
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         enabled = http.fast_path and not restrictions.covers("inference")
         max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
-        most_binary = http.max_input_bytes if enabled else -1
+        most_binary = min(MAX_BINARY_BYTES, http.max_input_bytes) if enabled else -1
         self.heads = HeadReader(max_bytes, self.forward, self.visitors, most_binary)
         self.call_type: type[FastCall] = FastCall
 

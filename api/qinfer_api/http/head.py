@@ -28,6 +28,9 @@ from qinfer_api.http.infer import (
 MAX_FAST_BYTES = 256 * 1024
 """Larger bodies are decoded off the event loop, unless all but `MAX_JSON_BYTES` of them are binary."""
 
+MAX_BINARY_BYTES = 8 * 2**20
+"""Larger binary bodies are, too: to take their memory and to copy them would hold the loop up for milliseconds."""
+
 MAX_JSON_BYTES = 64 * 1024
 _MAX_DIGITS = 9
 

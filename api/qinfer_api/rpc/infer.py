@@ -177,8 +177,12 @@ class Infer:
             stream.check_caller()
 
     def is_slow(self, blob: Bytes) -> bool:
-        """Returns whether decoding is slow: a large request unlike those before, or shared memory."""
-        return (len(blob) > LARGE_BYTES and not self._repetitions.knows(blob)) or self._reads_memory(blob)
+        """Returns whether decoding is slow: of a large request, unless it is like another one, or of shared memory."""
+        if len(blob) > LARGE_BYTES:
+            known = self._repetitions.decode(blob)
+            if known is None or self.dispatcher.reads_all(known.request.model):
+                return True
+        return self._reads_memory(blob)
 
     def submit(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall:
         """Decodes and submits a request for `sink`."""

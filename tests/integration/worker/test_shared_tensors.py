@@ -3,7 +3,8 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +14,8 @@ import pytest
 import tritonclient.http.aio as over_http
 
 from qinfer.core.settings_sections import SegmentSettings
+from qinfer.submission.response_cache import inputs_digest
+from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from tests.support.ensembles import scale
 from tests.support.served_models import ServedModels, models_served, tensor
@@ -20,7 +23,7 @@ from tests.support.served_models import ServedModels, models_served, tensor
 pytestmark = pytest.mark.timeout(90)
 
 IMAGE = np.arange(150_528, dtype="f4").reshape(1, -1)
-"""As many numbers as an image of 3 by 224 by 224 has: 602,112 bytes."""
+"""An image of 3 by 224 by 224 has as many numbers: 602,112 bytes."""
 
 
 @pytest.fixture
@@ -172,6 +175,31 @@ async def largest_entries(scene: ServedModels) -> list[int]:
     return [len(await scene.store.client.get(name)) for name in found]
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+async def test_large_tensors_are_hashed_off_the_event_loop(
+    scene: ServedModels, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response cache needs the hash of all of them; other callers would wait for it."""
+    file = scene.repository / "double" / "config.pbtxt"
+    file.write_text(file.read_text() + "response_cache { enable: true }")
+    await scene.http.load_model("double")
+    threads: list[bool] = []
+
+    def hashed(inputs: Iterable[Tensor]) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return inputs_digest(inputs)
+
+    monkeypatch.setattr("qinfer.submission.submit.inputs_digest", hashed)
+    for number in range(4):  # the third message of gRPC is like those before it
+        if protocol == "grpc":
+            answer = await scene.infer("double", x=IMAGE + number)
+        else:
+            answer = await scene.http.infer("double", [tensor("x", IMAGE + number, over_http)])
+        assert np.array_equal(answer.as_numpy("y"), (IMAGE + number) * 2)
+
+    assert threads == [False] * 4
+
+
 async def test_small_requests_pass_through_redis(scene: ServedModels) -> None:
     answer = await scene.infer("double", x=IMAGE[:, :1000])
 
@@ -180,7 +208,7 @@ async def test_small_requests_pass_through_redis(scene: ServedModels) -> None:
 
 
 async def test_a_worker_without_the_directory_gets_whole_requests(scene: ServedModels) -> None:
-    """As one of another machine would be: while it lives, nothing refers to memory that it can't read."""
+    """While a worker lives that reads no memory, as one of another machine, no request refers to memory."""
     scene._sections = {}
     await scene.worker("far")
     await eventually(lambda: len(scene.gateway.catalog.workers()) == 2, description="both workers")
@@ -194,7 +222,7 @@ async def test_a_worker_without_the_directory_gets_whole_requests(scene: ServedM
 async def test_a_worker_that_reads_no_memory_leaves_requests_to_others(
     scene: ServedModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It came after the request, and takes it from the lane first."""
+    """A worker may come after a request that it can't read, and take it from the lane first."""
     memory = scene.gateway.dispatcher.submission.memory
     assert memory is not None
     scene._sections, before = {}, scene._sections

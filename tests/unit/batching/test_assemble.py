@@ -42,7 +42,7 @@ def test_single_request_is_not_copied() -> None:
 
 
 def test_single_request_in_memory_of_another_process_is_copied() -> None:
-    """That process may use the memory for another request while a model computes."""
+    """The other process may use the memory for another request while a model computes."""
     array = np.ones((1, 2), dtype="f4")
     alone = request(x=array)
     alone.memory = MemoryReference("gateway", 1, 0, 8, 1)

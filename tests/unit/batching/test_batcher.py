@@ -138,7 +138,7 @@ async def test_lost_item_is_neither_run_nor_answered(scene: Scene) -> None:
 
 @pytest.mark.parametrize("gone", [(0,), (1, 2), (0, 1, 2)])
 async def test_what_was_overwritten_while_it_was_copied_is_not_executed(scene: Scene, gone: tuple[int, ...]) -> None:
-    """Its request ended at its gateway, which may use the memory for another one; the others go on."""
+    """A request that has ended at its gateway leaves its memory to another one; the others of its batch go on."""
     items = scene.items(3)
     for number, item in enumerate(items):
         item.is_current = lambda number=number: number not in gone

@@ -523,8 +523,7 @@ def counted_targets() -> TargetTally:
 
 def kept_tensors() -> TensorMemory:
     """Returns counts of tensors in memory."""
-    tensors = TensorMemory(1, Mock())
-    tensors.share(Mock(own=Mock(owner="g", held_bytes=1, paged_bytes=2, oldest_s=0.5)))
+    tensors = TensorMemory(Mock(own=Mock(owner="g", held_bytes=1, paged_bytes=2, oldest_s=0.5)), 1, Mock())
     tensors.ways["memory"] += 1
     return tensors
 

@@ -27,7 +27,8 @@ class Gateway:
         self.memory = OwnMemory(name, 128 * MIB)
         self.changes = 0
         self._is_closed = False
-        self.shelf = Shelf(directory, self.memory, self._changed)
+        self.shelf = Shelf(directory, self.memory)
+        self.shelf.changed = self._changed
         self.shelf.secret = SECRET
 
     def _changed(self) -> None:
@@ -82,7 +83,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 
 async def test_a_worker_reads_what_a_gateway_has_written(scene: Scene) -> None:
-    """Also from a segment that was opened after it came."""
+    """A segment may be opened before the worker comes, or after."""
     gateway = scene.gateway()
     early = gateway.write(b"early")
     worker = await scene.worker("w", gateway)
@@ -169,7 +170,7 @@ async def until_gone(worker: SegmentReader, reference: MemoryReference) -> None:
 
 
 async def test_a_gateway_that_was_never_reached_may_live(scene: Scene) -> None:
-    """It may be of another machine whose files are here, and so is what a killed one has left."""
+    """A socket may be of another machine whose files are here, or be left by a killed gateway."""
     gateway = scene.gateway()
     reference = gateway.write(b"x").reference
     worker = await scene.worker("w", gateway)
@@ -294,7 +295,7 @@ async def test_who_confirms_half_a_generation_is_no_reader(scene: Scene) -> None
 
 
 async def test_without_a_secret_nothing_is_shared(scene: Scene) -> None:
-    """As long as Redis has not been read."""
+    """A process that has not read Redis yet has no secret."""
     gateway = scene.gateway()
     gateway.shelf.secret = b""
     async with stranger(socket_path(scene.directory, "gateway-a")) as connection:
@@ -335,7 +336,7 @@ async def test_a_directory_that_can_not_be_used(tmp_path: Path, make: Callable[[
     make(tmp_path / "m")
 
     with pytest.raises(SettingsError, match=text):
-        Shelf(tmp_path / "m", OwnMemory("a", MIB), lambda: None)
+        Shelf(tmp_path / "m", OwnMemory("a", MIB))
 
 
 async def test_a_directory_with_a_long_name(tmp_path: Path) -> None:

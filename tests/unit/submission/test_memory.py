@@ -52,9 +52,9 @@ class Scene:
         catalog = cast(Catalog, self.models)
         self.memory = OwnMemory("gateway-a", 4 * MIB)
         self.dispatcher = Dispatcher(queue, catalog, GatewayTally(), LimitSettings(), "me", None)
-        self.tensors = TensorMemory(1000, catalog)
         self.shelf = SimpleNamespace(known={"w1"})
-        self.tensors.share(cast(SegmentSharing, SimpleNamespace(own=self.memory, shelf=self.shelf)))
+        sharing = SimpleNamespace(own=self.memory, shelf=self.shelf)
+        self.tensors = TensorMemory(cast(SegmentSharing, sharing), 1000, catalog)
         self.dispatcher.submission.set_memory(self.tensors)
         self.pending = self.dispatcher.submission.pending
 
@@ -107,11 +107,14 @@ async def test_the_entry_of_a_large_request_refers_to_its_tensors(scene: Scene) 
     assert reference.size == 1000
 
 
-@pytest.mark.parametrize("size", [999, 1000])
-async def test_small_requests_travel_whole(scene: Scene, size: int) -> None:
+@pytest.mark.parametrize(("size", "is_apart"), [(999, False), (1000, True), (5000, True), (5001, False)])
+async def test_small_and_huge_requests_travel_through_redis(
+    scene: Scene, size: int, monkeypatch: pytest.MonkeyPatch, *, is_apart: bool
+) -> None:
+    monkeypatch.setattr("qinfer.submission.memory.MOST_BYTES", 5000)
     for _ in range(3):  # the second would have its layout remembered
         scene.submit(size)
-        assert await scene.is_apart() == (size == 1000)
+        assert await scene.is_apart() == is_apart
 
 
 @pytest.mark.parametrize("end", ["answered", "cancelled", "expired", "all fail", "cleared"])

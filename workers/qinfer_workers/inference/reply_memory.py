@@ -1,7 +1,7 @@
 """Outputs in this worker's memory, for gateways of its machine; their entries are finished when they are confirmed.
 
-A gateway copies the outputs, and confirms. If it does not, because it never got the reference or has just begun, the
-outputs go through Redis after `CONFIRMED_WITHIN_S`; the gateway takes the first answer.
+A gateway copies the outputs, and confirms. Outputs that it has not confirmed within `CONFIRMED_WITHIN_S`, because it
+could not read the reference or the memory, go through Redis; the gateway takes the first answer.
 """
 
 import asyncio

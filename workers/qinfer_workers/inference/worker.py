@@ -173,9 +173,7 @@ class Worker:
         if not segments.directory:
             return None
         name = f"worker-{IdFactory().ulid()}"
-        sharing = SegmentSharing(
-            segments, name, "gateway-", self._store.segment_secret, reader=self._id, changed=lambda: None
-        )
+        sharing = SegmentSharing(segments, name, "gateway-", self._store.segment_secret, reader=self._id)
         self._publisher.memory = ReplyMemory(sharing.own, sharing.shelf, segments.least_bytes)
         self._sharing = tasks.create_task(sharing.run())
         self._sharing.add_done_callback(lambda _: sharing.close())

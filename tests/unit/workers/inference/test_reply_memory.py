@@ -36,7 +36,7 @@ class Scene:
 
     def __init__(self, directory: Path) -> None:
         settings = SegmentSettings(directory=str(directory), most_bytes=8 * 2**20)
-        self.worker = SegmentSharing(settings, "worker-w", "gateway-", secret, reader="w", changed=lambda: None)
+        self.worker = SegmentSharing(settings, "worker-w", "gateway-", secret, reader="w")
         self.own = self.worker.own
         self.replies = ReplyMemory(self.own, self.worker.shelf, 1000)
         self.reader = SegmentReader(directory, "gateway-a", "worker-")
