@@ -244,15 +244,8 @@ async def failed(scene: EnsemblesServed, model: str) -> bool:
 
 async def test_another_worker_runs_what_a_dead_one_held(scene: EnsemblesServed) -> None:
     """Its steps had nobody to run them; now the ensemble is run again from its beginning."""
-    await scene.sync()
-    await scene.worker("w1", models=("line",))
-    await scene.worker("w2", models=("t*", "add", "fork", "nested"))
-    await scene.ready()
-    await scene.stop("w2")
-    answer = asyncio.create_task(scene.infer("line"))
-    await eventually(lambda: held(scene, "w1"), description="an ensemble request in the first worker")
+    answer = await left_by_a_dead_worker(scene)
 
-    await scene.kill("w1")
     await scene.worker("w3")
 
     assert await answer == pytest.approx([0.6, 1.2])
@@ -262,14 +255,7 @@ async def test_what_a_dead_worker_held_begins_once_steps_may_be_submitted(
     scene: EnsemblesServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker may reclaim a request before it has fetched any; it must know the models of the steps by then."""
-    await scene.sync()
-    await scene.worker("w1", models=("line",))
-    await scene.worker("w2", models=("t*", "add", "fork", "nested"))
-    await scene.ready()
-    await scene.stop("w2")
-    answer = asyncio.create_task(scene.infer("line"))
-    await eventually(lambda: held(scene, "w1"), description="an ensemble request in the first worker")
-    await scene.kill("w1")
+    answer = await left_by_a_dead_worker(scene)
     fetch = Worker._fetch_loop
 
     async def fetch_no_ensemble(worker: Worker, serving: Serving) -> None:
@@ -281,6 +267,19 @@ async def test_what_a_dead_worker_held_begins_once_steps_may_be_submitted(
     await scene.worker("w3")
 
     assert await answer == pytest.approx([0.6, 1.2])
+
+
+async def left_by_a_dead_worker(scene: EnsemblesServed) -> "asyncio.Task[list[float]]":
+    """Asks an ensemble whose worker dies while its steps have no worker; returns the call."""
+    await scene.sync()
+    await scene.worker("w1", models=("line",))
+    await scene.worker("w2", models=("t*", "add", "fork", "nested"))
+    await scene.ready()
+    await scene.stop("w2")
+    answer = asyncio.create_task(scene.infer("line"))
+    await eventually(lambda: held(scene, "w1"), description="an ensemble request in the first worker")
+    await scene.kill("w1")
+    return answer
 
 
 def held(scene: EnsemblesServed, worker_id: str) -> bool:
