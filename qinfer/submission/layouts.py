@@ -27,11 +27,8 @@ class Layouts:
     def __init__(self, inline_max_bytes: int) -> None:
         self.inline_max_bytes = self.remembered_bytes = inline_max_bytes
         self._forms: dict[Kind, RequestForm] = {}
+        self.find = self._forms.get
         self._repeats = Repeats()
-
-    def find(self, kind: Kind) -> RequestForm | None:
-        """Returns the form of a kind."""
-        return self._forms.get(kind)
 
     def lay_out(self, request: OutgoingRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
         """Encodes a stamped request; the second of its kind makes the layout known."""

@@ -231,10 +231,10 @@ class LaneEntrance(Entrance):
                 request.timeout_s = timeout_s
                 frame, payload = form.fill(request), None
             table.add(pending, now_s + timeout_s)
-            done, by = partial(table.submitted, pending), request.moves_by
+            done, by = partial(table.submitted, pending), request.moves_by if request.endpoint else ""
             self._queue.submit(lane, frame, done, payload=payload, limit=self._limit, tenant=tenant, endpoint=by)
         except QinferError:
-            self.table.remove(pending)
+            table.remove(pending)
             raise
         return pending
 

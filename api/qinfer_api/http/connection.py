@@ -146,6 +146,14 @@ class HttpPort:
         """Creates the protocol of a connection."""
         return HttpConnection(self)
 
+    def hold(self, nbytes: int) -> None:
+        """Counts unparsed bytes; when they are many, all connections read less at once."""
+        was_less = self.held_bytes >= MOST_HELD_BYTES
+        self.held_bytes += nbytes
+        if not was_less and self.held_bytes >= MOST_HELD_BYTES:
+            for connection in self.connections:
+                connection.read_into_buffers()
+
     def tick(self, now_s: float) -> None:
         """Renews the `date` header and checks timeouts."""
         self.common = [(b"date", formatdate(usegmt=True).encode())]
@@ -153,7 +161,16 @@ class HttpPort:
             connection.check_timeouts(now_s)
 
 
-class HttpConnection(asyncio.BufferedProtocol):
+class BufferedReads(asyncio.BufferedProtocol):
+    """Has a connection name the memory of its reads, which costs each read a little."""
+
+    def __init__(self, connection: "HttpConnection") -> None:
+        self.get_buffer, self.buffer_updated = connection.get_buffer, connection.buffer_updated  # type: ignore[method-assign]
+        self.eof_received, self.connection_lost = connection.eof_received, connection.connection_lost  # type: ignore[method-assign]
+        self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
+
+
+class HttpConnection(asyncio.Protocol):
     """One connection; `writable` is set while the client reads its replies."""
 
     transport: asyncio.Transport
@@ -170,7 +187,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._unparsed = _NOTHING
         self._held_bytes = 0  # counted at the port
         self._parser = self._new_parser()
-        self._is_parsing = self._is_paused = self._awaits_turn = False
+        self._is_parsing = self._is_paused = self._awaits_turn = self._is_buffered = False
         self._closing = False
         self._refused = False
         self._lingers, self._still_sends = False, True  # after a refusal
@@ -191,6 +208,16 @@ class HttpConnection(asyncio.BufferedProtocol):
         return parser
 
     # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read_into_buffers(self) -> None:
+        """Reads into `get_buffer` from now on."""
+        if self._is_buffered or self.transport.is_closing():
+            return
+        self._is_buffered = True
+        self.transport.set_protocol(BufferedReads(self))
+        if not self._is_paused:  # a transport asks for the way of its reads when it begins to read
+            self.transport.pause_reading()
+            self.transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections: `buffer_updated` copies what was read."""
@@ -216,6 +243,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         for part in parts:
             landing.add(part)
         self._landing = landing
+        self.read_into_buffers()
 
     def _end_landing(self) -> None:
         self._landing, self._parser = None, self._new_parser()
@@ -260,7 +288,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if len(self._unparsed) <= SMALL_BYTES < held_bytes:
             self._unparsed = memoryview(bytes(self._unparsed))
             held_bytes = len(self._unparsed)
-        self.port.held_bytes += held_bytes - self._held_bytes
+        self.port.hold(held_bytes - self._held_bytes)
         self._held_bytes = held_bytes
 
     def _take_turn(self) -> None:
@@ -525,6 +553,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Records the transport and the addresses."""
         self.transport = transport
         self.port.connections.add(self)
+        if self.port.held_bytes >= MOST_HELD_BYTES:
+            self.read_into_buffers()
         peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
         self.peer = str(peer[0]) if peer else ""
         scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"

@@ -140,7 +140,8 @@ class FastCall:
         self._codec = codec
         try:
             context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
-            if self._takes_long(dispatcher, body) or (codec.shares_memory and codec.reads_memory(body)):
+            takes_long = head.length > MAX_FAST_BYTES and self._takes_long(dispatcher, body)
+            if takes_long or (codec.shares_memory and codec.reads_memory(body)):
                 run = asyncio.get_running_loop().run_in_executor
                 thread = run(None, self._read_checked, dispatcher, head, context, body)
                 thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
@@ -165,10 +166,7 @@ class FastCall:
             self.refuse(dispatcher, head, error)
 
     def _takes_long(self, dispatcher: Dispatcher, body: Bytes) -> bool:
-        head = self.head
-        return head.length > MAX_FAST_BYTES and (
-            has_strings(body, head.json_length) or dispatcher.reads_all(head.target.model)
-        )
+        return has_strings(body, self.head.json_length) or dispatcher.reads_all(self.head.target.model)
 
     def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -277,7 +275,8 @@ class QinferHttpProtocol(HttpConnection):
 
     def data_received(self, data: bytes) -> None:
         """Starts a request at once if `data` is one whole request with a known head; else parses the data."""
-        if not (self._receiving or self._closing or self._unparsed or self._has_cycle()):
+        queue = self._queue
+        if not (self._receiving or self._closing or self._unparsed or (queue and self._has_cycle())):
             known = self._fast.heads.find(data)
             if known is not None:
                 self._quiet_since_s = 0.0
@@ -285,7 +284,7 @@ class QinferHttpProtocol(HttpConnection):
                 call = self._append(head)
                 call.parts.append(body)
                 call.start(self._fast.dispatcher, self._fast.codec)
-                if len(self._queue) >= MAX_PIPELINED:
+                if len(queue) >= MAX_PIPELINED:
                     self.go_on()
                 return
         super().data_received(data)

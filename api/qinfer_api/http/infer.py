@@ -274,7 +274,8 @@ class Writer:
 
     def render(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> bytes:
         """Renders a whole reply."""
-        self._renew(common)
+        if common is not self._common:
+            self._renew(common)
         body, name = reply.body, header_value(request_id)
         if (
             reply.status == 200
@@ -289,14 +290,14 @@ class Writer:
 
     def encode_head(self, status: int, common: Headers, request_id: str) -> bytes:
         """Renders status line, common headers and request id."""
-        self._renew(common)
+        if common is not self._common:
+            self._renew(common)
         return b"%b%b%b\r\n" % (_STATUS_LINES[status], self._block, header_value(request_id))
 
     def _renew(self, common: Headers) -> None:
-        if common is not self._common:
-            lines = [b"%b: %b\r\n" % pair for pair in (*common, *self._own)]
-            self._common, self._block = common, b"".join((*lines, ID_HEADER, b": "))
-            self._ok = _STATUS_LINES[200] + self._block
+        lines = [b"%b: %b\r\n" % pair for pair in (*common, *self._own)]
+        self._common, self._block = common, b"".join((*lines, ID_HEADER, b": "))
+        self._ok = _STATUS_LINES[200] + self._block
 
 
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
