@@ -5,7 +5,7 @@ may execute the request must share the memory; others would have to put the requ
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -15,6 +15,7 @@ from qinfer.observe.exposition import Family, family
 from qinfer.segments.memory import HeldTensors
 from qinfer.segments.reading import SegmentSharing
 from qinfer.submission.layouts import check_head, tensor_bytes
+from qinfer.submission.pending import PendingCall
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import encode_landed_request, encode_referring_request
 
@@ -40,6 +41,7 @@ class Landing:
         self.held = held
         self.body = self.rest = held.view()[before:]
         self.tensors_at = before + begin
+        self._is_kept = False
 
     def add(self, part: Bytes) -> None:
         """Copies a part that came before."""
@@ -49,6 +51,21 @@ class Landing:
     def came(self, nbytes: int) -> None:
         """Notes bytes that were received into `rest`."""
         self.rest = self.rest[nbytes:]
+
+    def enter(self, request: OutgoingRequest, submit: Callable[[], PendingCall]) -> PendingCall:
+        """Submits the body's request, which may keep the memory until it ends; else `leave` gives it back."""
+        request.landed, request.landed_at = self.held, self.tensors_at
+        try:
+            pending = submit()
+        finally:
+            request.landed = None
+        self._is_kept = pending.tensors is self.held
+        return pending
+
+    def leave(self) -> None:
+        """Gives back memory that no pending request keeps; may be repeated."""
+        if not self._is_kept:
+            self.held.release()
 
 
 class TensorMemory:

@@ -347,6 +347,7 @@ class Repetitions:
 
     def __init__(self) -> None:
         self._begins: dict[int, int] = {}  # message size → the data's start
+        self._models: dict[int, tuple[str, str]] = {}  # message size → the last model and version
         self._known: dict[bytes, _KnownMessage] = {}
         self._repeats = Repeats()
 
@@ -362,6 +363,11 @@ class Repetitions:
         data = blob[begin:] if len(blob) <= _COPY_MAX_BYTES else memoryview(blob)[begin:]
         request = OutgoingRequest(model=model, inputs=(Tensor(name, datatype, shape, data),), outputs=outputs)
         return DecodedRequest(request, version, _PLAIN, empty_final=False)
+
+    def expected(self, size: int) -> tuple[str, str, int] | None:
+        """Returns model, version and the data's start of a message of so many bytes, if it is like an earlier one."""
+        begin = self._begins.get(size)
+        return None if begin is None else (*self._models[size], begin)
 
     def learn(self, blob: Bytes, message: ParsedRequest, decoded: DecodedRequest) -> None:
         """Remembers a message, if others may repeat it."""
@@ -380,8 +386,10 @@ class Repetitions:
         if len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
             self._begins.clear()
+            self._models.clear()
         tensor = request.inputs[0]
         self._begins[len(blob)] = begin
+        self._models[len(blob)] = request.model, decoded.version
         self._known[key] = _KnownMessage(
             request.model, decoded.version, tensor.name, tensor.datatype, tensor.shape, request.outputs
         )

@@ -1,5 +1,6 @@
 """A client of a gRPC server's connection that sends raw frames, without a network, and a server to talk to."""
 
+import asyncio
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -89,6 +90,7 @@ class Wire(Requests):
         is_closed: It has closed the connection.
         is_aborted: It has done so without a word.
         is_reading_paused: It reads nothing at the moment.
+        protocol: Takes what the client sends, into buffers of its own if it names any.
         decoder: Decodes the server's.
         cancelled: The streams of `/t.T/Hang` whose clients have left.
     """
@@ -100,6 +102,7 @@ class Wire(Requests):
         self.server.new_id = lambda: "the-id"
         self.server.turns = Unhurried()
         self.connection = Http2Connection(self.server)
+        self.protocol: asyncio.BaseProtocol = self.connection
         self.written = bytearray()
         self.is_closed = self.is_aborted = self.is_reading_paused = False
         self.decoder = hpack.Decoder()
@@ -126,6 +129,9 @@ class Wire(Requests):
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
     def pause_reading(self) -> None:
         self.is_reading_paused = True
 
@@ -141,8 +147,15 @@ class Wire(Requests):
         return self
 
     def send(self, data: bytes) -> None:
-        if not self.is_closed:
-            self.connection.data_received(data)
+        rest = memoryview(data)
+        while not self.is_closed and isinstance(self.protocol, asyncio.BufferedProtocol) and rest:
+            buffer = memoryview(self.protocol.get_buffer(-1))
+            size = min(len(buffer), len(rest))
+            buffer[:size] = rest[:size]
+            self.protocol.buffer_updated(size)
+            rest = rest[size:]
+        if rest and not self.is_closed:
+            self.connection.data_received(bytes(rest))
 
     def read(self) -> list[Frame]:
         """Returns the frames that were written since the last time."""

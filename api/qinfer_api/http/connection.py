@@ -29,6 +29,7 @@ from qinfer.core.settings import HttpSettings
 from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory
 from qinfer.tensors import Bytes
+from qinfer_api.buffered import READ_BYTES, buffer_reads
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
@@ -38,9 +39,6 @@ from qinfer_api.turns import SMALL_BYTES, Turns
 logger = logging.getLogger(__name__)
 
 MAX_PIPELINED = 64
-
-READ_BYTES = 256 * 1024
-"""Bytes read at once."""
 
 MOST_HELD_BYTES = 32 * 1024 * 1024
 """The bytes of unparsed reads of a port's connections from which each reads less at once, but for bodies."""
@@ -161,15 +159,6 @@ class HttpPort:
             connection.check_timeouts(now_s)
 
 
-class BufferedReads(asyncio.BufferedProtocol):
-    """Has a connection name the memory of its reads, which costs each read a little."""
-
-    def __init__(self, connection: "HttpConnection") -> None:
-        self.get_buffer, self.buffer_updated = connection.get_buffer, connection.buffer_updated  # type: ignore[method-assign]
-        self.eof_received, self.connection_lost = connection.eof_received, connection.connection_lost  # type: ignore[method-assign]
-        self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
-
-
 class HttpConnection(asyncio.Protocol):
     """One connection; `writable` is set while the client reads its replies."""
 
@@ -214,10 +203,7 @@ class HttpConnection(asyncio.Protocol):
         if self._is_buffered or self.transport.is_closing():
             return
         self._is_buffered = True
-        self.transport.set_protocol(BufferedReads(self))
-        if not self._is_paused:  # a transport asks for the way of its reads when it begins to read
-            self.transport.pause_reading()
-            self.transport.resume_reading()
+        buffer_reads(self.transport, self, is_paused=self._is_paused)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections: `buffer_updated` copies what was read."""

@@ -154,14 +154,7 @@ class FastCall:
             if dispatcher.endpoints.by_name:
                 self._plan = dispatcher.aim(context, request, head.header, self._plan)
             self.request = request
-            if landing is not None:
-                self._enter_landed(dispatcher, context, landing)
-                return
-            pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
-            if self.reply is None:
-                self._pending, pending.holder = pending, self
-                if self._plan.held is not None:
-                    hold(self._plan)
+            self._enter(dispatcher, context)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
@@ -185,34 +178,28 @@ class FastCall:
             return  # the client left
         try:
             done.result()
-            if self.landing is not None:
-                self._enter_landed(dispatcher, context, self.landing)
-                return
-            pending = dispatcher.submit(context, self.request, self, asked_s=head.timeout_s)
-            if self.reply is None:
-                self._pending, pending.holder = pending, self
-                hold(self._plan)
+            self._enter(dispatcher, context)
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
 
-    def _enter_landed(self, dispatcher: Dispatcher, context: CallerContext, landing: Landing) -> None:
-        """Submits a request whose body was received into memory, which the pending request then gives back."""
-        request = self.request
-        request.landed, request.landed_at = landing.held, landing.tensors_at
-        pending = dispatcher.submit(context, request, self, asked_s=self.head.timeout_s)
-        request.landed = None
-        if pending.tensors is landing.held:
-            self.landing = None
+    def _enter(self, dispatcher: Dispatcher, context: CallerContext) -> None:
+        landing, asked_s = self.landing, self.head.timeout_s
+        if landing is None:
+            pending = dispatcher.submit(context, self.request, self, asked_s=asked_s)
         else:
+            submit = partial(dispatcher.submit, context, self.request, self, asked_s=asked_s)
+            pending = landing.enter(self.request, submit)
             self.forget_landing()
         if self.reply is None:
             self._pending, pending.holder = pending, self
+            if self._plan.held is not None:
+                hold(self._plan)
 
     def forget_landing(self) -> None:
         """Gives back the memory that the body was received into."""
         landing, self.landing = self.landing, None
         if landing is not None:
-            landing.held.release()
+            landing.leave()
 
     def refuse(self, dispatcher: Dispatcher, head: RequestHead, error: Exception) -> None:
         """Answers with an error and counts it."""

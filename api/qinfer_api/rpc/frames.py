@@ -102,7 +102,7 @@ def check_setting(key: int, value: int) -> None:
         raise ConnectionFault(PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH of {value}")
 
 
-def unpadded(flags: int, data: bytes, begin: int, stop: int) -> tuple[int, int]:
+def unpadded(flags: int, data: Bytes, begin: int, stop: int) -> tuple[int, int]:
     """Returns the bounds of a DATA or HEADERS frame's content, without padding and priority."""
     if flags & PADDED:
         if begin == stop:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
+from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
 from qinfer_api.http.infer import UNQUOTED, Encoding
 from qinfer_api.rpc import hpack
@@ -58,6 +59,7 @@ class Method(NamedTuple):
 
     `admit` decides by the head and the peer's address. `start` gets the message, or b"" for a stream. A shutdown waits
     for calls that are `is_awaited`. `compression` is the zlib level of replies, 0 = uncompressed.
+    `land` may return memory for a message of so many bytes.
     """
 
     admit: Callable[["CallHead", str], Any]
@@ -66,6 +68,7 @@ class Method(NamedTuple):
     max_message_bytes: int
     is_awaited: bool = True
     compression: int = 0
+    land: Callable[["GrpcCall", int], Landing | None] | None = None
 
 
 class CallHead:

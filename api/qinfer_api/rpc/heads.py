@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from qinfer.core.messages import IdFactory
+from qinfer_api.buffered import READ_BYTES
 from qinfer_api.http.head import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames, hpack
@@ -27,6 +28,7 @@ class Server:
         self.limits = limits
         self.receiving = receiving
         self.turns = Turns()
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self._visitors = visitors
         self.new_id = IdFactory().ulid
         self.connections: set[Http2Connection] = set()

@@ -12,6 +12,8 @@ import random
 from collections import deque
 from typing import Any, Protocol, cast
 
+from qinfer.tensors import Bytes
+from qinfer_api.buffered import READ_BYTES, buffer_reads
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionFault, ConnectionLimits, Malformed
 from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
@@ -33,6 +35,7 @@ _NOT_HTTP2 = (
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
 _LAST_SECOND_S = 1.0
+_NO_BUFFER = memoryview(b"")
 _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
 
 
@@ -41,6 +44,7 @@ class Service(Protocol):
 
     limits: ConnectionLimits
     turns: Turns
+    buffer: memoryview
     connections: "set[Http2Connection]"
     is_closing: bool
 
@@ -69,6 +73,8 @@ class Http2Connection(asyncio.Protocol):
         # The decoder's table may have fields that requests must not use.
         self._is_tainted = False
         self._rest = b""
+        self._is_buffered = False
+        self._buffer = _NO_BUFFER
         # The connection waits for its turn to read `_rest`.
         self._awaits_turn = False
         self._has_preface = self._has_settings = False
@@ -99,15 +105,40 @@ class Http2Connection(asyncio.Protocol):
         else:
             self.service.connections.add(self)
 
+    def read_into_buffers(self) -> None:
+        """Reads into `get_buffer` from now on."""
+        output = self.output
+        if not self._is_buffered and not output.transport.is_closing():
+            self._is_buffered = True
+            buffer_reads(output.transport, self, is_paused=self._awaits_turn or output.is_paused)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Returns a buffer of all connections, behind the rest of this one's last read."""
+        rest, self._buffer = self._rest, self.service.buffer
+        size = len(rest)
+        if size > len(self._buffer) // 2:  # it had no turn yet
+            self._buffer = memoryview(bytearray(size + READ_BYTES))
+        self._buffer[:size] = rest
+        return self._buffer[size:]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Reads the complete frames in the buffer."""
+        size, self._rest = len(self._rest) + nbytes, b""
+        self._read(self._buffer[:size])
+        self._buffer = _NO_BUFFER
+
     def data_received(self, data: bytes) -> None:
         """Reads the complete frames."""
+        if self._rest:
+            data = self._rest + data
+        self._read(data)
+
+    def _read(self, data: Bytes) -> None:
         if self.output.is_closed:
             return
         self._is_heard = True
-        if self._rest:
-            data = self._rest + data
         try:
-            position = 0 if self._has_preface else self._read_preface(data)
+            position = 0 if self._has_preface else self._read_preface(bytes(data))
             if len(data) <= SMALL_BYTES:
                 position = self._read_frames(data, position, len(data) - frames.HEAD_BYTES)
             else:
@@ -117,9 +148,9 @@ class Http2Connection(asyncio.Protocol):
         except HpackError as error:
             self._fail(frames.COMPRESSION_ERROR, str(error))
         else:
-            self._rest = data[position:]
+            self._rest = bytes(data[position:])
 
-    def _read_in_turns(self, data: bytes, position: int) -> int:
+    def _read_in_turns(self, data: Bytes, position: int) -> int:
         turns, before, last = self.service.turns, -1, len(data) - frames.HEAD_BYTES
         while before < position <= last and not self._awaits_turn:
             if not turns.may_read():
@@ -187,7 +218,7 @@ class Http2Connection(asyncio.Protocol):
         self.output.write(frames.SETTINGS, 0, 0, b"".join([frames.SETTING.pack(*setting) for setting in settings]))
         self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
-    def _read_frames(self, data: bytes, position: int, last: int) -> int:
+    def _read_frames(self, data: Bytes, position: int, last: int) -> int:
         end, most = len(data), self.service.limits.frame_bytes
         while position <= last and self._has_preface:
             size, flags, number = frames.HEAD.unpack_from(data, position)
@@ -207,13 +238,13 @@ class Http2Connection(asyncio.Protocol):
             elif kind == frames.HEADERS:
                 self._read_headers(flags, number, data, begin, stop)
             else:
-                self._read_other(kind, flags, number, data[begin:stop])
+                self._read_other(kind, flags, number, bytes(data[begin:stop]))
             if self.output.is_closed:
                 return end
             position = stop
         return position
 
-    def _read_data(self, flags: int, number: int, data: bytes, begin: int, stop: int) -> None:
+    def _read_data(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> None:
         size, most = stop - begin, self.service.limits.connection_window_bytes
         self._window -= size
         if self._window < 0:
@@ -245,13 +276,13 @@ class Http2Connection(asyncio.Protocol):
         if stream is not None:
             self._reset(stream, frames.STREAM_CLOSED)
 
-    def _read_headers(self, flags: int, number: int, data: bytes, begin: int, stop: int) -> None:
+    def _read_headers(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> None:
         if not number & 1:
             raise ConnectionFault(frames.PROTOCOL_ERROR, f"HEADERS on stream {number}")
         if flags & (frames.PADDED | frames.HAS_PRIORITY):
             begin, stop = frames.unpadded(flags, data, begin, stop)
         if flags & frames.END_HEADERS:
-            self._read_block(number, data[begin:stop], is_ended=bool(flags & frames.END_STREAM))
+            self._read_block(number, bytes(data[begin:stop]), is_ended=bool(flags & frames.END_STREAM))
         else:
             self._count_idle("HEADERS in pieces")
             self._block = number, flags, bytearray(data[begin:stop])

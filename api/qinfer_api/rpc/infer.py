@@ -10,10 +10,12 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
+from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory, PendingCall
 from qinfer.submission.validate import check_announced
 from qinfer.tensors import Bytes
@@ -140,16 +142,34 @@ class Infer:
         one = self._guard.method(self._start_infer, INFERENCE, Scope.INFER)
         stream = self._guard.method(self._start_stream, INFERENCE, Scope.INFER, takes_stream=True)
         return {
-            "ModelInfer": one._replace(compression=self._compression),
+            "ModelInfer": one._replace(compression=self._compression, land=self._land),
             "ModelStreamInfer": stream._replace(compression=self._compression),
         }
 
     def _start_infer(self, call: GrpcCall, blob: Bytes) -> None:
         sink = _UnaryAnswer(self, call)
+        if (landing := call.take_landing()) is not None:
+            known = self._repetitions.decode(blob)
+            if known is not None:
+                sink.wait(self._submit_known(known, call, sink, landing))
+                return
+            blob = bytes(blob)
+            landing.leave()
         if self.is_slow(blob):
             call.run(self._infer_slowly(call, blob, sink))
         else:
             sink.wait(self.submit(blob, call, sink))
+
+    def _land(self, call: GrpcCall, size: int) -> Landing | None:
+        """Returns memory for a message that is like an earlier one, as far as its size tells."""
+        expected = self._repetitions.expected(size)
+        if expected is None:
+            return None
+        model, version, begin = expected
+        with contextlib.suppress(QinferError):
+            number = parse_version(version) if version else 0
+            return self.dispatcher.landing(model, number, size, begin, call.context.tenant)
+        return None
 
     async def _infer_slowly(self, call: GrpcCall, blob: Bytes, sink: _UnaryAnswer) -> None:
         sink.wait(await self.submit_slowly(blob, call, sink))
@@ -188,10 +208,7 @@ class Infer:
         """Decodes and submits a request for `sink`."""
         decoded = self._repetitions.decode(blob)
         if decoded is not None:
-            try:
-                return self._submit(self._completed(decoded, call), call, sink)
-            except QinferError as error:
-                raise self._refuse_request(decoded.request.model, decoded.version, error, call) from None
+            return self._submit_known(decoded, call, sink)
         message = parse_infer(blob)
         sink.client_id = message.fields.id
         try:
@@ -201,6 +218,17 @@ class Infer:
         except QinferError as error:
             fields = message.fields
             raise self._refuse_request(fields.model_name, fields.model_version, error, call) from None
+
+    def _submit_known(
+        self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink, landing: Landing | None = None
+    ) -> PendingCall:
+        try:
+            return self._submit(self._completed(decoded, call), call, sink, landing)
+        except QinferError as error:
+            raise self._refuse_request(decoded.request.model, decoded.version, error, call) from None
+        finally:
+            if landing is not None:
+                landing.leave()
 
     async def submit_slowly(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall:
         """Submits a request, decoded in a thread."""
@@ -259,7 +287,9 @@ class Infer:
         self.dispatcher.check(decoded.request)
         return decoded._replace(plan=plan)
 
-    def _submit(self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink) -> PendingCall:
+    def _submit(
+        self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink, landing: Landing | None = None
+    ) -> PendingCall:
         request, plan = decoded.request, decoded.plan
         if self.dispatcher.endpoints.by_name:
             plan = self.dispatcher.aim(call.context, request, call.head.first, plan)
@@ -267,8 +297,9 @@ class Infer:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
         # Draining closes streams: every admitted request is answered.
+        submit = partial(self.dispatcher.submit, call.context, request, sink, call.time_remaining(), is_taken=True)
         try:
-            pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
+            pending = submit() if landing is None else landing.enter(request, submit)
         except QinferError:
             call.request_id = request.id
             raise

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qinfer.core.messages import Failure
 from qinfer.errors import Overloaded, PayloadTooLarge, QinferError
+from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory
 from qinfer.tensors import Bytes
 from qinfer_api.http.infer import (
@@ -45,6 +46,11 @@ logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 256 * 1024
 
+LANDED_BYTES = 64 * 1024
+"""Messages of this size are worth memory of their own, once `LANDS_FROM_BYTES` of them have come."""
+
+LANDS_FROM_BYTES = 8 * 1024
+
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf reads."""
 
@@ -68,7 +74,8 @@ class _Message(NamedTuple):
 class GrpcCall(GrpcStream):
     """One call, from its head to its status.
 
-    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost.
+    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost. `landing` has the
+    message that is received, if its method gave memory for it.
     """
 
     __slots__ = (
@@ -96,6 +103,7 @@ class GrpcCall(GrpcStream):
         "cache",
         "context",
         "head",
+        "landing",
         "on_cancel",
         "request_id",
         "target",
@@ -114,6 +122,7 @@ class GrpcCall(GrpcStream):
         self._refusal: Exception | None = None
         self._prefix = b""
         self._body: bytearray | None = None
+        self.landing: Landing | None = None
         self._size = 0
         self._is_compressed = False
         self._is_reading = True  # the client owes a message
@@ -157,8 +166,13 @@ class GrpcCall(GrpcStream):
             else:
                 self.fail(error)
 
-    def data_received(self, data: bytes) -> None:
-        """Reads bytes of messages."""
+    def data_received(self, data: Bytes) -> None:
+        """Reads bytes of messages, which the connection may overwrite."""
+        landing = self.landing
+        if landing is not None and len(data) < len(landing.rest) and not self.is_ended:
+            self._moved_s = 0.0
+            landing.add(data)
+            return
         if self._refusal is not None:
             self.fail(self._refusal)
             return
@@ -168,9 +182,9 @@ class GrpcCall(GrpcStream):
                 self._check_size(size)
                 if self.is_ended and data[0] == 0 and not (self._has_begun or self._messages):
                     self._is_reading = False
-                    self._start_method(data[_PREFIX_BYTES:])
+                    self._start_method(bytes(data[_PREFIX_BYTES:]))
                     return
-                self._arrived(_Message(data[_PREFIX_BYTES:], data[0] != 0, None))
+                self._arrived(_Message(bytes(data[_PREFIX_BYTES:]), data[0] != 0, None))
             elif data:
                 self._collect(data)
             if self.is_ended and not self.is_closed:
@@ -187,15 +201,22 @@ class GrpcCall(GrpcStream):
         while (view or self._body is not None) and not self.is_closed:
             if self._body is None:
                 view = self._read_prefix(view)
-            body = self._body
+            body, landing = self._body, self.landing
             if body is None:
                 return
-            piece = view[: self._size - len(body)]
-            body += piece
+            piece = view[: self._size - self._arrived_bytes()]
+            if landing is not None:
+                landing.add(piece)
+            else:
+                body += piece
+                if len(body) - len(piece) < LANDS_FROM_BYTES <= len(body) < self._size and self._size >= LANDED_BYTES:
+                    self._land(body)
             view = view[len(piece) :]
-            if len(body) < self._size:
+            if self._arrived_bytes() < self._size:
                 return
-            content = body if len(body) > LARGE_BYTES else bytes(body)
+            content: Bytes = body if len(body) > LARGE_BYTES else bytes(body)
+            if landing is not None:
+                content = landing.body
             message = _Message(content, self._is_compressed, self._reservation)
             self._body = self._reservation = None
             self._arrived(message)
@@ -236,8 +257,20 @@ class GrpcCall(GrpcStream):
         self._reserved_s = asyncio.get_running_loop().time()
         self.grant(self._size - arrived - self.receive_window)
 
+    def _land(self, body: bytearray) -> None:
+        """Receives the rest of a message with fewer copies."""
+        self.connection.read_into_buffers()
+        method = self.head.method
+        if method is not None and method.land is not None and not self._is_compressed and not self._messages:
+            self.landing = method.land(self, self._size)
+            if self.landing is not None:
+                self.landing.add(body)
+                body.clear()
+
     def _arrived_bytes(self) -> int:
-        return self._size if self._body is None else len(self._body)
+        if self._body is None:
+            return self._size
+        return len(self._body) if self.landing is None else self._size - len(self.landing.rest)
 
     def _give_up(self) -> None:
         self.fail(Abort("CANCELLED", TOO_SLOW))
@@ -372,7 +405,14 @@ class GrpcCall(GrpcStream):
         self._forget_messages()
         self._server.closed(self.head)
 
+    def take_landing(self) -> Landing | None:
+        """Returns the memory of the message, for the caller to give back."""
+        landing, self.landing = self.landing, None
+        return landing
+
     def _forget_messages(self) -> None:
+        if (landing := self.take_landing()) is not None:
+            landing.leave()
         if not self._messages and self._reservation is None and self._opened_memory is None:
             self._body = None
             return

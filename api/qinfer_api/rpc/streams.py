@@ -43,8 +43,8 @@ class GrpcStream:
     def opened(self) -> None:
         """Handles the head; replies may begin."""
 
-    def data_received(self, data: bytes) -> None:
-        """Handles a body's bytes; `is_ended` is set before the last."""
+    def data_received(self, data: Bytes) -> None:
+        """Handles a body's bytes, which may be overwritten later; `is_ended` is set before the last."""
 
     def withdraw(self) -> None:
         """Gives up waits on a lost connection."""
