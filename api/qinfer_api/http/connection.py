@@ -43,6 +43,9 @@ MAX_PIPELINED = 64
 MOST_HELD_BYTES = 32 * 1024 * 1024
 """The bytes of unparsed reads of a port's connections from which each reads less at once, but for bodies."""
 
+HEAD_READ_BYTES = 4096
+"""The bytes read of a request whose body is to be received into memory."""
+
 LESS_READ_BYTES = 2 * SMALL_BYTES
 """More than `SMALL_BYTES`, so that small reads of a flood wait for turns as well."""
 
@@ -133,7 +136,7 @@ class HttpPort:
         self.keep_alive_s, self.read_timeout_s = http.keep_alive_s, http.request_read_timeout_s
         self.turns = Turns()
         self.buffer = memoryview(bytearray(READ_BYTES))
-        self.less_buffer = self.buffer[:LESS_READ_BYTES]
+        self.less_buffer, self.head_buffer = self.buffer[:LESS_READ_BYTES], self.buffer[:HEAD_READ_BYTES]
         self.held_bytes = 0  # of unparsed reads, of all connections
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -186,6 +189,7 @@ class HttpConnection(asyncio.Protocol):
         self._chunks = 0
         self._body_left = 0  # negative without Content-Length
         self._landing: Landing | None = None  # takes the rest of a body past the parser
+        self._lands = False  # the next body probably lands as well
         self._unwritten_bytes = 0
         self._lent: list[Memory] = []  # the memory of unread replies
         self._later_bytes = 0  # bytes written behind those: no sign of progress
@@ -210,6 +214,8 @@ class HttpConnection(asyncio.Protocol):
         if self._landing is not None and not self._refused:
             return self._landing.rest
         port = self.port
+        if self._reading is None and self._lands:
+            return port.head_buffer
         is_less = port.held_bytes >= MOST_HELD_BYTES and self._body_left <= LESS_READ_BYTES
         return port.less_buffer if is_less else port.buffer
 
@@ -228,7 +234,7 @@ class HttpConnection(asyncio.Protocol):
         """Receives the rest of a body into memory; the parser, which waits for it, is replaced at its end."""
         for part in parts:
             landing.add(part)
-        self._landing = landing
+        self._landing, self._lands = landing, True
         self.read_into_buffers()
 
     def _end_landing(self) -> None:

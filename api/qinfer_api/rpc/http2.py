@@ -12,6 +12,7 @@ import random
 from collections import deque
 from typing import Any, Protocol, cast
 
+from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
 from qinfer_api.buffered import READ_BYTES, buffer_reads
 from qinfer_api.rpc import frames
@@ -234,7 +235,7 @@ class Http2Connection(asyncio.Protocol):
             if not self._has_settings and kind != frames.SETTINGS:
                 raise ConnectionFault(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
             if kind == frames.DATA:
-                self._read_data(flags, number, data, begin, stop)
+                stop = self._read_data(flags, number, data, begin, stop)
             elif kind == frames.HEADERS:
                 self._read_headers(flags, number, data, begin, stop)
             else:
@@ -244,7 +245,9 @@ class Http2Connection(asyncio.Protocol):
             position = stop
         return position
 
-    def _read_data(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> None:
+    def _read_data(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> int:
+        """Reads a frame, and those of a large message behind it; returns where they end."""
+        behind = stop
         size, most = stop - begin, self.service.limits.connection_window_bytes
         self._window -= size
         if self._window < 0:
@@ -255,13 +258,13 @@ class Http2Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None or stream.is_ended:
             self._refuse_data(number, stream)
-            return
+            return behind
         if flags & frames.PADDED:
             begin, stop = frames.unpadded(frames.PADDED, data, begin, stop)
         stream.receive_window -= size
         if stream.receive_window < 0:
             self._reset(stream, frames.FLOW_CONTROL_ERROR)
-            return
+            return behind
         if flags & frames.END_STREAM:
             stream.is_ended = True
         else:
@@ -269,6 +272,29 @@ class Http2Connection(asyncio.Protocol):
                 self._count_idle("empty DATA")
             stream.grant(size - (stop - begin))  # padding counts as read
         stream.data_received(data[begin:stop])
+        landing = stream.landing
+        return behind if landing is None or flags else self._read_landing(stream, landing, data, behind)
+
+    def _read_landing(self, stream: GrpcStream, landing: Landing, data: Bytes, position: int) -> int:
+        """Reads whole frames of a message into its memory, as far as both windows allow, but for the last."""
+        rest = landing.rest[: min(self._window, stream.receive_window)]
+        most, last, begun = self.service.limits.frame_bytes, len(data) - frames.HEAD_BYTES, len(rest)
+        while position <= last:
+            size, flags, number = frames.HEAD.unpack_from(data, position)
+            if flags or number != stream.number or size & 0xFF != frames.DATA:
+                break
+            size >>= 8
+            begin = position + frames.HEAD_BYTES
+            if not 0 < size < len(rest) or size > most or begin + size > len(data):
+                break
+            position = begin + size
+            rest[:size] = data[begin:position]
+            rest = rest[size:]
+        taken = begun - len(rest)
+        landing.came(taken)
+        self._window -= taken
+        stream.receive_window -= taken
+        return position
 
     def _refuse_data(self, number: int, stream: GrpcStream | None) -> None:
         self._check_opened(number, "DATA")

@@ -74,8 +74,7 @@ class _Message(NamedTuple):
 class GrpcCall(GrpcStream):
     """One call, from its head to its status.
 
-    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost. `landing` has the
-    message that is received, if its method gave memory for it.
+    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost.
     """
 
     __slots__ = (
@@ -103,7 +102,6 @@ class GrpcCall(GrpcStream):
         "cache",
         "context",
         "head",
-        "landing",
         "on_cancel",
         "request_id",
         "target",
@@ -122,7 +120,6 @@ class GrpcCall(GrpcStream):
         self._refusal: Exception | None = None
         self._prefix = b""
         self._body: bytearray | None = None
-        self.landing: Landing | None = None
         self._size = 0
         self._is_compressed = False
         self._is_reading = True  # the client owes a message

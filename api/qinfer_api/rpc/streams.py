@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.hpack import EMPTY_TABLE
@@ -24,10 +25,10 @@ class GrpcStream:
     """One request and its reply; subclasses interpret the bytes.
 
     `is_ended`: the client has sent everything. `is_closed`: the reply is complete or reset. The windows count DATA
-    bytes that the peer may still send.
+    bytes that the peer may still send. `landing` has the message that is received, if its method gave memory for it.
     """
 
-    __slots__ = ("connection", "is_closed", "is_ended", "number", "queue", "receive_window", "send_window")
+    __slots__ = ("connection", "is_closed", "is_ended", "landing", "number", "queue", "receive_window", "send_window")
 
     def __init__(self, connection: "Http2Connection", number: int, *, is_ended: bool) -> None:
         self.connection = connection
@@ -37,6 +38,7 @@ class GrpcStream:
         self.send_window = connection.output.initial_window
         self.receive_window = connection.service.limits.window_bytes
         self.queue: deque[Bytes] = deque()
+        self.landing: Landing | None = None
 
     # -- called by the connection --------------------------------------------------------------------------------------
 
