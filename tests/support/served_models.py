@@ -37,6 +37,7 @@ class ServedModels:
         store: What workers report, and what they should be.
         http: Triton's client over HTTP.
         grpc: Triton's client over gRPC.
+        grpc_target: The address of the gateway's gRPC port.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ServedModels:
         self.store: ControlStore
         self.http: Any
         self.grpc: Any
+        self.grpc_target = ""
 
     async def worker(self, worker_id: str = "w1", **options: Any) -> None:
         """Starts a worker."""
@@ -129,10 +131,11 @@ async def models_served(
         scene.gateway = gateway = lean_gateway(settings, delivery, scene.store, bind(settings.http), files, rpc)
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()
+        scene.grpc_target = rpc.url.partition("://")[2]
         await scene.worker()
         async with (
             over_http.InferenceServerClient(gateway.url.partition("://")[2]) as scene.http,
-            over_grpc.InferenceServerClient(rpc.url.partition("://")[2]) as scene.grpc,
+            over_grpc.InferenceServerClient(scene.grpc_target) as scene.grpc,
         ):
             try:
                 yield scene
