@@ -163,7 +163,7 @@ class Infer:
     def _land(self, call: GrpcCall, size: int) -> Landing | None:
         """Returns memory for a message that is like an earlier one, as far as its size tells."""
         expected = self._repetitions.expected(size)
-        if expected is None:
+        if expected is None or self.dispatcher.reads_all(expected[0]):
             return None
         model, version, begin = expected
         with contextlib.suppress(QinferError):
