@@ -15,7 +15,17 @@ from qinfer.testing import eventually
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.http2 import Http2Connection
 from tests.integration.worker.test_shared_tensors import IMAGE, held, no_copies, scene, ways
-from tests.support.http2 import DATA, HEADERS, RST_STREAM, WINDOW_UPDATE, Requests, prefixed, reset, settings_frame
+from tests.support.http2 import (
+    DATA,
+    HEADERS,
+    RST_STREAM,
+    WINDOW_UPDATE,
+    Requests,
+    Short,
+    prefixed,
+    reset,
+    settings_frame,
+)
 from tests.support.served_models import ServedModels
 
 __all__ = ["no_copies", "scene"]
@@ -203,7 +213,6 @@ async def test_what_is_left_of_a_read_without_a_turn_is_read_later(
     known: ServedModels, no_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every slice waits for its turn, so that a connection reads anew while it has a rest."""
-    turned = iter(range(10**9))
     async with caller(known) as one:
         one.begin(1)
         await one.send(1, message(IMAGE + 1))
@@ -212,10 +221,12 @@ async def test_what_is_left_of_a_read_without_a_turn_is_read_later(
         assert rpc is not None
         (connection,) = {each for each in rpc._calls.connections if each._is_buffered}
         assert isinstance(connection, Http2Connection)
-        monkeypatch.setattr(connection.service.turns, "may_read", lambda: next(turned) % 3 == 0)
+        turns = Short()
+        monkeypatch.setattr(connection.service, "turns", turns)
         for number in (3, 5):
             one.begin(number)
             await one.send(number, message(IMAGE + number), 5000)
         for number in (3, 5):
             assert np.array_equal(await one.values(number), (IMAGE[0] + number) * 2)
+    assert turns.waits > 4
     assert held(known) == 0
