@@ -1,7 +1,8 @@
 """The requests that are sent, and the check that a server's answer to one is right before it is measured."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,9 @@ from tritonclient.grpc import service_pb2 as pb
 from benchmarks.models import BenchModel, FloatArray
 
 JSON, BINARY, GRPC = "json", "binary", "grpc"
+SHM = "shm"
+"""The input in a shared memory object of the machine, which the server has as `REGION`; the output as in `binary`."""
+REGION = "input"
 LENGTH_HEADER = "Inference-Header-Content-Length"
 GRPC_PATH = "/inference.GRPCInferenceService/ModelInfer"
 GRPC_STREAM_PATH = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -54,7 +58,7 @@ def write_body(model: BenchModel, encoding: str, expected: FloatArray, directory
 
     Args:
         model: The model that is asked.
-        encoding: `json`, `binary` for the binary tensor extension both ways, or `grpc`.
+        encoding: `json`, `binary` for the binary tensor extension both ways, `shm` or `grpc`.
         expected: The in-process answer, float32[1, *output_dims].
         directory: Where the body file goes.
     """
@@ -78,9 +82,13 @@ def encode(
         tensor["data"] = [float(str(value)) for value in example.ravel()]
         content = json.dumps({**request, "inputs": [tensor]}, separators=(",", ":")).encode()
         return content, {"Content-Type": "application/json"}
-    tensor["parameters"] = {"binary_data_size": example.nbytes}
+    is_shared = encoding == SHM
+    where = {"shared_memory_region": REGION, "shared_memory_byte_size": example.nbytes}
+    tensor["parameters"] = where if is_shared else {"binary_data_size": example.nbytes}
     output = {"name": "y", "parameters": {"binary_data": True}}
     header = json.dumps({**request, "inputs": [tensor], "outputs": [output]}, separators=(",", ":")).encode()
+    if is_shared:
+        return header, {"Content-Type": "application/json"}
     headers = {"Content-Type": "application/octet-stream", LENGTH_HEADER: str(len(header))}
     return header + example.tobytes(), headers
 
@@ -93,6 +101,30 @@ def _grpc_message(name: str, example: FloatArray, parameters: Mapping[str, int |
         setattr(request.parameters[key], "bool_param" if isinstance(value, bool) else "int64_param", value)
     message = request.SerializeToString()
     return b"\0" + len(message).to_bytes(4) + message
+
+
+@contextmanager
+def shared_object(key: str, content: bytes) -> Iterator[None]:
+    """Keeps a shared memory object of that name and content."""
+    path = Path("/dev/shm", key)
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+def register(url: str, key: str, nbytes: int) -> None:
+    """Makes a shared memory object a server's `REGION`, instead of an earlier one.
+
+    Raises:
+        WrongAnswer: The server does not take it.
+    """
+    region = f"/v2/systemsharedmemory/region/{REGION}"
+    for path, given in ((f"{region}/unregister", {}), (f"{region}/register", {"key": f"/{key}", "byte_size": nbytes})):
+        response = httpx.post(httpx.URL(url).copy_with(path=path), json=given, timeout=TIMEOUT_S, trust_env=False)
+        if response.status_code != 200:
+            raise WrongAnswer(f"{url} answered {response.status_code} to {path}: {response.text[:300]}")
 
 
 def check_answer(url: str, body: Body) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import environments, processes, servers
-from benchmarks.bodies import JSON
+from benchmarks.bodies import JSON, SHM
 from benchmarks.load import run_wrk
 from benchmarks.measuring import Tally, take_turns
 from benchmarks.models import MODELS
@@ -67,8 +67,9 @@ def _load_once(
     trees: Mapping[str, Path], material: Material, tallies: Mapping[Setting, Tally], rounds: int, seconds: float
 ) -> None:
     """Starts all checkouts, which take turns under each load."""
+    encoding = SHM if any(load.encoding == SHM for load in tallies) else JSON
     with ExitStack() as stack:
-        running = {name: stack.enter_context(_start(name, tree, material)) for name, tree in trees.items()}
+        running = {name: stack.enter_context(_start(name, tree, material, encoding)) for name, tree in trees.items()}
         for server in running.values():
             run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
         for load, tally in tallies.items():
@@ -94,9 +95,9 @@ def _by_model(settings: str) -> dict[str, list[Setting]]:
     return chosen
 
 
-def _start(name: str, tree: Path, material: Material) -> AbstractContextManager[servers.Server]:
+def _start(name: str, tree: Path, material: Material, encoding: str) -> AbstractContextManager[servers.Server]:
     """Starts `qinfer up` from a checkout: our virtual environment, its code."""
-    return start(replace(servers.KINDS["qinfer"], name=name, commands=_commands(tree)), material)
+    return start(replace(servers.KINDS["qinfer"], name=name, commands=_commands(tree)), material, encoding)
 
 
 def _commands(tree: Path) -> Callable[[servers.Launch], list[servers.Command]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks import stateful
 from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, TRITON
-from benchmarks.bodies import BINARY, GRPC, JSON
+from benchmarks.bodies import BINARY, GRPC, JSON, SHM
 from benchmarks.models import SCRIPT, THREADS
 from benchmarks.proxied import CONNECTIONS, GRPC_PROXIED, JSON_PROXIED
 from benchmarks.results import BATCH, CLEAN, IN_PROCESS, Sample, Setting
@@ -21,7 +21,7 @@ OVERHEAD_S, CALLERS_OVERHEAD_S, START_S = 0.3, 1.5, 5.0
 Turns = Mapping[str, int]
 """Server → clean turns that it needs."""
 PAIR: Turns = {QINFER: 9, TRITON: 9}
-LARGE: Turns = {QINFER: 5, TRITON: 5}
+FEW: Turns = {QINFER: 5, TRITON: 5}
 FAST: Turns = {**PAIR, MOSEC_ORJSON: 9}
 _OTHERS: Turns = {FASTAPI: 5, FASTAPI_ORJSON: 5, MOSEC: 5, "litserve": 3, "celery": 3}
 
@@ -93,10 +93,10 @@ SCENES = (
         encoding=GRPC,
         loads=(
             *(Load(connections=connections, turns=PAIR) for connections in (1, 64, 128)),
-            Load(connections=4, streams=16, turns=PAIR),
+            Load(connections=4, streams=16, turns=FEW),
         ),
     ),
-    Scene(model="tiny", encoding=BINARY, loads=(Load(connections=64, turns=PAIR),)),
+    Scene(model="tiny", encoding=BINARY, loads=(Load(connections=64, turns=FEW),)),
     Scene(model="tiny", encoding=JSON_PROXIED, loads=(Load(connections=CONNECTIONS, turns=PAIR),)),
     Scene(model="tiny", encoding=GRPC_PROXIED, loads=(Load(connections=CONNECTIONS, turns=PAIR),)),
     Scene(
@@ -112,10 +112,11 @@ SCENES = (
     ),
     Scene(model="mlp", encoding=GRPC, loads=(Load(connections=128, turns=PAIR),)),
     Scene(model="conv", encoding=BINARY, loads=(Load(connections=32, turns=PAIR, batches=(1, 32, 64)),)),
-    Scene(model="image", encoding=BINARY, loads=tuple(Load(connections=many, turns=LARGE) for many in (1, 16, 64))),
-    Scene(model="image", encoding=GRPC, loads=(Load(connections=16, turns=LARGE),)),
+    Scene(model="image", encoding=BINARY, loads=tuple(Load(connections=many, turns=FEW) for many in (1, 16, 64))),
+    Scene(model="image", encoding=SHM, loads=tuple(Load(connections=many, turns=FEW) for many in (1, 16))),
+    Scene(model="image", encoding=GRPC, loads=(Load(connections=16, turns=FEW),)),
     *(
-        Scene(model=model, encoding=BINARY, loads=(Load(connections=16, turns=LARGE),))
+        Scene(model=model, encoding=BINARY, loads=(Load(connections=16, turns=FEW),))
         for model in ("embedding", "patch", "frames")
     ),
 )

@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from benchmarks import environments, processes
-from benchmarks.bodies import GRPC, GRPC_PATH, Body, WrongAnswer, check_answer
+from benchmarks.bodies import GRPC, GRPC_PATH, Body, WrongAnswer, check_answer, register, shared_object
 from benchmarks.models import MAX_BATCH_SIZE, MODEL_PY, THREADS
 from benchmarks.proxied import GRPC_PROXIED
 
@@ -38,6 +38,7 @@ class Launch:
         directory: An empty directory for data and logs.
         port: The HTTP port.
         grpc_port: The gRPC port, of those that have one.
+        region: The shared memory object with the example that the server gets; empty = none.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Launch:
     directory: Path
     port: int
     grpc_port: int
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +139,17 @@ def running(kind: ServerKind, launch: Launch, body: Body) -> Iterator[Server]:
     Raises:
         ServerFailed: It ended, or gave no right answer in time.
     """
-    with started(kind, launch, lambda server: check_answer(server.url, body)) as server:
-        yield server
+    content = body.model.example().tobytes()
+
+    def check(server: Server) -> None:
+        if launch.region:
+            register(server.url, launch.region, len(content))
+        check_answer(server.url, body)
+
+    with ExitStack() as stack:
+        if launch.region:
+            stack.enter_context(shared_object(launch.region, content))
+        yield stack.enter_context(started(kind, launch, check))
 
 
 @contextmanager
@@ -190,6 +201,7 @@ def _qinfer(launch: Launch) -> list[Command]:
                 *("--data-dir", str(launch.directory / "data")),
                 *("--http-port", str(launch.port), "--grpc-port", str(launch.grpc_port), "--metrics-port", "0"),
                 *("--workers", "1"),
+                *(("--allow-client-shm",) if launch.region else ()),
             ),
         )
     ]

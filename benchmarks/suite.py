@@ -4,6 +4,7 @@ Each server is checked, and warmed, before its first turn, and checked again aft
 machine: `measuring` watches each turn, and a run with too many disturbed ones publishes nothing.
 """
 
+import os
 import resource
 import shutil
 import signal
@@ -34,7 +35,7 @@ from benchmarks import (
     servers,
     stateful,
 )
-from benchmarks.bodies import BINARY, GRPC, JSON, Body, WrongAnswer, check_answer, write_body
+from benchmarks.bodies import BINARY, GRPC, JSON, SHM, Body, WrongAnswer, check_answer, write_body
 from benchmarks.measuring import Contestant, Tally, TooNoisy
 from benchmarks.models import MODELS, BenchModel, write_repository
 from benchmarks.results import BATCH, IN_PROCESS, Document, Sample, Setting, summarise
@@ -43,7 +44,7 @@ WORK = environments.HERE / ".work"
 RESULTS = WORK / "results.json"
 """The turns of the last complete and quiet run; a run that may not be published writes to `PARTIAL`."""
 PARTIAL = WORK / "partial.json"
-ENCODINGS = (JSON, BINARY, GRPC, *proxied.ENCODINGS)
+ENCODINGS = (JSON, BINARY, SHM, GRPC, *proxied.ENCODINGS)
 WARM_UP_CONNECTIONS = 64
 OPEN_FILES = 8192
 """For 1,000 connections: of the load generator, and of each server, which inherits the limit."""
@@ -71,7 +72,9 @@ def prepare(model: BenchModel, directory: Path) -> Material:
     repository = directory / "models" / model.name
     model_file = write_repository(model, repository)
     expected = inprocess.expected_answer(model, model_file)
-    bodies = {encoding: write_body(model, encoding, expected, repository.parent) for encoding in (JSON, BINARY, GRPC)}
+    bodies = {
+        encoding: write_body(model, encoding, expected, repository.parent) for encoding in (JSON, BINARY, SHM, GRPC)
+    }
     if model.name == proxied.MODEL:
         session = inprocess.session(model_file)
         for encoding in proxied.ENCODINGS:
@@ -79,8 +82,9 @@ def prepare(model: BenchModel, directory: Path) -> Material:
     return Material(model=model, repository=repository, model_file=model_file, bodies=bodies)
 
 
-def start(kind: servers.ServerKind, material: Material) -> AbstractContextManager[servers.Server]:
-    """Starts a server with a model."""
+def start(kind: servers.ServerKind, material: Material, encoding: str = JSON) -> AbstractContextManager[servers.Server]:
+    """Starts a server with a model; for `SHM`, with the region that the requests name."""
+    is_shared = encoding == SHM
     launch = servers.Launch(
         model=material.model.name,
         model_file=material.model_file,
@@ -88,8 +92,9 @@ def start(kind: servers.ServerKind, material: Material) -> AbstractContextManage
         directory=WORK / "servers" / kind.name,
         port=processes.free_port(),
         grpc_port=processes.free_port(),
+        region=f"qinfer-bench-{os.getpid()}-{kind.name}" if is_shared else "",
     )
-    return servers.running(kind, launch, material.bodies[JSON])
+    return servers.running(kind, launch, material.bodies[SHM if is_shared else JSON])
 
 
 def contestant(server: servers.Server, body: Body, setting: Setting, turns: int, seconds: float) -> Contestant:
@@ -114,7 +119,7 @@ def measure_scene(
     with ExitStack() as stack:
         running: dict[str, servers.Server] = {}
         for name in scene.servers:
-            running[name] = server = stack.enter_context(start(servers.KINDS[name], material))
+            running[name] = server = stack.enter_context(start(servers.KINDS[name], material, scene.encoding))
             check_answer(server.address(scene.encoding), body)
             load.run(server.address(scene.encoding), body, WARM_UP_CONNECTIONS, min(plan.WARM_UP_S, seconds))
         for one in scene.loads:
