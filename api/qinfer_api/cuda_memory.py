@@ -58,13 +58,11 @@ class Driver:
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         return size.value
 
-    def read(self, address: int, device: int, size: int) -> bytearray:
-        """Returns a copy of `size` bytes at an address."""
-        data = bytearray(size)
+    def read(self, address: int, device: int, target: memoryview) -> None:
+        """Copies what is at an address."""
         self._use(device)
-        to = (ctypes.c_ubyte * size).from_buffer(data)
-        self._call("cuMemcpyDtoH_v2", to, ctypes.c_uint64(address), ctypes.c_size_t(size))
-        return data
+        to = (ctypes.c_ubyte * len(target)).from_buffer(target)
+        self._call("cuMemcpyDtoH_v2", to, ctypes.c_uint64(address), ctypes.c_size_t(len(target)))
 
     def write(self, address: int, device: int, data: Bytes) -> None:
         """Copies bytes to an address."""
@@ -125,10 +123,10 @@ class CudaObject:
         except DriverError as error:
             logger.warning("CUDA handle not closed", extra={"reason": str(error)})
 
-    def read(self, position: int, size: int) -> bytearray:
-        """Returns a copy of a part."""
+    def read(self, position: int, target: memoryview) -> None:
+        """Copies a part."""
         try:
-            return self._driver.read(self._address + position, self._device, size)
+            self._driver.read(self._address + position, self._device, target)
         except DriverError as error:
             raise self._failed(error) from None
 

@@ -166,9 +166,9 @@ class Dispatcher:
         return self.of_model(*place)
 
     def landing(self, model: str, version: int, nbytes: int, begin: int, tenant: str) -> Landing | None:
-        """Returns memory for a body whose tensors begin at a byte, if nothing but the model's lane needs them."""
+        """Returns memory for tensors behind `begin` bytes, if only the model's lane needs them."""
         memory = self.submission.memory
-        if memory is None or model in self.endpoints.by_name:
+        if memory is None or model in self.endpoints.by_name or type(self.traces) is not StoredTraces:
             return None
         with suppress(QinferError):  # `submit` raises it again
             if type(self.submission.asked(model, version)) in (LaneEntrance, PolicyEntrance):
@@ -176,7 +176,7 @@ class Dispatcher:
         return None
 
     def reads_all(self, model: str) -> bool:
-        """Returns whether requests' tensors may be read as a whole before they enter the queue: hashed for a cache."""
+        """Returns whether requests' tensors may be hashed before they enter the queue."""
         spec = self._catalog.spec(model)
         return model in self.endpoints.by_name or (spec is not None and spec.is_cached)
 

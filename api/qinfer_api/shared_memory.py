@@ -1,7 +1,6 @@
 """Shared memory of both kinds: clients on this host pass tensors in it instead of in bodies (reference §1.15).
 
-- The extension is off by default, because a client may name any shared memory object that this process can open, and so
-  read and overwrite the objects of other programs.
+- The extension is off by default: a client may read and overwrite any shared memory object that this process can open.
 - Regions of system memory are read and written through descriptors, never mapped: a client that shortens a mapped
   object would kill this process (SIGBUS). `cuda_memory.py` has the regions on GPUs. Reads are copies, so that nothing
   changes under a request.
@@ -14,7 +13,7 @@ import re
 import stat
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -35,6 +34,9 @@ DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps 
 
 MAX_REGIONS = 10_000
 """Each region has a descriptor; a tenant below its share may always register one."""
+
+QUICK_BYTES = 256 * 1024
+"""Inputs of so many bytes are copied faster than a thread is started."""
 
 _MAX_UINT64 = 2**64 - 1
 _MAX_DEVICE_ID = 2**31 - 1  # CUDA's `int`
@@ -87,14 +89,12 @@ class _SystemObject:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def read(self, position: int, size: int) -> bytearray:
-        data = bytearray()
-        while len(data) < size:
-            piece = os.pread(self._descriptor, size - len(data), position + len(data))
-            if not piece:
+    def read(self, position: int, target: memoryview) -> None:
+        while target:
+            count = os.preadv(self._descriptor, [target], position)
+            if not count:
                 raise _shortened(self._name)
-            data += piece
-        return data
+            target, position = target[count:], position + count
 
     def write(self, position: int, data: memoryview) -> None:
         """Writes data at a position."""
@@ -156,7 +156,7 @@ class SharedMemory:
             self._regions[name] = _OpenRegion(Region(name, key, offset, byte_size), _SystemObject(name, descriptor))
 
     def register_cuda(self, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
-        """Opens a region of GPU memory by the CUDA handle of another process."""
+        """Opens a region of GPU memory by its CUDA handle."""
         self.check_cuda(name)
         if len(handle) != HANDLE_BYTES:
             raise InvalidRequest("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
@@ -177,7 +177,7 @@ class SharedMemory:
             self._regions[name] = _OpenRegion(CudaRegion(name, device_id, byte_size), memory)
 
     def check_cuda(self, name: str) -> None:
-        """Checks that GPU memory may be registered: shared memory is on, it has a name, a GPU exists."""
+        """Checks that GPU memory may be registered."""
         self.check_allowed()
         if not name:
             raise InvalidRequest("'region name' is necessary to register cuda shared memory region")
@@ -236,7 +236,19 @@ class SharedMemory:
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
         """Returns a copy of a region's part."""
         with self._part(name, offset, byte_size) as (memory, position):
-            return memoryview(memory.read(position, byte_size))
+            data = memoryview(bytearray(byte_size))
+            memory.read(position, data)
+            return data
+
+    def read(self, name: str, offset: int, target: memoryview) -> None:
+        """Copies a region's part."""
+        with self._part(name, offset, len(target)) as (memory, position):
+            memory.read(position, target)
+
+    def is_on_gpu(self, name: str) -> bool:
+        """Returns whether a region is on a GPU, whose copies may wait."""
+        opened = self._regions.get(name)
+        return opened is not None and isinstance(opened.region, CudaRegion)
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Writes into a region; raises as `view` does."""
@@ -244,9 +256,9 @@ class SharedMemory:
         with self._part(name, offset, len(view)) as (memory, position):
             memory.write(position, view)
 
-    def limited(self, max_bytes: int) -> "RequestRegions":
+    def limited(self, max_bytes: int, land: "Land | None" = None) -> "RequestRegions":
         """Returns the regions for a request that may copy `max_bytes`."""
-        return RequestRegions(self, max_bytes)
+        return RequestRegions(self, max_bytes, land)
 
     def close(self) -> None:
         """Closes the regions of all tenants."""
@@ -306,12 +318,25 @@ class SharedMemory:
             own.close()
 
 
-class RequestRegions:
-    """One request's regions; its inputs there are no larger than a body."""
+Land = Callable[[int], memoryview | None]
+"""Takes so many bytes of memory that workers read, if there are."""
 
-    def __init__(self, memory: SharedMemory, max_bytes: int) -> None:
+
+class TakesLong(Exception):
+    """A thread is to read the inputs."""
+
+
+class RequestRegions:
+    """One request's regions; its inputs there are no larger than a body.
+
+    On the event loop, `land` takes a large input, and `view` raises `TakesLong` for others.
+    """
+
+    def __init__(self, memory: SharedMemory, max_bytes: int, land: Land | None) -> None:
         self._memory = memory
         self._left_bytes = self._max_bytes = max_bytes
+        self._quick_bytes = QUICK_BYTES
+        self._land = land
         self._names: set[str] = set()
 
     @property
@@ -332,6 +357,16 @@ class RequestRegions:
                 f"inputs in shared memory of more than {self._max_bytes} bytes exceed the maximum allowed input size; "
                 "raise QINFER_HTTP__MAX_INPUT_BYTES to accept them"
             )
+        if self._land is not None:
+            if self._memory.is_on_gpu(name):
+                raise TakesLong
+            target = self._land(byte_size)
+            if target is not None:
+                self._memory.read(name, offset, target)
+                return target
+            self._quick_bytes -= byte_size
+            if self._quick_bytes < 0:
+                raise TakesLong
         return self._memory.view(name, offset, byte_size)
 
     def check(self, name: str, offset: int, byte_size: int) -> None:

@@ -208,7 +208,7 @@ class OutgoingRequest(InferRequest, kw_only=True):
         endpoint: The named one; model and version are its target's.
         assigned: The endpoint drew its target: the caller named none, and met no condition.
         moves: The endpoint's stable target may answer it if its target is rolled back.
-        landed: Where its body lies, if it was received into memory; the tensors begin `landed_at` bytes behind that.
+        landed: The memory that has its tensors already, from `landed_at` on.
     """
 
     inputs_digest: bytes = b""

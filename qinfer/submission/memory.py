@@ -83,7 +83,7 @@ class TensorMemory:
         self._shelf.changed = self.forget
 
     def forget(self) -> None:
-        """Looks anew for the workers of each model, as workers or readers of the memory have changed."""
+        """Looks anew for the workers of each model."""
         self._is_shared.clear()
 
     def lay_out(self, request: OutgoingRequest, served: ServedVersion) -> tuple[bytes, KeptTensors] | None:
@@ -116,7 +116,7 @@ class TensorMemory:
         return frame, held
 
     def land(self, nbytes: int, begin: int, model: str, tenant: str) -> "Landing | None":
-        """Returns memory for a body whose tensors begin at a byte; `None` if it is to travel through Redis."""
+        """Returns memory for a body; `None` if it is to travel through Redis."""
         if not self.least_bytes <= nbytes - begin <= MOST_BYTES or not self._is_read_by_all(model):
             return None
         before = -begin % ALIGNMENT

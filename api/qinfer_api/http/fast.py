@@ -34,13 +34,13 @@ from qinfer_api.http.infer import (
     compile_forward,
     error_reply,
     failure_reply,
-    has_strings,
     hold,
     is_slow,
     strictly,
     with_headers,
 )
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
+from qinfer_api.shared_memory import TakesLong
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class FastCall:
         return self.request.id
 
     def feed(self, body: bytes) -> None:
-        """Adds a piece of the body; those of a large one are joined as they come, which would take long at its end."""
+        """Adds a piece of the body; those of a large one are joined as they come."""
         if self.head.length <= MAX_FAST_BYTES:
             self.parts.append(body)
         elif self.parts:
@@ -140,13 +140,13 @@ class FastCall:
         self._codec = codec
         try:
             context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
-            takes_long = head.length > MAX_FAST_BYTES and self._takes_long(dispatcher, body)
-            if takes_long or (codec.shares_memory and codec.reads_memory(body)):
+            decoded = self._decoded(dispatcher, context, body)
+            if decoded is None:
                 run = asyncio.get_running_loop().run_in_executor
                 thread = run(None, self._read_checked, dispatcher, head, context, body)
                 thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
                 return
-            request, self._plan = codec.decode(head.target, body, head.json_length, context.tenant)
+            request, self._plan = decoded
             if head.strict:
                 self._plan = strictly(self._plan)
             if head.forwarded:
@@ -158,8 +158,33 @@ class FastCall:
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
-    def _takes_long(self, dispatcher: Dispatcher, body: Bytes) -> bool:
-        return has_strings(body, self.head.json_length) or dispatcher.reads_all(self.head.target.model)
+    def _decoded(
+        self, dispatcher: Dispatcher, context: CallerContext, body: Bytes
+    ) -> tuple[OutgoingRequest, OutputPlan] | None:
+        """Decodes the body, unless strings are to be checked, tensors hashed, or much copied."""
+        head, codec, land = self.head, self._codec, None
+        if (is_large := head.length > MAX_FAST_BYTES) or codec.shares_memory:
+            text = body if isinstance(body, bytes) else bytes(body[: json_bytes(head.json_length)])
+            reads_memory = codec.shares_memory and codec.reads_memory(text)
+            if (is_large or reads_memory) and (b"BYTES" in text or dispatcher.reads_all(head.target.model)):
+                return None
+            if reads_memory:
+                land = partial(self._land, dispatcher, context.tenant)
+        had_landed = self.landing is not None
+        try:
+            return codec.decode(head.target, body, head.json_length, context.tenant, land=land)
+        except TakesLong:
+            if not had_landed:
+                self.forget_landing()
+            return None
+
+    def _land(self, dispatcher: Dispatcher, tenant: str, nbytes: int) -> memoryview | None:
+        """Takes memory for one input: a request refers to one slab."""
+        target = self.head.target
+        if self.landing is not None:
+            return None
+        self.landing = dispatcher.landing(target.model, target.version, nbytes, 0, tenant)
+        return None if self.landing is None else self.landing.body
 
     def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -183,6 +208,7 @@ class FastCall:
             self.refuse(dispatcher, head, error)
 
     def _enter(self, dispatcher: Dispatcher, context: CallerContext) -> None:
+        """Submits the request, whose end gives back what its tensors landed in."""
         landing, asked_s = self.landing, self.head.timeout_s
         if landing is None:
             pending = dispatcher.submit(context, self.request, self, asked_s=asked_s)
@@ -196,7 +222,7 @@ class FastCall:
                 hold(self._plan)
 
     def forget_landing(self) -> None:
-        """Gives back the memory that the body was received into."""
+        """Gives back the memory that tensors landed in."""
         landing, self.landing = self.landing, None
         if landing is not None:
             landing.leave()
@@ -340,7 +366,7 @@ class QinferHttpProtocol(HttpConnection):
             return
         head, fast, owner = call.head, self._fast, memory.owner
         begin = json_bytes(head.json_length)
-        if begin is None or fast.codec.shares_memory or fast.call_type is not FastCall:
+        if begin is None:
             return
         tenant = owner if isinstance(owner, str) else ""
         target = head.target

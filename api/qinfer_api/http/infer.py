@@ -1,6 +1,6 @@
 """Decodes infer requests and encodes responses, so that fast path and routes answer alike.
 
-Nothing here waits; callers run slow calls (a large body, shared memory) in a thread. Several responses to one request
+Nothing here waits; callers run slow calls in a thread. Several responses to one request
 are one JSON list, or server-sent events; each reads like a reply of infer:
 
     list    {"responses": [each as infer would answer it]} ‖ the bytes of all binary outputs, in the responses' order
@@ -43,7 +43,7 @@ from qinfer.wire.kserve_exact import check_forwarded
 from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan, Regions
 from qinfer_api.dispatcher import Dispatcher, bound
-from qinfer_api.shared_memory import RequestRegions, SharedMemory
+from qinfer_api.shared_memory import Land, RequestRegions, SharedMemory
 from qinfer_api.status import http_status, of_request, retry_after_s
 
 Encoding = Literal["gzip", "deflate"]
@@ -325,14 +325,21 @@ class InferCodec:
         self.shares_memory = memory.allowed
 
     def decode(
-        self, target: UrlTarget, body: Bytes, json_length: str | None, tenant: str, served: ServedVersion | None = None
+        self,
+        target: UrlTarget,
+        body: Bytes,
+        json_length: str | None,
+        tenant: str,
+        served: ServedVersion | None = None,
+        land: Land | None = None,
     ) -> tuple[OutgoingRequest, OutputPlan]:
         """Decodes the body of an infer request."""
         length = parse_json_length(json_length, len(body))
         if length == 0:
             served = served or self._dispatcher.resolve(target.model, target.version)
             return read_raw(body, target.model, target.version, served.spec)
-        regions = self.memory.for_tenant(tenant).limited(self._max_input_bytes) if self.shares_memory else self.memory
+        memory = self.memory
+        regions = memory.for_tenant(tenant).limited(self._max_input_bytes, land) if self.shares_memory else memory
         bounds = self.bounds
         if served is not None and served.spec.name == target.model:
             bounds = bounds._replace(check=partial(check_announced, spec=served.spec))
@@ -364,11 +371,6 @@ def is_slow(nbytes: int, plan: OutputPlan) -> bool:
     """Returns whether a response with outputs of `nbytes` is to be written in a thread of `ENCODERS`."""
     is_binary = all(plan.overrides.values()) if plan.overrides else plan.binary
     return nbytes > (LARGE_BYTES if is_binary else JSON_BYTES)
-
-
-def has_strings(body: Bytes, json_length: str | None) -> bool:
-    """Returns whether a binary body may have an input of strings, of which each is checked."""
-    return b"BYTES" in bytes(body[: int(json_length)]) if json_length is not None else True
 
 
 def strictly(plan: OutputPlan) -> OutputPlan:

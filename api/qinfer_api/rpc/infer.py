@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
@@ -35,6 +36,7 @@ from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, CallGuard
 from qinfer_api.rpc.headers import Abort, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, GrpcCall
+from qinfer_api.shared_memory import Land, TakesLong
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,7 @@ class Infer:
         one = self._guard.method(self._start_infer, INFERENCE, Scope.INFER)
         stream = self._guard.method(self._start_stream, INFERENCE, Scope.INFER, takes_stream=True)
         return {
-            "ModelInfer": one._replace(compression=self._compression, land=self._land),
+            "ModelInfer": one._replace(compression=self._compression, land=self._land_message),
             "ModelStreamInfer": stream._replace(compression=self._compression),
         }
 
@@ -155,12 +157,13 @@ class Infer:
                 return
             blob = bytes(blob)
             landing.leave()
-        if self.is_slow(blob):
+        pending = None if self.is_slow(blob) else self.submit(blob, call, sink)
+        if pending is None:
             call.run(self._infer_slowly(call, blob, sink))
         else:
-            sink.wait(self.submit(blob, call, sink))
+            sink.wait(pending)
 
-    def _land(self, call: GrpcCall, size: int) -> Landing | None:
+    def _land_message(self, call: GrpcCall, size: int) -> Landing | None:
         """Returns memory for a message that is like an earlier one, as far as its size tells."""
         expected = self._repetitions.expected(size)
         if expected is None or self.dispatcher.reads_all(expected[0]):
@@ -197,27 +200,42 @@ class Infer:
             stream.check_caller()
 
     def is_slow(self, blob: Bytes) -> bool:
-        """Returns whether decoding is slow: of a large request, unless it is like another one, or of shared memory."""
+        """Returns whether decoding is slow: of a large new request, or of strings in shared memory."""
         if len(blob) > LARGE_BYTES:
             known = self._repetitions.decode(blob)
             if known is None or self.dispatcher.reads_all(known.request.model):
                 return True
-        return self._reads_memory(blob)
+        return self._reads_memory(blob) and b"BYTES" in blob
 
-    def submit(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall:
-        """Decodes and submits a request for `sink`."""
+    def submit(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall | None:
+        """Decodes and submits a request for `sink`; `None` if a thread is to read it."""
         decoded = self._repetitions.decode(blob)
         if decoded is not None:
             return self._submit_known(decoded, call, sink)
         message = parse_infer(blob)
         sink.client_id = message.fields.id
+        landings: list[Landing] = []
         try:
-            decoded = self._decode(message, call.context.tenant)
+            decoded = self._decode(message, call, partial(self._land_region, landings, message.fields, call))
             self._repetitions.learn(blob, message, decoded)
-            return self._submit(self._completed(decoded, call), call, sink)
+            return self._submit(self._completed(decoded, call), call, sink, landings[0] if landings else None)
+        except TakesLong:
+            return None
         except QinferError as error:
             fields = message.fields
             raise self._refuse_request(fields.model_name, fields.model_version, error, call) from None
+        finally:
+            for landing in landings:
+                landing.leave()
+
+    def _land_region(self, landings: list[Landing], fields: Any, call: GrpcCall, nbytes: int) -> memoryview | None:
+        """See `FastCall._land`."""
+        version = parse_version(fields.model_version) if fields.model_version else 0
+        tenant = call.context.tenant
+        if landings or (landing := self.dispatcher.landing(fields.model_name, version, nbytes, 0, tenant)) is None:
+            return None
+        landings.append(landing)
+        return landing.body
 
     def _submit_known(
         self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink, landing: Landing | None = None
@@ -263,9 +281,9 @@ class Infer:
         regions = self._memory if sink.plan.held is None else regions_of(sink.plan, self._memory)
         return encode_infer(response, sink.client_id, sink.plan, regions)
 
-    def _decode(self, message: ParsedRequest, tenant: str) -> DecodedRequest:
-        memory = self._memory.for_tenant(tenant)
-        regions = memory.limited(self._max_input_bytes) if memory.allowed else memory
+    def _decode(self, message: ParsedRequest, call: GrpcCall, land: Land | None = None) -> DecodedRequest:
+        memory = self._memory.for_tenant(call.context.tenant)
+        regions = memory.limited(self._max_input_bytes, land) if memory.allowed else memory
         decoded = decode_infer(message, regions, self._max_typed_bytes)
         plan = noting(decoded.plan, regions)
         return decoded if plan is decoded.plan else decoded._replace(plan=plan)
@@ -280,7 +298,7 @@ class Infer:
         return decoded
 
     def _decode_and_check(self, blob: Bytes, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
-        decoded = self._decode(message, call.context.tenant)
+        decoded = self._decode(message, call)
         self._repetitions.learn(blob, message, decoded)
         decoded = self._completed(decoded, call)
         plan = self.dispatcher.aim(call.context, decoded.request, call.head.first, decoded.plan)
@@ -436,13 +454,11 @@ class _StreamCall:
     async def _submit(self, blob: Bytes, slot: _Slot) -> None:
         try:
             infer = self._infer
-            if infer.is_slow(blob):
-                slot.pending = await infer.submit_slowly(blob, self._call, slot)
-            else:
-                slot.pending = infer.submit(blob, self._call, slot)
+            pending = None if infer.is_slow(blob) else infer.submit(blob, self._call, slot)
+            slot.pending = pending = pending or await infer.submit_slowly(blob, self._call, slot)
             self._call.taken()
-            slot.pending.holder = slot
-            if slot.pending.stream is not None:
+            pending.holder = slot
+            if pending.stream is not None:
                 self._leave_order(slot)
         except QinferError as error:
             self._call.taken()

@@ -145,6 +145,24 @@ async def test_large_inputs_come_from_small_bodies(http: httpx.AsyncClient, runn
     assert running.requests[-1].inputs[0].nbytes == 1_000_000
 
 
+@pytest.mark.parametrize(("sizes", "text"), [((2, 2), ""), ((2, 3), "incomplete"), ((1, 2), "incomplete")])
+async def test_strings_are_checked_as_they_were_copied(
+    http: httpx.AsyncClient, running: Running, key: str, sizes: tuple[int, ...], text: str
+) -> None:
+    """In a thread, where there are many."""
+    running.gateway.memory.register("in", key, 0, 12)
+    content = b"".join(size.to_bytes(4, "little") + b"ab" for size in sizes)
+    running.gateway.memory.write("in", 0, content)
+    given = {**source("in", 12)["inputs"][0], "shape": [1, 2], "datatype": "BYTES"}
+
+    reply = await http.post("/v2/models/text/infer", json={"inputs": [given]})
+
+    if text:
+        assert (reply.status_code, text in reply.json()["error"]) == (400, True), reply.text
+    else:
+        assert reply.json()["outputs"][0]["data"] == ["ab", "ab"]
+
+
 async def test_an_empty_output_fits(http: httpx.AsyncClient, running: Running, key: str) -> None:
     """Nothing is written."""
     running.gateway.memory.register("out", key, 0, 16)

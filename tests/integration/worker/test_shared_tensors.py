@@ -75,18 +75,18 @@ async def test_images_are_answered_and_do_not_pass_through_redis(scene: ServedMo
     assert entries == []
 
 
-def body_of(values: np.ndarray) -> bytes:
-    """Returns a binary request with its head."""
+def body_of(values: np.ndarray, model: str = "double", name: str = "x", *others: object) -> bytes:
+    """Returns a binary request with its head; other inputs have no bytes in it."""
     about = {
-        "name": "x",
+        "name": name,
         "shape": list(values.shape),
         "datatype": "FP32",
         "parameters": {"binary_data_size": values.nbytes},
     }
-    text = json.dumps({"inputs": [about], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
-    head = (
-        f"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nInference-Header-Content-Length: {len(text)}\r\n"
-    )
+    outputs = [{"name": "y", "parameters": {"binary_data": True}}]
+    text = json.dumps({"inputs": [about, *others], "outputs": outputs}).encode()
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Inference-Header-Content-Length: {len(text)}\r\n"
     head += f"Content-Length: {len(text) + values.nbytes}\r\n\r\n"
     return head.encode() + text + values.tobytes()
 

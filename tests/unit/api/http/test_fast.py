@@ -229,14 +229,14 @@ class _Dispatcher:
 
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> None:  # noqa: FBT001
-    """Shared memory is read in a thread: what it gives is submitted only for those who still wait."""
+    """Strings in shared memory are read in a thread: what it gives is submitted only for those who still wait."""
     dispatcher, memory = _Dispatcher(), SharedMemory(allowed=True)
     codec = InferCodec(cast(Dispatcher, dispatcher), memory, Settings())
     connection = _Connection()
     head = read_head(URL, [LENGTH])
     assert head is not None
     call = FastCall(cast(QinferHttpProtocol, connection), head)
-    call.parts = [b'{"shared_memory_region": 1}']
+    call.parts = [b'{"shared_memory_region": "BYTES"}']
 
     call.start(cast(Dispatcher, dispatcher), codec)
     if leaves:
