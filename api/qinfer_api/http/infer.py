@@ -1,7 +1,7 @@
 """Decodes infer requests and encodes responses, so that fast path and routes answer alike.
 
-Nothing here waits; callers run slow calls in a thread. Several responses to one request
-are one JSON list, or server-sent events; each reads like a reply of infer:
+Nothing here waits; callers run slow calls in a thread. Several responses to one request are one JSON list, or
+server-sent events; each reads like a reply of infer:
 
     list    {"responses": [each as infer would answer it]} ‖ the bytes of all binary outputs, in the responses' order
     event   `data:` each as infer would answer it; binary outputs follow in a second `data:`, their bytes in base64

@@ -663,6 +663,41 @@ def test_body_describes_the_example(tmp_path: Path, encoding: str) -> None:
     np.testing.assert_array_equal(data, model.example().ravel())
 
 
+def test_an_input_in_shared_memory_is_named_by_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server gets the object as its region, again after it was started again."""
+    model, asked = MODELS["tiny"], []
+    body = bodies.write_body(model, bodies.SHM, np.zeros((1, 8), np.float32), tmp_path)
+    content, key = model.example().tobytes(), f"qinfer-test-{tmp_path.name}"
+
+    def post(url: httpx.URL, *, json: object, **_: object) -> httpx.Response:
+        asked.append((str(url), json))
+        return httpx.Response(200 if len(asked) < 3 else 400)
+
+    monkeypatch.setattr(httpx, "post", post)
+    with bodies.shared_object(key, content):
+        bodies.register("http://127.0.0.1:1/v2/models/tiny/infer", key, len(content))
+        assert Path("/dev/shm", key).read_bytes() == content
+        with pytest.raises(bodies.WrongAnswer):
+            bodies.register("http://127.0.0.1:1/", key, len(content))
+
+    assert not Path("/dev/shm", key).exists()
+    where = json.loads(body.path.read_bytes())["inputs"][0]["parameters"]
+    assert where == {"shared_memory_region": bodies.REGION, "shared_memory_byte_size": len(content)}
+    region = f"http://127.0.0.1:1/v2/systemsharedmemory/region/{bodies.REGION}"
+    assert asked[:2] == [
+        (f"{region}/unregister", {}),
+        (f"{region}/register", {"key": f"/{key}", "byte_size": len(content)}),
+    ]
+
+
+def test_only_a_server_with_a_region_allows_them() -> None:
+    launch = _server("qinfer").launch
+
+    for region in ("", "key"):
+        [command] = servers.KINDS["qinfer"].commands(replace(launch, region=region))
+        assert ("--allow-client-shm" in command.argv) == bool(region)
+
+
 def test_wrong_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server whose numbers differ from ONNX Runtime's is not measured."""
     body = bodies.write_body(MODELS["tiny"], bodies.JSON, np.zeros((1, 8), np.float32), tmp_path)
