@@ -29,6 +29,7 @@ from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepar
 _BOUNDS = JsonBounds()
 _NULL = b"n"
 _PIECE_ELEMENTS = 8192  # outputs with more elements are written in pieces
+_BINARY_BYTES, _SMALL_TEXT_BYTES = 16 * 1024, 1024
 _ELEMENTS_AT_ONCE = 512  # of a piece: other threads run after each
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
@@ -78,7 +79,7 @@ def decode_infer(
     `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
-    document, parsed = _parsed_large(text, bounds) if len(text) > LARGE_BYTES else (None, _parsed(bytes(text), bounds))
+    document, parsed = _read_text(text, bounds, is_repeated=len(tail) > _BINARY_BYTES)
     form = _PLAIN
     fields: dict[str, Any] = {}
     if parsed.parameters is not UNSET:
@@ -149,13 +150,24 @@ _BINARY_PLAN = OutputPlan(binary=True)
 _PLAIN = kserve_exact.Form()
 
 
-def _parsed(text: bytes, bounds: JsonBounds) -> Request:
-    if text.count(b"[") + text.count(b"{") > bounds.depth:
-        check_depth(text, bounds.depth)
+def _read_text(text: Bytes, bounds: JsonBounds, *, is_repeated: bool) -> tuple[Document | None, Request]:
+    if len(text) > LARGE_BYTES:
+        return _parsed_large(text, bounds)
+    read = _parsed_again if is_repeated and len(text) <= _SMALL_TEXT_BYTES else _parsed
+    return None, read(bytes(text), bounds.depth)
+
+
+def _parsed(text: bytes, depth: int) -> Request:
+    if text.count(b"[") + text.count(b"{") > depth:
+        check_depth(text, depth)
     try:
         return parse(text)
     except UNPARSABLE:
-        return kserve_exact.read(text, bounds.depth)
+        return kserve_exact.read(text, depth)
+
+
+_parsed_again = lru_cache(maxsize=256)(_parsed)
+"""Clients repeat the text before large binary tensors."""
 
 
 def _parsed_large(text: Bytes, bounds: JsonBounds) -> tuple[Document, Request]:

@@ -21,7 +21,7 @@ from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import CallerContext, Restrictions
 from qinfer_api.dispatcher import NO_PLAN, Dispatcher
-from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, HttpPort
+from qinfer_api.http.connection import HEAD_READ_BYTES, MAX_PIPELINED, HttpConnection, HttpPort
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
 from qinfer_api.http.head import MAX_BINARY_BYTES, MAX_FAST_BYTES, HeadReader, RequestHead, Visitors, json_bytes
@@ -290,6 +290,8 @@ class QinferHttpProtocol(HttpConnection):
         """Starts a request at once if `data` is one whole request with a known head; else parses the data."""
         queue = self._queue
         if not (self._receiving or self._closing or self._unparsed or (queue and self._has_cycle())):
+            if self._lands and len(data) == HEAD_READ_BYTES and self._land_at_once(data):
+                return
             known = self._fast.heads.find(data)
             if known is not None:
                 self._quiet_since_s = 0.0
@@ -304,6 +306,40 @@ class QinferHttpProtocol(HttpConnection):
         call_read = self._reading
         if isinstance(call_read, FastCall) and self._memory is None and not self._unparsed:
             self._reserve(call_read)
+
+    def _land_at_once(self, data: bytes) -> bool:
+        """Receives a body into memory without the parser, if its head is plain, and the memory is there."""
+        fast = self._fast
+        found = None if len(self._queue) >= MAX_PIPELINED or not self.writable.is_set() else fast.heads.begin(data)
+        if found is None:
+            return False
+        head, body = found
+        try:
+            tenant = fast.dispatcher.authorize(head.context, Scope.INFER, self.peer).tenant
+        except QinferError:
+            return False  # it is refused as others are
+        memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
+        landing = self._landing_for(head, tenant) if memory is not None and memory.is_granted else None
+        if landing is None or memory is None:
+            if memory is not None:
+                memory.release()
+            return False
+        self._quiet_since_s = 0.0
+        self._reading = call = self._append(head)
+        self._memory, call.landing, self._receiving = memory, landing, True
+        self._body_left = head.length - len(body)
+        self._land(landing, [body])
+        self._watch(memory, head)
+        return True
+
+    def _landing_for(self, head: RequestHead, tenant: str) -> Landing | None:
+        begin, target = json_bytes(head.json_length), head.target
+        if begin is None:
+            return None
+        return self._fast.dispatcher.landing(target.model, target.version, head.length, begin, tenant)
+
+    def _watch(self, memory: Reservation, head: RequestHead) -> None:
+        memory.watch(lambda: head.length if self._is_paused else head.length - self._body_left, self._time_out)
 
     def is_behind(self, call: FastCall) -> bool:
         """Returns whether another reply is written first."""
@@ -345,9 +381,7 @@ class QinferHttpProtocol(HttpConnection):
             self._memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
             if self._memory is None:
                 raise Overloaded(SPENT)
-            self._memory.watch(
-                lambda: head.length if self._is_paused else head.length - self._body_left, self._time_out
-            )
+            self._watch(self._memory, head)
         except QinferError as error:
             self._drop(call, head, error)
         else:
@@ -364,13 +398,7 @@ class QinferHttpProtocol(HttpConnection):
         call, memory = self._reading, self._memory
         if not isinstance(call, FastCall) or memory is None or not memory.is_granted or self._unparsed:
             return
-        head, fast, owner = call.head, self._fast, memory.owner
-        begin = json_bytes(head.json_length)
-        if begin is None:
-            return
-        tenant = owner if isinstance(owner, str) else ""
-        target = head.target
-        landing = fast.dispatcher.landing(target.model, target.version, head.length, begin, tenant)
+        landing = self._landing_for(call.head, memory.owner if isinstance(memory.owner, str) else "")
         if landing is not None:
             call.landing = landing
             self._land(landing, call.parts)

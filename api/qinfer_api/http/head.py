@@ -336,6 +336,7 @@ class HeadReader:
         self._forward = forward
         self._visitors = visitors
         self._known: list[tuple[bytes, int, RequestHead] | None] = [None] * _MAX_KNOWN  # head, packet length
+        self._begun: tuple[bytes, RequestHead] | None = None
 
     def read(self, url: bytes, headers: Headers) -> RequestHead | None:
         """Calls `read_head` for a parsed POST."""
@@ -349,22 +350,45 @@ class HeadReader:
             return known[2], packet[len(known[0]) :]
         is_head_alone = packet.endswith(_END_OF_HEAD)
         match = None if is_head_alone else _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
-        if match is None:
+        if match is None or (length := size - match.end()) > self._max_bytes:
             return None
+        head = self._read_match(match, length)
+        if head is None:
+            return None
+        if not head.context.trace:
+            self._known[size % _MAX_KNOWN] = packet[: match.end()], size, head
+        return head, packet[match.end() :]
+
+    def begin(self, packet: bytes) -> tuple[RequestHead, bytes] | None:
+        """Splits a packet that is the beginning of a plain request with a large binary body."""
+        known = self._begun
+        if known is not None and packet.startswith(known[0]) and len(packet) - len(known[0]) < known[1].length:
+            return known[1], packet[len(known[0]) :]
+        match = _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
+        if match is None or match[2] is None:
+            return None
+        length, body = int(match[2]), packet[match.end() :]
+        head = self._read_match(match, length) if len(body) < length <= self._most_binary_bytes else None
+        if head is None or json_bytes(head.json_length) is None:
+            return None
+        if not head.context.trace:
+            self._begun = packet[: match.end()], head
+        return head, body
+
+    def _read_match(self, match: re.Match[bytes], body_bytes: int) -> RequestHead | None:
         url, length, trace, json_length, accept, authorization, key, state, types, timeout = match.groups()
-        end, target = match.end(), parse_target(url)
-        if target is None or length is None or size - end != int(length) or size - end > self._max_bytes:
+        target, sent = parse_target(url), match[0]
+        if target is None or length is None or body_bytes != int(length):
             return None
         try:
             strict, timeout_s = _wishes(types, timeout)
         except InvalidRequest:
             return None
-        sent = packet[:end]
         if self._visitors is not None and not self._visitors.is_plain(sent):
             return None
-        head = RequestHead(
+        return RequestHead(
             target,
-            size - end,
+            body_bytes,
             None if json_length is None else json_length.decode(),
             _caller(_trace(trace, state), authorization, key),
             None if accept is None else _accepted(accept),
@@ -373,6 +397,3 @@ class HeadReader:
             strict,
             timeout_s,
         )
-        if trace is None:
-            self._known[size % _MAX_KNOWN] = sent, size, head
-        return head, packet[end:]

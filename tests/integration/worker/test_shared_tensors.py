@@ -17,6 +17,7 @@ from qinfer.core.settings_sections import SegmentSettings
 from qinfer.submission.response_cache import inputs_digest
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
+from qinfer_api.http.connection import HttpConnection
 from tests.support.ensembles import scale
 from tests.support.served_models import ServedModels, models_served, tensor
 
@@ -269,3 +270,43 @@ async def test_a_caller_that_leaves_gives_the_memory_back(scene: ServedModels, m
     asked.cancel()
 
     await eventually(lambda: held(scene) == 0, description="memory that was given back")
+
+
+@pytest.mark.usefixtures("no_copies")
+async def test_heads_of_later_bodies_need_no_parser(scene: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that has sent a large body sends more, between small requests, and one that is refused."""
+    reader, writer = await opened(scene)
+    writer.write(body_of(IMAGE))
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    began = Mock(side_effect=HttpConnection.on_message_begin, autospec=True)
+    monkeypatch.setattr(HttpConnection, "on_message_begin", lambda connection: began(connection))
+
+    for number in (1, 2):
+        writer.write(body_of(IMAGE + number))
+        assert np.array_equal(await answer_of(reader), (IMAGE[0] + number) * 2)
+    began.assert_not_called()
+    writer.write(body_of(IMAGE[:, :100]))
+    assert np.array_equal(await answer_of(reader), IMAGE[0, :100] * 2)
+    writer.write(body_of(IMAGE).replace(b"/double/", b"/absent/"))
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 404")
+    writer.close()
+    assert held(scene) == 0
+
+
+@pytest.mark.usefixtures("no_copies")
+async def test_a_body_whose_head_needs_no_parser_waits_for_memory_as_others_do(scene: ServedModels) -> None:
+    reader, writer = await opened(scene)
+    writer.write(body_of(IMAGE))
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    receiving = scene.gateway.receiving
+    others = receiving.reserve("another", receiving._max_bytes - 1000, lambda: None)
+    assert others is not None
+    assert others.is_granted
+
+    writer.write(body_of(IMAGE + 1))
+    await eventually(lambda: receiving.waiting == 1, description="a body that waits")
+    others.release()
+
+    assert np.array_equal(await answer_of(reader), (IMAGE[0] + 1) * 2)
+    writer.close()
+    assert held(scene) == 0
