@@ -68,7 +68,8 @@ class HeldTensors(msgspec.Struct):
 class OwnMemory:
     """Takes tensors of pending requests, `most_bytes` at a time.
 
-    `owner` names this process in references. `opened` gets each new segment and its number before its first reference.
+    `owner` names this process in references. `opened` gets each new segment and its number before its first reference;
+    if it raises `OSError`, the segment is not used.
     """
 
     def __init__(self, owner: str, most_bytes: int, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -158,14 +159,23 @@ class OwnMemory:
         if place not in self._paged:
             try:
                 if segment is None:
-                    segment = self._segments[place.segment] = open_segment(max(place.size, SEGMENT_BYTES))
-                    self.opened(place.segment, segment)
+                    segment = self._open(place)
                 allocate(segment, place)
             except OSError:
                 return None
             self._paged.add(place)
         assert segment is not None
         return segment.memory
+
+    def _open(self, place: Place) -> OwnSegment:
+        segment = open_segment(max(place.size, SEGMENT_BYTES))
+        try:
+            self.opened(place.segment, segment)
+        except OSError:
+            os.close(segment.descriptor)
+            raise
+        self._segments[place.segment] = segment
+        return segment
 
     def _drop(self, place: Place) -> None:
         self._paged.discard(place)

@@ -1,12 +1,13 @@
 """The memory of other processes of this machine, as a gateway or worker reads it, and shares its own with them."""
 
 import asyncio
+import errno
 import logging
 import mmap
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from qinfer.core.settings_sections import SegmentSettings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, DeliveryError
 from qinfer.segments.memory import OwnMemory
 from qinfer.segments.shelf import (
+    CANT_READ,
     CHALLENGE_BYTES,
     GENERATION,
     MOST_GENERATIONS,
@@ -39,6 +41,9 @@ SECRET_EVERY_S = 5.0
 
 SCAN_EVERY_S = 1.0
 """A new gateway is found within this time; until then its tensors go through Redis."""
+
+AGAIN_S = 10.0
+"""Where a segment could not be mapped, for lack of memory or descriptors, its owner is left alone for so long."""
 
 _NAME = re.compile(r"[A-Za-z0-9-]{1,60}")  # never a path
 _MOST_ENDED = 4096
@@ -86,6 +91,7 @@ class SegmentReader:
         self._loop = asyncio.get_running_loop()
         self._owners: dict[str, _Owner] = {}
         self._ended: dict[str, None] = {}
+        self._unreadable: dict[str, asyncio.TimerHandle] = {}
 
     async def run(self) -> None:
         """Finds gateways until cancelled."""
@@ -172,7 +178,7 @@ class SegmentReader:
 
     def _connect(self, name: str) -> bool:
         """Connects to a gateway; returns false if no process listens there."""
-        if not self.secret:
+        if not self.secret or name in self._unreadable:
             return True
         try:
             connection = connected(socket_path(self._directory, name))
@@ -198,21 +204,42 @@ class SegmentReader:
             except OSError:
                 packet, descriptors = b"", []
             try:
-                if len(packet) == CHALLENGE_BYTES and not owner.is_proven:
-                    owner.is_proven = True
-                    process = peer_of(owner.connection).process
-                    owner.connection.send(proof(self.secret, packet, name, process, self._name))
+                if self._takes(owner, name, packet, descriptors):
                     continue
-                if len(packet) != SEGMENT.size or not descriptors:
-                    self._close(name)
-                    if owner.segments and not self._connect(name):  # without segments there are no references
-                        self._note_end(name)
-                    return
-                number, size = SEGMENT.unpack(packet)
-                owner.segments[number] = mmap.mmap(descriptors[0], size, access=mmap.ACCESS_READ)
+            except OSError as error:
+                self._leave(name, owner, error)
+                return
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
+            self._close(name)
+            if owner.segments and not self._connect(name):  # without segments there are no references
+                self._note_end(name)
+            return
+
+    def _takes(self, owner: _Owner, name: str, packet: bytes, descriptors: Sequence[int]) -> bool:
+        """Answers a challenge, or maps a segment; returns false at the end of the connection."""
+        if len(packet) == CHALLENGE_BYTES and not owner.is_proven:
+            owner.is_proven = True
+            process = peer_of(owner.connection).process
+            with suppress(OSError):  # its end comes next
+                owner.connection.send(proof(self.secret, packet, name, process, self._name))
+            return True
+        if len(packet) != SEGMENT.size:
+            return False
+        number, size = SEGMENT.unpack(packet)
+        if not descriptors:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        owner.segments[number] = mmap.mmap(descriptors[0], size, access=mmap.ACCESS_READ)
+        return True
+
+    def _leave(self, name: str, owner: _Owner, error: OSError) -> None:
+        """Tells an owner that this process can't map its memory, and connects again later."""
+        logger.warning("memory of another process not mapped", extra={"owner": name, "reason": error.strerror})
+        with suppress(OSError):
+            owner.connection.send(CANT_READ)
+        self._close(name)
+        self._unreadable[name] = self._loop.call_later(AGAIN_S, self._unreadable.pop, name)
 
     def _note_end(self, name: str) -> None:
         if len(self._ended) >= _MOST_ENDED:

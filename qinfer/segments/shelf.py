@@ -37,12 +37,19 @@ GENERATION = struct.Struct("<Q")
 """One of those that a reader has read, in packets of `MOST_GENERATIONS` at most."""
 
 MOST_GENERATIONS = 256
+CANT_READ = b"\0"
+"""Sent by a reader that could not map a segment, and lives on."""
+
 CHALLENGE_BYTES = 32
 _MAC_BYTES = 32
 _PROCESS = struct.Struct("<I")
 _MOST_NAME_BYTES = 256
 _MOST_READERS = 1024
-_MOST_KNOWN = 4096
+_MOST_UNPROVEN = 64
+_ACCEPT_AGAIN_S = 1.0
+AWAY_S = 30.0
+"""A reader that has ended is no live worker by then."""
+
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -63,10 +70,11 @@ class Shelf:
         self._loop = asyncio.get_running_loop()
         self._readers: dict[socket.socket, str] = {}
         self._challenges: dict[socket.socket, bytes] = {}
-        self._known: dict[str, None] = {}
+        self._away: set[str] = set()
         self._listener = _listening(directory, self._path)
         memory.opened = self._send_to_all
-        self._loop.add_reader(self._listener, self._accept)
+        self._timer: asyncio.TimerHandle | None = None
+        self._listen()
 
     @property
     def readers(self) -> frozenset[str]:
@@ -75,24 +83,38 @@ class Shelf:
 
     @property
     def known(self) -> AbstractSet[str]:
-        """The names of all readers that there were: each has ended, or will connect again when it needs to read."""
-        return self._known.keys()
+        """The names of the readers, and of those whose connections ended lately: they have ended, or connect again."""
+        return self.readers | self._away
 
     def close(self) -> None:
         """Ends all connections: workers then know that no request of this process is pending."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._path.unlink(missing_ok=True)
         for connection in list(self._readers):
             self._forget(connection)
 
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left, and the listener stays readable
+            self._loop.remove_reader(self._listener)
+            self._timer = self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
+            return
+        with suppress(OSError):
             connection.setblocking(False)
             if not self.secret or len(self._readers) >= _MOST_READERS or not is_own(connection):
                 connection.close()
                 return
+            if len(self._challenges) >= _MOST_UNPROVEN:
+                self._forget(next(iter(self._challenges)))
             self._readers[connection] = ""
             self._challenges[connection] = challenge = secrets.token_bytes(CHALLENGE_BYTES)
             self._loop.add_reader(connection, self._hear, connection)
@@ -103,10 +125,13 @@ class Shelf:
             packet = connection.recv(GENERATION.size * MOST_GENERATIONS)
         except BlockingIOError:
             return
-        except OSError:
-            packet = b""
-        if self._readers[connection] and packet and not len(packet) % GENERATION.size:
+        except OSError:  # it has closed the connection without reading all
+            packet = CANT_READ
+        reader = self._readers[connection]
+        if reader and packet and not len(packet) % GENERATION.size:
             self.confirmed([generation for (generation,) in GENERATION.iter_unpack(packet)])
+        elif reader:
+            self._forget(connection, is_away=not packet)
         elif (challenge := self._challenges.pop(connection, None)) is None or (
             name := name_of(packet, self.secret, challenge, self._memory.owner, peer_of(connection).process)
         ) is None:
@@ -116,33 +141,40 @@ class Shelf:
 
     def _take_in(self, connection: socket.socket, name: str) -> None:
         self._readers[connection] = name
-        if len(self._known) >= _MOST_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[name] = None
-        for number, segment in self._memory.segments.items():
-            self._send(connection, number, segment)
+        try:
+            for number, segment in self._memory.segments.items():
+                self._send([connection], number, segment)
+        except OSError:  # no descriptor is left
+            self._forget(connection, is_away=False)
         self.changed()
 
     def _send_to_all(self, number: int, segment: OwnSegment) -> None:
-        for connection, name in list(self._readers.items()):
-            if name:
-                self._send(connection, number, segment)
+        self._send([connection for connection, name in self._readers.items() if name], number, segment)
 
-    def _send(self, connection: socket.socket, number: int, segment: OwnSegment) -> None:
+    def _send(self, connections: Sequence[socket.socket], number: int, segment: OwnSegment) -> None:
         descriptor = segment.open_for_readers()
         try:
-            socket.send_fds(connection, [SEGMENT.pack(number, segment.size)], [descriptor])
-        except OSError:  # it has ended, or does not read
-            self._forget(connection)
+            for connection in connections:
+                try:
+                    socket.send_fds(connection, [SEGMENT.pack(number, segment.size)], [descriptor])
+                except OSError:  # it has ended, or does not read
+                    self._forget(connection)
         finally:
             os.close(descriptor)
 
-    def _forget(self, connection: socket.socket) -> None:
+    def _forget(self, connection: socket.socket, *, is_away: bool = True) -> None:
         self._challenges.pop(connection, None)
-        if self._readers.pop(connection, None) is not None:
+        if (name := self._readers.pop(connection, None)) is not None:
             self._loop.remove_reader(connection)
             connection.close()
+            if name and is_away:
+                self._away.add(name)
+                self._loop.call_later(AWAY_S, self._stays_away, name)
             self.changed()
+
+    def _stays_away(self, name: str) -> None:
+        self._away.discard(name)
+        self.changed()
 
 
 @contextmanager
