@@ -9,7 +9,7 @@ import sys
 import tarfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from tests.support.servers.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHIN_S = 60.0
+_NO_MORE: Mapping[str, str] = {}
 _PATHS = ("", "api", "workers")  # of the packages, within a checkout
 
 
@@ -43,20 +44,20 @@ class Installation:
         self._env = clean_environment() | {"QINFER_REDIS__URL": url, "QINFER_REPOSITORY__PATH": str(models)} | settings
 
     @contextmanager
-    def gateway(self, checkout: Path = ROOT) -> Iterator[str]:
-        """Runs a gateway; yields its URL once it answers."""
+    def gateway(self, checkout: Path = ROOT, more: Mapping[str, str] = _NO_MORE) -> Iterator[str]:
+        """Runs a gateway, with more settings; yields its URL once it answers."""
         port = free_port()
         ports = {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"}
         url = f"http://127.0.0.1:{port}"
-        with self._program("qinfer_api", checkout, ports) as process:
+        with self._program("qinfer_api", checkout, ports | dict(more)) as process:
             wait_until(lambda: process.poll() is not None or is_live(url), WITHIN_S, "a gateway")
             assert process.poll() is None, self._log.read_text()
             yield url
 
     @contextmanager
-    def worker(self, checkout: Path = ROOT) -> Iterator["subprocess.Popen[bytes]"]:
-        """Runs a worker."""
-        with self._program("qinfer_workers.inference", checkout, {}) as process:
+    def worker(self, checkout: Path = ROOT, more: Mapping[str, str] = _NO_MORE) -> Iterator["subprocess.Popen[bytes]"]:
+        """Runs a worker, with more settings."""
+        with self._program("qinfer_workers.inference", checkout, more) as process:
             yield process
 
     @contextmanager
@@ -83,17 +84,21 @@ class Installation:
         """Returns how many requests the lanes hold."""
         return sum(int(row["requests"]) for row in self._qinfer("queues"))
 
+    def log(self) -> str:
+        """Returns what all programs have logged."""
+        return self._log.read_text()
+
     def _qinfer(self, command: str) -> Any:
         argv = [sys.executable, "-m", "qinfer.cli.main", command, "--json"]
         done = subprocess.run(argv, env=self._env, capture_output=True, check=True, timeout=WITHIN_S)
         return json.loads(done.stdout)
 
     @contextmanager
-    def _program(self, module: str, checkout: Path, settings: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    def _program(self, module: str, checkout: Path, settings: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
         paths = {"PYTHONPATH": os.pathsep.join(str(checkout / part) for part in _PATHS)}
         with self._log.open("ab") as log:
             command = [sys.executable, "-P", "-m", module]
-            process = subprocess.Popen(command, env=self._env | paths | settings, stdout=log, stderr=log)
+            process = subprocess.Popen(command, env=self._env | paths | dict(settings), stdout=log, stderr=log)
         try:
             yield process
         finally:
@@ -188,12 +193,15 @@ EARLIER_COMMITS = 200
 """How old the earlier version is where there is no release: so many commits."""
 
 
-def earlier_version(directory: Path) -> Path:
+def earlier_version(directory: Path, without: str = "") -> Path:
     """Writes an earlier version of this project to a folder and returns it; skips the test where there is none.
 
-    `QINFER_TEST_EARLIER` names a commit; otherwise it is the last release, or what was there 200 commits ago.
+    It is the last one `without` a file. Else, `QINFER_TEST_EARLIER` names a commit; otherwise it is the last release,
+    or what was there 200 commits ago.
     """
     given = os.environ.get("QINFER_TEST_EARLIER", "")
+    if without:
+        given = f"{_git('log', '--diff-filter=A', '--format=%H', '--', without).decode().strip()}^"
     tag = _git("describe", "--tags", "--abbrev=0", "HEAD^").decode().strip()
     commit = given or tag or f"HEAD~{EARLIER_COMMITS}"
     archive = _git("archive", "--format=tar", commit, "qinfer", "api", "workers")

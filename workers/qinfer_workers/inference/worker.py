@@ -8,6 +8,7 @@ run outside the event loop.
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -416,7 +417,9 @@ class Worker:
         outage = OutageLog(logger, "lost workers' entries not reclaimed, trying again", "entries are reclaimed again")
         lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
-            await asyncio.sleep(self._settings.lease_s / 2)
+            # In step with others, a worker would get the entries again that it has left to them.
+            share = random.uniform(0.5, 1.0)  # noqa: S311
+            await asyncio.sleep(self._settings.lease_s / 2 * share)
             reasons: list[str] = []
             for key, serving in await lookout.chosen(self._serving):
                 try:
