@@ -80,6 +80,11 @@ class Cluster:
         self.enter: Sequence[str] = ()
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The environment of its programs, but for ports."""
+        return self._env
+
     def add(self, role: Role, steps: Sequence[str] = (), arguments: Sequence[str] = (), module: str = "") -> Member:
         """Starts one more, which is hurt at these steps (`faulty`), or is another program than its role's."""
         env = dict(self._env)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,20 @@ class SmallDisk:
     Args:
         folder: Where processes in its namespace see it; the folder must exist.
         size: How large it is, as mount(8) has it.
+        spaces: Further namespaces, as unshare(1) has them: `net`.
 
     Attributes:
         home: The folder.
         seen: Where processes outside of the namespace see it.
     """
 
-    def __init__(self, folder: Path, size: str) -> None:
+    def __init__(self, folder: Path, size: str, spaces: Sequence[str] = ()) -> None:
         if not shutil.which("unshare") or not shutil.which("nsenter"):
             pytest.skip("there is no unshare and nsenter (util-linux)")
         self.home = folder
         mount = f'mount -t tmpfs -o size={size} none "$0" && touch "$0/mounted" && exec cat'
-        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder)]
+        self._spaces = [f"--{space}" for space in ("user", "mount", *spaces)]
+        command = ["unshare", "--map-root-user", *self._spaces, "sh", "-c", mount, str(folder)]
         self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         self.seen = Path(f"/proc/{self._holder.pid}/root{folder}")
         wait_until(lambda: self._holder.poll() is not None or (self.seen / "mounted").exists())
@@ -38,7 +41,7 @@ class SmallDisk:
 
     def enter(self) -> list[str]:
         """Returns the beginning of a command that runs where the disk is."""
-        return ["nsenter", "--user", "--mount", "--preserve-credentials", "--target", str(self._holder.pid)]
+        return ["nsenter", *self._spaces, "--preserve-credentials", "--target", str(self._holder.pid)]
 
     def fill(self, left_bytes: int = 0) -> None:
         """Takes up the room but for so many bytes."""

@@ -66,7 +66,7 @@ def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load
     findings += [warning("settings", f"{one}, left out", "remove it, or correct its name") for one in settings.unknown]
     if not settings.unknown:
         findings.append(ok("settings", "every QINFER_ variable is known and has a possible value"))
-    findings += [*_redis_findings(settings), *examine_gateway(settings, data_dir)]
+    findings += [*_redis_findings(settings, memory_directory(settings, data_dir)), *examine_gateway(settings, data_dir)]
     found, models = read_models(settings.repository)
     findings += [*found, *examine_stores(settings), *examine_memory(settings, data_dir)]
     needed = {from_json(m.config).backend: m.model for m in reversed(models) if m.config and not m.uses}
@@ -86,7 +86,7 @@ def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]
             )
 
 
-def _redis_findings(settings: Settings) -> Iterator[Finding]:
+def _redis_findings(settings: Settings, memory: Path) -> Iterator[Finding]:
     wanted, shown = settings.redis, ""
     try:
         place = parse_place(wanted.url.get_secret_value())
@@ -97,7 +97,7 @@ def _redis_findings(settings: Settings) -> Iterator[Finding]:
                 yield from redis_server.examine_node(one, wanted)
             user = node.username or "default"
             yield from redis_server.examine_permissions(client, wanted, user, node.db if has_broker else None)
-        yield from asyncio.run(_worker_findings(wanted, needs_bulk=_has_jobs(settings)))
+        yield from asyncio.run(_worker_findings(wanted, memory, needs_bulk=_has_jobs(settings)))
     except QinferError as error:
         yield problem("Redis", error.message)
     except redis_server.ERRORS as error:
@@ -108,7 +108,7 @@ def _has_jobs(settings: Settings) -> bool:
     return bool(settings.bulk.enabled and settings.stores.allow)
 
 
-async def _worker_findings(redis: RedisSettings, *, needs_bulk: bool) -> list[Finding]:
+async def _worker_findings(redis: RedisSettings, memory: Path, *, needs_bulk: bool) -> list[Finding]:
     # A queue would refuse a Redis whose settings are wrong.
     store = ControlStore(admin_client(redis))
     try:
@@ -122,6 +122,7 @@ async def _worker_findings(redis: RedisSettings, *, needs_bulk: bool) -> list[Fi
     return [
         live if gateways else none,
         *examine_workers(workers, bulk_workers, needs_bulk=needs_bulk),
+        *examine_sharing(memory, len(workers)),
         *examine_models(desired, stored, workers),
     ]
 
@@ -138,10 +139,23 @@ def without(secrets: Sequence[str], findings: Sequence[Finding]) -> list[Finding
     return [one._replace(text=clean(one.text), remedy=clean(one.remedy)) for one in findings]
 
 
+def memory_directory(settings: Settings, data_dir: Path) -> Path:
+    """Returns where processes that share memory find one another."""
+    return Path(settings.segments.directory or data_dir.resolve() / "memory")
+
+
+def examine_sharing(directory: Path, workers: int) -> Iterator[Finding]:
+    """Yields a warning if live workers do not share the memory."""
+    sharing = sum(owner.startswith("worker-") for owner in owners(directory))
+    if sharing < workers and directory.is_dir():
+        text = f"{workers - sharing} of {workers} live workers do not share '{directory}': large tensors for "
+        remedy = "docs/how-to/large-tensors.md: give all workers of this machine the directory"
+        yield warning("large tensors", f"{text}models that they may load go through Redis", remedy)
+
+
 def examine_memory(settings: Settings, data_dir: Path) -> Iterator[Finding]:
     """Says whether large tensors pass through Redis, or stay in memory that gateways share."""
-    given = settings.segments.directory
-    directory = Path(given) if given else data_dir.resolve() / "memory"
+    given, directory = settings.segments.directory, memory_directory(settings, data_dir)
     if not directory.is_dir():
         remedy = "gateways make it" if given else "QINFER_SEGMENTS__DIRECTORY keeps them in memory on one machine"
         yield ok("large tensors", f"pass through Redis: there is no directory '{directory}'; {remedy}")

@@ -3,7 +3,6 @@
 The earlier version is the last one that knew no references. Images have 602 KB, and answers as many.
 """
 
-import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,36 +11,25 @@ from pathlib import Path
 from typing import Self
 
 import httpx
-import numpy as np
 import pytest
 
 from qinfer.testing import wait_until
-from tests.support.ensembles import scale
+from tests.support.images import MODEL, held_bytes, problem_of, request_of, ways_of, write_model
 from tests.support.installation import WITHIN_S, Installation, earlier_version
 from tests.support.servers.servers import RedisServer, command, system_redis
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
-MODEL = "double"
-IMAGE = np.arange(150_528, dtype="f4").reshape(1, -1)
 FIRST_FILE = "qinfer/segments/__init__.py"
 
 
 def asked(client: httpx.Client, number: int) -> str:
     """Sends an image; returns what is wrong with its answer, empty = nothing."""
-    sent = IMAGE + number
-    about = {"name": "x", "shape": list(sent.shape), "datatype": "FP32"}
-    wanted = {"name": "y", "parameters": {"binary_data": True}}
-    text = json.dumps({"inputs": [about | {"parameters": {"binary_data_size": sent.nbytes}}], "outputs": [wanted]})
-    headers = {"Inference-Header-Content-Length": str(len(text))}
+    path, body, headers = request_of(number)
     try:
-        reply = client.post(f"/v2/models/{MODEL}/infer", content=text.encode() + sent.tobytes(), headers=headers)
+        return problem_of(number, client.post(path, content=body, headers=headers))
     except httpx.HTTPError as error:
         return repr(error)
-    if reply.status_code != 200:
-        return f"{number}: {reply.status_code} {reply.text}"
-    found = np.frombuffer(reply.content[int(reply.headers["inference-header-content-length"]) :], "f4")
-    return "" if np.array_equal(found, sent[0] * 2) else f"{number} has the answer of another"
 
 
 class Images:
@@ -68,17 +56,14 @@ class Images:
 
     def ways(self) -> dict[str, int]:
         """Returns how many requests went which way."""
-        name = "qinfer_segment_requests_total{"
-        lines = [line for line in self._metrics() if line.startswith(name)]
-        return {line.partition('way="')[2].partition('"')[0]: int(float(line.rpartition(" ")[2])) for line in lines}
+        return ways_of(self._metrics())
 
     def held(self) -> float:
         """Returns the bytes of pending requests in the gateway's memory."""
-        lines = [line for line in self._metrics() if line.startswith("qinfer_segment_bytes{") and '"held"' in line]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        return held_bytes(self._metrics())
 
-    def _metrics(self) -> list[str]:
-        return httpx.get(f"{self.url}/metrics?scope=process", timeout=10.0).text.splitlines()
+    def _metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics?scope=process", timeout=10.0).text
 
     def go_by(self, way: str) -> None:
         """Waits until requests go one way only."""
@@ -122,7 +107,7 @@ class Site:
 
     def __init__(self, directory: Path, url: str, stack: ExitStack) -> None:
         self.old = earlier_version(directory / "earlier", FIRST_FILE)
-        scale(directory / "models", MODEL, 2.0, width=-1)
+        write_model(directory / "models")
         # Leases are short, so that a request that a stopped worker holds is soon another's.
         settings = {"QINFER_WORKER__LEASE_S": "3", "QINFER_WORKER__RENEW_EVERY_S": "1"}
         self.programs = Installation(directory, directory / "models", url, **settings)

@@ -7,12 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from qinfer.cli.checks.all import HIDDEN, examine_memory, examine_models, examine_workers, without
+from qinfer.cli.checks.all import (
+    HIDDEN,
+    examine_memory,
+    examine_models,
+    examine_sharing,
+    examine_workers,
+    without,
+)
 from qinfer.cli.checks.doctor import Finding, Severity, problem
 from qinfer.cli.checks.redis_server import NodeReport, examine_node
 from qinfer.cli.checks.runtimes import Runtime, examine_gpus, load_runtime
 from qinfer.core.settings import RedisSettings, Settings
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
+from qinfer.segments.memory import OwnMemory
+from qinfer.segments.shelf import Shelf
 
 INFO = {"redis_version": "7.4.1", "used_memory": 10, "maxmemory": 100, "redis_mode": "standalone", "role": "master"}
 BEHIND = {"ip": "10.0.0.2", "port": 6379, "state": "online", "offset": 0, "lag": 30}
@@ -173,3 +182,18 @@ def test_large_tensors_stay_in_memory_or_pass_through_redis(tmp_path: Path) -> N
     assert (through.level, "pass through Redis" in through.text) == (Severity.OK, True)
     assert (refused.level, refused.remedy) == (Severity.PROBLEM, f"chmod 700 {directory}")
     assert (kept.level, "0 gateways and workers share" in kept.text) == (Severity.OK, True)
+
+
+async def test_workers_that_do_not_share_the_memory_are_counted(tmp_path: Path) -> None:
+    """One of another machine, or of an older qinfer, makes its gateways send all through Redis."""
+    directory = tmp_path / "m"
+    shelves = [Shelf(directory, OwnMemory(name, 2**20)) for name in ("gateway-a", "worker-a")]
+    found = [list(examine_sharing(directory, workers)) for workers in (1, 2)]
+    for shelf in shelves:
+        shelf.close()
+
+    assert found[0] == []
+    assert [(one.level, one.text.startswith("1 of 2 live workers do not share")) for one in found[1]] == [
+        (Severity.WARNING, True)
+    ]
+    assert list(examine_sharing(tmp_path / "nothing", 2)) == []
