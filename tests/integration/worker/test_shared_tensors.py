@@ -1,10 +1,14 @@
 """Tensors in the memory of a gateway, read by workers of its machine: over HTTP and gRPC, with real models."""
 
 import asyncio
+import errno
 import json
+import os
 import random
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,6 +18,10 @@ import pytest
 import tritonclient.http.aio as over_http
 
 from qinfer.core.settings_sections import SegmentSettings
+from qinfer.segments import memory as segments
+from qinfer.segments.memory import OwnSegment
+from qinfer.segments.shelf import owners, socket_path
+from qinfer.segments.slabs import Place
 from qinfer.submission.response_cache import inputs_digest
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -310,3 +318,68 @@ async def test_a_body_whose_head_needs_no_parser_waits_for_memory_as_others_do(s
     assert np.array_equal(await answer_of(reader), (IMAGE[0] + 1) * 2)
     writer.close()
     assert held(scene) == 0
+
+
+async def test_without_room_for_pages_requests_and_answers_go_through_redis(
+    scene: ServedModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine has no memory for gateway and worker, and then it has some."""
+    allocate, is_full = segments.allocate, [True]
+
+    def allocated(segment: OwnSegment, place: Place) -> None:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "no room")
+        allocate(segment, place)
+
+    monkeypatch.setattr(segments, "allocate", allocated)
+    reader, writer = await opened(scene)
+    for number in range(3):
+        answer = await scene.infer("double", x=IMAGE + number)
+        writer.write(body_of(IMAGE - number))
+
+        assert np.array_equal(answer.as_numpy("y"), (IMAGE + number) * 2)
+        assert np.array_equal(await answer_of(reader), (IMAGE[0] - number) * 2)
+    before = await ways(scene)
+    is_full[0] = False
+    answer = await scene.infer("double", x=IMAGE)
+    writer.close()
+
+    assert before == {"no_memory": 6}
+    assert np.array_equal(answer.as_numpy("y"), IMAGE * 2)
+    assert (await ways(scene))["memory"] == 1
+    assert held(scene) == 0
+
+
+async def test_peers_that_stall_hold_no_request_up(scene: ServedModels) -> None:
+    """They connect to gateway and worker, send nothing or half of a proof, and stay."""
+    directory = Path(scene._sections["segments"].directory)
+    paths = [socket_path(directory, owner) for owner in owners(directory)]
+    with ExitStack() as stack:
+        for number in range(40):
+            for path in paths:
+                peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+                stack.enter_context(peer).connect(os.fspath(path))
+                if number % 2:
+                    peer.send(b"half of a proof")
+            answer = await scene.infer("double", x=IMAGE + number)
+            assert np.array_equal(answer.as_numpy("y"), (IMAGE + number) * 2)
+
+    assert await ways(scene) == {"memory": 40}
+    assert held(scene) == 0
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has processes ask for the secret more often."""
+    monkeypatch.setattr("qinfer.segments.reading.SECRET_EVERY_S", 0.2)
+
+
+async def test_a_secret_that_redis_lost_is_made_again(hasty: None, scene: ServedModels) -> None:
+    """Connections stay, and workers that come later are readers, too."""
+    await scene.store.client.delete("qinfer:segment-secret")
+    assert np.array_equal((await scene.infer("double", x=IMAGE)).as_numpy("y"), IMAGE * 2)
+
+    await scene.worker("w2")
+
+    await shared(scene, "w1", "w2")
+    assert await ways(scene) == {"memory": 1}
