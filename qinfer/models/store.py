@@ -64,8 +64,10 @@ class ControlStore:
     async def segment_secret(self) -> bytes:
         """Returns the secret of processes that share memory; the first one makes it."""
         key = keys.segment_secret()
-        await _reply(self.client.set(key, secrets.token_hex(32), nx=True))
-        return bytes(await _reply(self.client.get(key)) or b"")
+        if not (secret := await _reply(self.client.get(key))):  # a full Redis refuses to set it
+            await _reply(self.client.set(key, secrets.token_hex(32), nx=True))
+            secret = await _reply(self.client.get(key))
+        return bytes(secret or b"")
 
     async def has_model(self, name: str) -> bool:
         """Tells whether a configuration is stored, readable or not."""

@@ -301,6 +301,20 @@ async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQue
     await store.close()
 
 
+async def test_the_secret_of_shared_memory_is_read_while_redis_is_full(own_redis: RedisQueue) -> None:
+    """A gateway that starts then keeps tensors in its memory."""
+    store = ControlStore(admin_client(own_redis.settings))
+    secret = await store.segment_secret()
+    with own_redis.nodes[0].client() as client:
+        client.set("qinfer:large", bytes(3_000_000), ex=60)
+        client.config_set("maxmemory", "2mb")
+
+    found = await store.segment_secret()
+
+    await store.close()
+    assert found == secret != b""
+
+
 async def test_a_heartbeat_of_a_newer_qinfer_is_refused_clearly(
     redis_queue: RedisQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
