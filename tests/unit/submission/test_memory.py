@@ -139,8 +139,8 @@ async def test_a_request_that_goes_on_after_its_first_deadline_keeps_its_tensors
     scene.models.wait_s = 0.02
     pending = scene.submit()
     reference = pending.tensors and pending.tensors.reference
-    await scene.fetch()
     scene.models.wait_s = 0.0  # a worker has loaded it
+    await scene.fetch()
     await eventually(lambda: not pending.deadline_s, description="the second deadline")
 
     assert pending in scene.pending
