@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from qinfer.segments.reading import SegmentReader, TensorsUnreachable
-from qinfer.segments.shelf import CHALLENGE_BYTES, Shelf, socket_path
+from qinfer.segments.shelf import CHALLENGE_BYTES, Shelf, proof, socket_path
 from qinfer.testing import eventually
-from tests.unit.segments.test_sharing import MIB, Gateway, Scene, challenge_of, is_closed
+from tests.unit.segments.test_sharing import MIB, SECRET, Gateway, Scene, challenge_of, is_closed, stranger
 
 
 @pytest.fixture
@@ -127,6 +127,25 @@ async def test_peers_that_say_nothing_are_bounded_and_keep_no_worker_out(scene: 
         assert len(gateway.shelf._readers) <= 65
         await eventually(lambda: is_closed(silent[0]), description="the end of the first")
     await eventually(lambda: len(gateway.shelf._readers) == 1, description="only the worker")
+
+
+async def test_a_worker_that_stops_reading_is_left_and_the_others_are_not(scene: Scene) -> None:
+    """It was stopped: what is sent to it fills its socket, and nothing waits for it."""
+    gateway = scene.gateway()
+    worker = await scene.worker("w", gateway)
+    held = gateway.write(b"abc")
+    (segment,) = gateway.memory.segments.values()
+    async with stranger(socket_path(scene.directory, "gateway-a")) as stopped:
+        stopped.send(proof(SECRET, await challenge_of(stopped), "gateway-a", os.getpid(), "stopped"))
+        await eventually(lambda: gateway.shelf.readers == {"w", "stopped"}, description="both workers")
+        for _ in range(5000):
+            gateway.memory.opened(1, segment)
+            await asyncio.sleep(0)
+            if "stopped" not in gateway.shelf.readers:
+                break
+
+    assert gateway.shelf.readers == {"w"}
+    assert worker.read(held.reference) == b"abc"
 
 
 def is_heard(connection: socket.socket) -> bool:
