@@ -7,15 +7,19 @@ import asyncio
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
+from qinfer.segments.shelf import CHALLENGE_BYTES, connected, owners, socket_path
+from qinfer.segments.shelf import _address as address
 from qinfer.testing import eventually
 from tests.chaos.cluster import READY_WITHIN_S, Cluster, running_cluster
 from tests.chaos.member import Member, Role
@@ -132,6 +136,67 @@ async def test_a_worker_with_a_directory_of_its_own_gets_whole_requests(
 
         assert ways_of(await site.metrics()).keys() == {"memory", "old_worker"}
     assert [text for text in said if text.startswith("1 of 2 live workers do not share")]
+
+
+class Between(threading.Thread):
+    """A program between a worker, in whose directory it listens, and a gateway.
+
+    It passes on `half` of the gateway's first message and stays, or cuts the connection there, or passes on all.
+    """
+
+    def __init__(self, listener: socket.socket, gateway: Path, how: str) -> None:
+        super().__init__(daemon=True)
+        self.heard = threading.Event()
+        self._listener, self._gateway, self._how = listener, gateway, how
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            while True:
+                try:
+                    near = stack.enter_context(self._listener.accept()[0])
+                except OSError:  # it is over
+                    return
+                with suppress(OSError):  # the worker also looks whether somebody listens
+                    self._pass_on(near, stack.enter_context(connected(self._gateway)))
+
+    def _pass_on(self, near: socket.socket, far: socket.socket) -> None:
+        for connection in (near, far):
+            connection.settimeout(10.0)
+        challenge = far.recv(CHALLENGE_BYTES)
+        near.send(challenge if self._how == "all" else challenge[: len(challenge) // 2])
+        if self._how == "all":
+            far.send(near.recv(1024))
+        self.heard.set()
+        if self._how == "cut":
+            far.close()
+            near.close()
+
+
+@pytest.mark.parametrize("how", ["half", "cut", "all"])
+async def test_a_program_between_worker_and_gateway_holds_nothing_up(tmp_path: Path, how: str) -> None:
+    """It can't pass on that the worker may read: the proof names the process that the worker sees."""
+    memory = tmp_path / "m"
+    memory.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        disk = SmallDisk(memory, "8m,mode=0700")
+        stack.callback(disk.close)
+        async with served(tmp_path, memory) as site:
+            await eventually(lambda: bool(owners(memory)), 60.0, "the gateway's socket")
+            (name,) = owners(memory)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            with address(socket_path(disk.seen, name)) as place:
+                listener.bind(place)
+            listener.listen()
+            between = Between(listener, socket_path(memory, name), how)
+            between.start()
+            await site.worker(disk.enter())
+            await eventually(between.heard.is_set, 20.0, "a worker at the program between")
+            for _ in range(3):
+                await site.goes_by("old_worker")
+            await site.is_empty()
+            listener.shutdown(socket.SHUT_RDWR)
+
+            assert ways_of(await site.metrics()).keys() == {"old_worker"}
 
 
 @pytest.fixture
