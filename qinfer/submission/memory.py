@@ -88,7 +88,7 @@ class TensorMemory:
 
     def lay_out(self, request: OutgoingRequest, served: ServedVersion) -> tuple[bytes, KeptTensors] | None:
         """Encodes a stamped request, and keeps its tensors; `None` if they are to travel through Redis."""
-        if not self.least_bytes <= tensor_bytes(request) <= MOST_BYTES or request.moves_by:
+        if not self.least_bytes <= tensor_bytes(request) <= MOST_BYTES:
             return None
         if not self._is_read_by_all(served.spec.name):
             self.ways[OLD_WORKER] += 1

@@ -185,11 +185,19 @@ async def test_the_readers_are_looked_up_anew_when_they_change(scene: Scene) -> 
     assert not await scene.is_apart()
 
 
-async def test_a_request_that_an_endpoint_may_move_travels_whole(scene: Scene) -> None:
-    """Workers of the other target may not share the memory."""
-    scene.submit(endpoint="e")
+async def test_a_request_that_an_endpoint_moves_refers_to_the_same_tensors(scene: Scene) -> None:
+    """It moves to another version of its model, which the same workers load."""
+    pending = scene.submit(endpoint="e")
+    await eventually(lambda: pending.entry is not None, description="the entry")
+    assert await scene.queue.moves.move([LANE], 2, "e") == 1
+    (lease,) = await scene.queue.fetch([Lane("m", 2)], "w1", 1, 5.0)
 
-    assert not await scene.is_apart()
+    with pytest.raises(PayloadApart) as apart:
+        decode_request(lease.frame)
+
+    assert pending.tensors is not None
+    assert apart.value.request.memory == pending.tensors.reference
+    assert scene.memory.held_bytes
 
 
 async def test_without_room_tensors_travel_through_redis(scene: Scene) -> None:
