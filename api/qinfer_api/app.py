@@ -240,7 +240,7 @@ class Gateway:
     def _share_memory(self, settings: SegmentSettings, submission: Submission) -> SegmentSharing | None:
         if not settings.directory:
             return None
-        sharing = SegmentSharing(settings, self.name, "worker-", self._store.segment_secret, reader=self.name)
+        sharing = SegmentSharing(settings, self.name, ("worker-",), self._store.segment_secret, reader=self.name)
         submission.pending.kept = sharing.others
         submission.set_memory(TensorMemory(sharing, settings.least_bytes, self.catalog))
         return sharing

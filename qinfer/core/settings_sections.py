@@ -333,8 +333,8 @@ class SegmentSettings(Section):
     most_bytes: int = Field(
         256 * 2**20,
         ge=2**20,
-        description="Bytes that one gateway keeps for pending requests, and half of that for one tenant beside others; "
-        "further tensors travel through Redis.",
+        description="Bytes that a gateway or worker keeps for pending requests, and half of that for one tenant beside "
+        "others; further tensors travel through Redis.",
     )
 
 

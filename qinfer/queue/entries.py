@@ -106,6 +106,11 @@ def reply_address(owner: str) -> str:
     return f"reply:{owner}"
 
 
+def worker_owner(worker_id: str) -> str:
+    """Returns the name of a worker that waits for replies, and reads memory."""
+    return f"worker-{worker_id}"
+
+
 def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
     """Returns a model version's bulk lanes in read order."""
     return tuple(Lane(model, version, name, partition) for name in BULK_LANES)

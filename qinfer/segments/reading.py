@@ -40,26 +40,26 @@ SECRET_EVERY_S = 5.0
 """Redis may have lost the secret, and have another."""
 
 SCAN_EVERY_S = 1.0
-"""A new gateway is found within this time; until then its tensors go through Redis."""
+"""A new process is found within this time; until then its tensors go through Redis."""
 
 AGAIN_S = 10.0
 """Where a segment could not be mapped, for lack of memory or descriptors, its owner is left alone for so long."""
 
 _NAME = re.compile(r"[A-Za-z0-9-]{1,60}")  # never a path
 _MOST_ENDED = 4096
-_OVER = "the request has ended at its gateway"
+_OVER = "the request has ended where it was submitted"
 
 
 class TensorsGone(DeliveryError):
-    """The request has ended at its gateway."""
+    """The request has ended where it was submitted."""
 
 
 class TensorsUnreachable(DeliveryError):
-    """The gateway may live, and this worker does not reach its memory."""
+    """The process may live, and this one does not reach its memory."""
 
 
 class TensorView(NamedTuple):
-    """Tensors in a gateway's memory; who copies them asks `is_current` afterwards."""
+    """Tensors in the memory of a process; who copies them asks `is_current` afterwards."""
 
     memory: mmap.mmap
     reference: MemoryReference
@@ -78,12 +78,17 @@ class _Owner(msgspec.Struct):
 
 
 class SegmentReader:
-    """Reads tensors by reference: of processes whose names begin with `kind`, to which this one is `name`."""
+    """Reads tensors by reference: of processes whose names begin with one of `kinds`, to which this one is `name`.
 
-    def __init__(self, directory: Path, name: str, kind: str) -> None:
+    `own` has the memory of this process, if it reads that, too.
+    """
+
+    def __init__(self, directory: Path, name: str, kinds: tuple[str, ...], own: Shelf | None = None) -> None:
         self._directory = directory
         self._name = name
-        self._kind = kind
+        self._kinds = kinds
+        self._own = own
+        self._own_name = "" if own is None else own.memory.owner
         self._confirmed: dict[str, list[int]] = {}
         self.secret = b""
         """Without it, no memory is asked for."""
@@ -94,7 +99,7 @@ class SegmentReader:
         self._unreadable: dict[str, asyncio.TimerHandle] = {}
 
     async def run(self) -> None:
-        """Finds gateways until cancelled."""
+        """Finds other processes until cancelled."""
         try:
             while True:
                 self.scan()
@@ -104,13 +109,14 @@ class SegmentReader:
                 self._close(owner)
 
     def scan(self) -> None:
-        """Connects to new gateways."""
+        """Connects to new processes."""
         with suppress(OSError):
             for entry in os.scandir(self._directory):
                 owner = entry.name.removesuffix(SUFFIX)
                 if (
                     owner != entry.name
-                    and owner.startswith(self._kind)
+                    and owner.startswith(self._kinds)
+                    and owner != self._own_name
                     and owner not in self._owners
                     and owner not in self._ended
                 ):
@@ -133,6 +139,9 @@ class SegmentReader:
     def _send_confirmations(self) -> None:
         confirmed, self._confirmed = self._confirmed, {}
         for name, generations in confirmed.items():
+            if self._own is not None and name == self._own_name:
+                self._own.confirmed(generations)
+                continue
             if (owner := self._owners.get(name)) is None:
                 continue
             for begin in range(0, len(generations), MOST_GENERATIONS):
@@ -144,7 +153,7 @@ class SegmentReader:
         """Returns a request's tensors, to be copied.
 
         Raises:
-            TensorsGone: The request, or its gateway, has ended.
+            TensorsGone: The request, or the process that submitted it, has ended.
             TensorsUnreachable: The memory can't be reached, here and now.
             CorruptEntry: The reference leaves its segment.
         """
@@ -153,7 +162,7 @@ class SegmentReader:
         end = begin + reference.size
         if end > len(memory):
             raise CorruptEntry(f"tensors at {begin}:{end} leave a segment of {len(memory)} bytes")
-        view = TensorView(memory, reference, memoryview(memory)[begin:end])
+        view = TensorView(memory, reference, memoryview(memory)[begin:end].toreadonly())
         if not view.is_current():
             raise TensorsGone(_OVER)
         return view
@@ -161,7 +170,12 @@ class SegmentReader:
     def _segment(self, reference: MemoryReference) -> mmap.mmap:
         name = reference.owner
         if not _NAME.fullmatch(name):
-            raise CorruptEntry(f"'{name[:80]}' is not the name of a gateway")
+            raise CorruptEntry(f"'{name[:80]}' is not the name of a process")
+        if self._own is not None and name == self._own_name:
+            own = self._own.memory.segments.get(reference.segment)
+            if own is None:
+                raise TensorsGone(f"{name} ends")
+            return own.memory
         owner = self._owners.get(name)
         if owner is None and name not in self._ended:
             self._connect(name)
@@ -177,7 +191,7 @@ class SegmentReader:
         return memory
 
     def _connect(self, name: str) -> bool:
-        """Connects to a gateway; returns false if no process listens there."""
+        """Connects to a process; returns false if none listens there."""
         if not self.secret or name in self._unreadable:
             return True
         try:
@@ -194,7 +208,7 @@ class SegmentReader:
         return True
 
     def _receive(self, name: str) -> None:
-        """Maps the segments that have come; at the end of the connection, finds out whether the gateway has ended."""
+        """Maps the segments that have come; at the end of the connection, finds out whether the process has ended."""
         owner = self._owners[name]
         while True:
             try:
@@ -245,7 +259,7 @@ class SegmentReader:
         if len(self._ended) >= _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
         self._ended[name] = None
-        logger.info("gateway ended", extra={"gateway": name})
+        logger.info("process that shared its memory ended", extra={"owner": name})
 
     def _close(self, name: str) -> None:
         owner = self._owners.pop(name)
@@ -254,8 +268,9 @@ class SegmentReader:
 
 
 class SegmentSharing:
-    """The memory of this process, `name`, and of others whose names begin with `others`, which know it as `reader`.
+    """The memory of this process, `name`, and of those whose names begin with one of `kinds`.
 
+    `reader` is the name by which they know this process, and to which replies are addressed.
     `secret` returns what these processes know and code of models does not.
     """
 
@@ -263,7 +278,7 @@ class SegmentSharing:
         self,
         settings: SegmentSettings,
         name: str,
-        others: str,
+        kinds: tuple[str, ...],
         secret: Callable[[], Awaitable[bytes]],
         *,
         reader: str,
@@ -272,7 +287,9 @@ class SegmentSharing:
         self._secret = secret
         self.own = OwnMemory(name, settings.most_bytes)
         self.shelf = Shelf(directory, self.own)
-        self.others = SegmentReader(directory, reader, others)
+        reads_own = name.startswith(kinds)
+        self.shelf.itself = reader if reads_own else ""
+        self.others = SegmentReader(directory, reader, kinds, self.shelf if reads_own else None)
 
     async def run(self) -> None:
         """Finds other processes, and gives back idle memory, until cancelled."""

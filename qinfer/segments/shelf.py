@@ -1,4 +1,4 @@
-"""The shelf: a Unix socket at which workers of this machine get the descriptors of a process's segments.
+"""The shelf: a Unix socket at which processes of this machine get the descriptors of a process's segments.
 
     owner    checks the user; a challenge ─▶         reader   its name, and a proof ─▶
              (number, bytes) with a descriptor, of each segment ─▶    generations that it has read ─▶
@@ -61,9 +61,12 @@ class Shelf:
 
     def __init__(self, directory: Path, memory: OwnMemory) -> None:
         self._path = socket_path(directory, memory.owner)
-        self._memory = memory
+        self.memory = memory
         self.changed: Callable[[], None] = lambda: None
         self.confirmed: Callable[[Sequence[int]], None] = lambda _: None
+        self.itself = ""
+        """The name by which this process reads its own memory; empty = it does not."""
+
         self.secret = b""
         """Without it, no reader is accepted."""
 
@@ -79,7 +82,7 @@ class Shelf:
     @property
     def readers(self) -> frozenset[str]:
         """The names of the readers that have all segments."""
-        return frozenset(filter(None, self._readers.values()))
+        return frozenset(filter(None, (self.itself, *self._readers.values())))
 
     @property
     def known(self) -> AbstractSet[str]:
@@ -133,7 +136,7 @@ class Shelf:
         elif reader:
             self._forget(connection, is_away=not packet)
         elif (challenge := self._challenges.pop(connection, None)) is None or (
-            name := name_of(packet, self.secret, challenge, self._memory.owner, peer_of(connection).process)
+            name := name_of(packet, self.secret, challenge, self.memory.owner, peer_of(connection).process)
         ) is None:
             self._forget(connection)
         else:
@@ -142,7 +145,7 @@ class Shelf:
     def _take_in(self, connection: socket.socket, name: str) -> None:
         self._readers[connection] = name
         try:
-            for number, segment in self._memory.segments.items():
+            for number, segment in self.memory.segments.items():
                 self._send([connection], number, segment)
         except OSError:  # no descriptor is left
             self._forget(connection, is_away=False)

@@ -1,6 +1,7 @@
 """Requests whose tensors stay in this process's memory; their entries refer to them (ADR 0041).
 
-Only synchronous requests can: when this process ends, their callers' connections have ended, too. All live workers that
+Only synchronous requests can: when this process ends, their callers' connections have ended, too, or another worker
+executes the requests anew that made them. All live workers that
 may execute the request must share the memory; others would have to put the request back.
 """
 
@@ -12,6 +13,7 @@ from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import is_placed
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
+from qinfer.queue.entries import worker_owner
 from qinfer.segments.memory import HeldTensors
 from qinfer.segments.reading import SegmentSharing
 from qinfer.submission.layouts import check_head, tensor_bytes
@@ -143,6 +145,7 @@ class TensorMemory:
     def _is_read_by_all(self, model: str) -> bool:
         known = self._is_shared.get(model)
         if known is None:
-            may_load = {worker.id for worker in self._catalog.workers() if is_placed(model, worker.places)}
+            live = self._catalog.workers()
+            may_load = {worker_owner(worker.id) for worker in live if is_placed(model, worker.places)}
             known = self._is_shared[model] = bool(may_load) and may_load <= self._shelf.known
         return known

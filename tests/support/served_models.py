@@ -54,6 +54,7 @@ class ServedModels:
         self._tasks = tasks
         self._files = files
         self._workers: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
+        self.workers: dict[str, Worker] = {}
         self.gateway: Gateway
         self.store: ControlStore
         self.http: Any
@@ -77,6 +78,7 @@ class ServedModels:
         worker.readers = ExaminerPool(settings, os.environ, processes=READERS, shares=READ_SHARES)
         stop = asyncio.Event()
         self._workers[worker_id] = (stop, self._tasks.create_task(worker.run(stop)))
+        self.workers[worker_id] = worker
 
     async def kill(self, worker_id: str) -> None:
         """Ends a worker as a crash would."""

@@ -18,6 +18,7 @@ import pytest
 import tritonclient.http.aio as over_http
 
 from qinfer.core.settings_sections import SegmentSettings
+from qinfer.queue.entries import worker_owner
 from qinfer.segments import memory as segments
 from qinfer.segments.memory import OwnSegment
 from qinfer.segments.shelf import owners, socket_path
@@ -49,7 +50,8 @@ async def shared(scene: ServedModels, *workers: str) -> None:
     """Waits until just these workers read the gateway's memory."""
     segments = scene.gateway._segments
     assert segments is not None
-    await eventually(lambda: segments.shelf.readers == set(workers), description=f"{workers} at the gateway's memory")
+    names = {worker_owner(worker) for worker in workers}
+    await eventually(lambda: segments.shelf.readers == names, description=f"{workers} at the gateway's memory")
 
 
 async def ways(scene: ServedModels) -> dict[str, int]:

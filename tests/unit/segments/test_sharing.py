@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from qinfer.core.messages import MemoryReference
+from qinfer.core.settings_sections import SegmentSettings
 from qinfer.errors import CorruptEntry, SettingsError
 from qinfer.segments.memory import HeldTensors, OwnMemory
-from qinfer.segments.reading import SegmentReader, TensorsGone, TensorsUnreachable
+from qinfer.segments.reading import SegmentReader, SegmentSharing, TensorsGone, TensorsUnreachable
 from qinfer.segments.shelf import Shelf, proof, socket_path
 from qinfer.testing import eventually
 
@@ -61,7 +62,7 @@ class Scene:
 
     async def worker(self, name: str, *gateways: Gateway) -> SegmentReader:
         """Starts a worker; returns once these gateways know it."""
-        reader = SegmentReader(self.directory, name, "gateway-")
+        reader = SegmentReader(self.directory, name, ("gateway-",))
         reader.secret = SECRET
         self._tasks.append(asyncio.create_task(reader.run()))
         await eventually(lambda: all(name in each.shelf.readers for each in gateways), description="a known worker")
@@ -125,6 +126,66 @@ async def test_processes_of_another_kind_are_left_alone(scene: Scene) -> None:
     await scene.worker("w", gateway)
 
     assert other.shelf.readers == frozenset()
+
+
+async def secret() -> bytes:
+    return SECRET
+
+
+@asynccontextmanager
+async def sharing(directory: Path, *names: str) -> AsyncIterator[list[SegmentSharing]]:
+    """Runs workers that read one another's memory, once each has found all others; closes those left in the list."""
+    settings = SegmentSettings(directory=str(directory), most_bytes=8 * MIB)
+    kinds = ("gateway-", "worker-")
+    workers = [SegmentSharing(settings, f"worker-{name}", kinds, secret, reader=f"worker-id-{name}") for name in names]
+    running = asyncio.gather(*[worker.run() for worker in workers])
+    everyone = {f"worker-id-{name}" for name in names}
+    await eventually(lambda: all(each.shelf.readers == everyone for each in workers), description="all workers")
+    yield workers
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    for worker in workers:
+        worker.close()
+
+
+async def test_workers_read_one_another_and_themselves(tmp_path: Path) -> None:
+    async with sharing(tmp_path / "m", "a", "b") as workers:
+        held = [worker.own.write([worker.own.owner.encode()], 8, "") for worker in workers]
+        references = [one.reference for one in held if one is not None]
+
+        for worker in workers:
+            assert list(map(worker.others.read, references)) == [b"worker-a", b"worker-b"]
+            assert len(worker.shelf._readers) == 1  # not itself
+            assert worker.others.view(references[0]).tensors.readonly
+
+
+async def test_a_worker_confirms_its_own_outputs(tmp_path: Path) -> None:
+    async with sharing(tmp_path / "m", "a") as workers:
+        worker = workers.pop()
+        confirmed = list[int]()
+        worker.shelf.confirmed = confirmed.extend
+        held = worker.own.write([b"mine"], 4, "")
+        assert held is not None
+        worker.others.confirm(held.reference)
+        await eventually(lambda: confirmed == [held.reference.generation], description="a confirmation")
+
+        held.release()
+        with pytest.raises(TensorsGone):
+            worker.others.read(held.reference)
+        worker.close()
+        with pytest.raises(TensorsGone):
+            worker.others.read(held.reference)
+
+
+async def test_a_worker_that_has_ended_has_no_pending_requests(tmp_path: Path) -> None:
+    async with sharing(tmp_path / "m", "a", "b") as workers:
+        first, second = workers.pop(0), workers[0]
+        held = first.own.write([b"x"], 1, "")
+        assert held is not None
+        first.close()
+
+        with pytest.raises(TensorsGone):
+            await until_gone(second.others, held.reference)
 
 
 async def test_a_gateway_that_starts_later_is_found(scene: Scene) -> None:

@@ -52,7 +52,7 @@ class Scene:
         catalog = cast(Catalog, self.models)
         self.memory = OwnMemory("gateway-a", 4 * MIB)
         self.dispatcher = Dispatcher(queue, catalog, GatewayTally(), LimitSettings(), "me", None)
-        self.shelf = SimpleNamespace(known={"w1"})
+        self.shelf = SimpleNamespace(known={"worker-w1"})
         sharing = SimpleNamespace(own=self.memory, shelf=self.shelf)
         self.tensors = TensorMemory(cast(SegmentSharing, sharing), 1000, catalog)
         self.dispatcher.submission.set_memory(self.tensors)

@@ -85,7 +85,7 @@ class ToldIds:
 
 
 class LeaseIntake:
-    """Turns leases into items that may be batched; `memory` has the tensors that gateways keep."""
+    """Turns leases into items that may be batched; `memory` has the tensors that callers keep."""
 
     def __init__(
         self, queue: Queue, publisher: Publisher, max_deliveries: int, memory: SegmentReader | None = None
@@ -98,7 +98,7 @@ class LeaseIntake:
         self._told = ToldIds(queue)
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
         self._unread = OutageLog(
-            logger, "memory of a gateway not read, leaving requests to others", "memory of gateways is read again"
+            logger, "memory of a caller not read, leaving requests to others", "memory of callers is read again"
         )
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> IntakeItems:
@@ -245,7 +245,7 @@ class LeaseIntake:
         return isinstance(batcher, EnsembleBatcher) or self._told.set_told_id(request)
 
     def _shared(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
-        """Reads an item's tensors in a gateway's memory, puts it off, or finishes it if the request has ended there."""
+        """Reads an item's tensors in its caller's memory, puts it off, or finishes it if the request has ended."""
         reference = item.request.memory
         assert reference is not None
         try:
@@ -314,7 +314,7 @@ class LeaseIntake:
         self._publisher.bury(item.lease, error, batcher.tally, (item, response), self._whole_frame(item))
 
     def _whole_frame(self, item: WorkItem) -> bytes:
-        """Returns a frame with the tensors that a gateway keeps only as long as the request; empty = as it is."""
+        """Returns a frame with the tensors that a caller keeps only as long as the request; empty = as it is."""
         reference = item.request.memory
         if reference is None or self._memory is None:
             return b""

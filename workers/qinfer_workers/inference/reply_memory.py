@@ -1,7 +1,7 @@
-"""Outputs in this worker's memory, for gateways of its machine; their entries are finished when they are confirmed.
+"""Outputs in this worker's memory, for callers on its machine; their entries are finished when they are confirmed.
 
-A gateway copies the outputs, and confirms. Outputs that it has not confirmed within `CONFIRMED_WITHIN_S`, because it
-could not read the reference or the memory, go through Redis; the gateway takes the first answer.
+The caller, a gateway or a worker, copies the outputs, and confirms. Outputs that it has not confirmed within
+`CONFIRMED_WITHIN_S`, because it could not read them, go through Redis; it takes the first answer.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class KeptResponses:
         self._waiting[held.reference.generation] = held, response
 
     def confirmed(self, generation: int) -> None:
-        """Takes note that the gateway has read one."""
+        """Takes note that the caller has read one."""
         held, _ = self._waiting.pop(generation)
         held.release()
         if not self._waiting:
@@ -57,7 +57,7 @@ class KeptResponses:
 
 
 class ReplyMemory:
-    """Keeps outputs of at least `least_bytes` for the gateways that read the shelf."""
+    """Keeps outputs of at least `least_bytes` for the processes that read the shelf."""
 
     def __init__(self, memory: OwnMemory, shelf: Shelf, least_bytes: int) -> None:
         self._memory = memory
@@ -67,7 +67,7 @@ class ReplyMemory:
         shelf.confirmed = self._confirmed
 
     def keep(self, address: str, responses: Sequence[Response], nbytes: int) -> KeptResponses | None:
-        """Writes the large of `nbytes` of outputs to a gateway; `None` if none is large, or it reads no memory."""
+        """Writes the large of `nbytes` of outputs to an address; `None` if none is large, or its process can't read."""
         if nbytes < self._least_bytes:
             return None
         # A stream may have several of one request.

@@ -30,9 +30,9 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.state import WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import ModelCounts
-from qinfer.queue.entries import Lane, Lease
+from qinfer.queue.entries import Lane, Lease, worker_owner
 from qinfer.queue.lanes import Queue
-from qinfer.segments.reading import SegmentReader, SegmentSharing
+from qinfer.segments.reading import SegmentSharing
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.traffic.store import EndpointStore
@@ -128,9 +128,10 @@ class Worker:
                 self._publisher.durations, self._bulk.counts, self._nested, self._cached, self._models.counts,
                 self._watchdog,
             )  # fmt: skip
-            memory = self._share_memory(tasks)
+            sharing = self._share_memory(tasks)
+            memory = None if sharing is None else sharing.others
             self._intake = LeaseIntake(self._queue, self._publisher, self._settings.max_deliveries, memory)
-            self._caller = self._open_caller(tasks)
+            self._caller = self._open_caller(tasks, sharing)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
             self._caller.use_local_steps(self._local)
             self._heartbeat.direct = self._local.counts
@@ -169,20 +170,23 @@ class Worker:
             await self._caller.discard()
             await cancel_tasks(renewals, readers, *filter(None, [self._sharing]))
 
-    def _share_memory(self, tasks: asyncio.TaskGroup) -> SegmentReader | None:
+    def _share_memory(self, tasks: asyncio.TaskGroup) -> SegmentSharing | None:
         segments = self._segments
         if not segments.directory:
             return None
         name = f"worker-{IdFactory().ulid()}"
-        sharing = SegmentSharing(segments, name, "gateway-", self._store.segment_secret, reader=self._id)
+        kinds, reader = ("gateway-", "worker-"), worker_owner(self._id)
+        sharing = SegmentSharing(segments, name, kinds, self._store.segment_secret, reader=reader)
         self._publisher.memory = ReplyMemory(sharing.own, sharing.shelf, segments.least_bytes)
         self._sharing = tasks.create_task(sharing.run())
         self._sharing.add_done_callback(lambda _: sharing.close())
-        return sharing.others
+        return sharing
 
-    def _open_caller(self, tasks: asyncio.TaskGroup) -> WorkerCaller:
+    def _open_caller(self, tasks: asyncio.TaskGroup, sharing: SegmentSharing | None) -> WorkerCaller:
         caller = WorkerCaller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
-        caller.endpoints = EndpointFollower(self.catalog, self._store, f"worker-{self._id}", self._queue)
+        caller.endpoints = EndpointFollower(self.catalog, self._store, worker_owner(self._id), self._queue)
+        if sharing is not None:
+            caller.share_memory(sharing, self._segments.least_bytes)
         if self._cache is not None:
             most = self._limits.max_in_flight
             summaries = self._metrics.summary_latencies

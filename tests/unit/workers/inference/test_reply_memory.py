@@ -36,10 +36,10 @@ class Scene:
 
     def __init__(self, directory: Path) -> None:
         settings = SegmentSettings(directory=str(directory), most_bytes=8 * 2**20)
-        self.worker = SegmentSharing(settings, "worker-w", "gateway-", secret, reader="w")
+        self.worker = SegmentSharing(settings, "worker-w", ("gateway-",), secret, reader="worker-w")
         self.own = self.worker.own
         self.replies = ReplyMemory(self.own, self.worker.shelf, 1000)
-        self.reader = SegmentReader(directory, "gateway-a", "worker-")
+        self.reader = SegmentReader(directory, "gateway-a", ("worker-",))
         self.reader.secret = b"secret"
         self.running = asyncio.gather(self.worker.run(), self.reader.run())
         self.known = {"a", "b"}

@@ -28,8 +28,10 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.ensemble_graph import PlanStep
-from qinfer.queue.entries import Lane, reply_address
+from qinfer.queue.entries import Lane, reply_address, worker_owner
 from qinfer.queue.lanes import Queue
+from qinfer.segments.reading import SegmentSharing
+from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Entrance, Submission, check
@@ -74,7 +76,7 @@ class WorkerCaller:
     ) -> None:
         self._queue = queue
         self._catalog = catalog
-        self._owner = f"worker-{worker_id}"
+        self._owner = worker_owner(worker_id)
         self._tasks = tasks
         self._called = called
         self._is_following_endpoints = False
@@ -100,6 +102,11 @@ class WorkerCaller:
     def set_cache(self, cache: ResponseCache) -> None:
         """Caches responses of called models."""
         self._submission.set_cache(cache)
+
+    def share_memory(self, sharing: SegmentSharing, least_bytes: int) -> None:
+        """Keeps large tensors of calls in memory, and reads outputs in that of workers; before the first call."""
+        self._submission.pending.kept = sharing.others
+        self._submission.set_memory(TensorMemory(sharing, least_bytes, self._catalog))
 
     def call(self, request: OutgoingRequest, deadline_s: float) -> Response:
         """Implements `ModelCaller.call`."""
