@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import tritonclient.http.aio as over_http
 
+from qinfer.core.messages import InferRequest, MemoryReference
 from qinfer.core.settings_sections import SegmentSettings
-from qinfer.queue.entries import worker_owner
+from qinfer.queue.entries import Lane, worker_owner
 from qinfer.segments import memory as segments
 from qinfer.segments.memory import OwnSegment
 from qinfer.segments.shelf import owners, socket_path
@@ -26,6 +27,7 @@ from qinfer.segments.slabs import Place
 from qinfer.submission.response_cache import inputs_digest
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
+from qinfer.wire.frame import encode_referring_request
 from qinfer_api.http.connection import HttpConnection
 from tests.support.ensembles import scale
 from tests.support.served_models import ServedModels, models_served, tensor
@@ -250,6 +252,26 @@ async def test_a_worker_that_reads_no_memory_leaves_requests_to_others(
     answer = await asked
 
     assert np.array_equal(answer.as_numpy("y"), IMAGE * 2)
+
+
+async def test_a_request_whose_dead_gateway_no_worker_knew_ends_at_its_deadline(scene: ServedModels) -> None:
+    """Its gateway may be one that is not reached here and now; workers put it back until then."""
+    request = InferRequest(
+        model="double",
+        version=1,
+        id="r",
+        timeout_s=0.3,
+        reply_to="reply:gateway-dead",
+        inputs=(Tensor("x", "FP32", (1, 5000), bytes(20_000)),),
+    )
+    frame = encode_referring_request(request, lambda _, size: MemoryReference("gateway-dead", 1, 0, size, 1))
+    assert frame is not None
+    submitted = asyncio.Event()
+    scene.gateway._delivery.submit(Lane("double", 1), frame, lambda _: submitted.set())
+    await submitted.wait()
+    assert await scene.waits("double", 1)
+
+    await eventually(lambda: scene.waits("double", 0), description="an empty lane")
 
 
 async def test_many_sizes_come_back_as_they_were_sent(scene: ServedModels) -> None:

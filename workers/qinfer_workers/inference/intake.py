@@ -261,8 +261,11 @@ class LeaseIntake:
         except TensorsGone:
             self._publisher.discard(item)
         except TensorsUnreachable as error:
-            self._unread.failed(error.message)
-            self.put_off([item])
+            if item.deadline_s <= self._queue.clock.now_s():  # no worker knows that its caller has died
+                self._publisher.discard(item)
+            else:
+                self._unread.failed(error.message)
+                self.put_off([item])
         return None
 
     async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
