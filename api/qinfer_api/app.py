@@ -241,7 +241,6 @@ class Gateway:
         if not settings.directory:
             return None
         sharing = SegmentSharing(settings, self.name, ("worker-",), self._store.segment_secret, reader=self.name)
-        submission.pending.kept = sharing.others
         submission.set_memory(TensorMemory(sharing, settings.least_bytes, self.catalog))
         return sharing
 

@@ -163,6 +163,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
         cpu_s: CPU time with child processes; 0 = unknown.
+        tensor_bytes: Bytes of tensors in its memory, beside the queue.
+        tensor_ways: Counts of the requests with large tensors that it submitted, by way (`TensorMemory`).
     """
 
     id: str
@@ -188,6 +190,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuUse, ...] = ()
     memory: dict[str, dict[int, tuple[MemoryUse, ...]]] = msgspec.field(default_factory=dict)
     long: tuple[Executing, ...] = ()
+    tensor_bytes: int = 0
+    tensor_ways: dict[str, int] = msgspec.field(default_factory=dict)
 
     def lacks(self, *, strict: bool) -> str:
         """Returns why the worker is not ready; `strict` counts failed models."""

@@ -295,6 +295,18 @@ WORKER_CPU = _counter(
 WORKER_MEMORY = _gauge(
     "qinfer_worker_memory_bytes", f"Resident memory of a worker and its child processes. {_ENDS}", _WORKER
 )
+WORKER_SEGMENT_BYTES = _gauge(
+    "qinfer_worker_segment_held_bytes",
+    "Memory in which a worker keeps tensors beside the queue: of requests that its ensembles and models made, and "
+    f"outputs that were not read yet. {_ENDS}",
+    _WORKER,
+)
+WORKER_SEGMENT_REQUESTS = _counter(
+    "qinfer_worker_segment_requests_total",
+    "Requests with large tensors that a worker's ensembles and models made, by way, as qinfer_segment_requests_total. "
+    f"{_ENDS}",
+    ("way", "worker"),
+)
 DEVICE_MEMORY_USED = _gauge(
     "qinfer_device_memory_used_bytes", f"Used memory of a worker's GPU, by all programs. {_ENDS}", _GPU
 )

@@ -79,10 +79,15 @@ class TensorMemory:
     def __init__(self, sharing: SegmentSharing, least_bytes: int, catalog: Catalog) -> None:
         self.least_bytes = least_bytes
         self.ways = Counter[str]()
-        self._memory, self._shelf = sharing.own, sharing.shelf
+        self._memory, self._shelf, self.others = sharing.own, sharing.shelf, sharing.others
         self._catalog = catalog
         self._is_shared: dict[str, bool] = {}
         self._shelf.changed = self.forget
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes with tensors of pending requests, or outputs that were not confirmed."""
+        return self._memory.held_bytes
 
     def forget(self) -> None:
         """Looks anew for the workers of each model."""
@@ -135,8 +140,7 @@ class TensorMemory:
 
     def families(self) -> Iterator[Family]:
         """Yields the metrics."""
-        own, memory = {"process": self._memory.owner}, self._memory
-        held = memory.held_bytes
+        own, memory, held = {"process": self._memory.owner}, self._memory, self.held_bytes
         bytes_of = (("held", held), ("idle", memory.paged_bytes - held))
         yield family(catalogue.SEGMENT_BYTES, ((nbytes, {"state": state, **own}) for state, nbytes in bytes_of))
         yield family(catalogue.SEGMENT_OLDEST, [(memory.oldest_s, own)])

@@ -106,8 +106,8 @@ class Submission:
         self._cache = cache
 
     def set_memory(self, memory: TensorMemory) -> None:
-        """Keeps large tensors of requests in memory; before the first refresh."""
-        self.memory = memory
+        """Keeps large tensors of requests in memory, and reads outputs in that of workers; before the first refresh."""
+        self.memory, self.pending.kept = memory, memory.others
         self.layouts.remembered_bytes = memory.least_bytes - 1
 
     def asked(self, model: str, version: int) -> "Entrance":

@@ -85,9 +85,16 @@ class Cluster:
         """The environment of its programs, but for ports."""
         return self._env
 
-    def add(self, role: Role, steps: Sequence[str] = (), arguments: Sequence[str] = (), module: str = "") -> Member:
+    def add(
+        self,
+        role: Role,
+        steps: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        module: str = "",
+        settings: Mapping[str, str] | None = None,
+    ) -> Member:
         """Starts one more, which is hurt at these steps (`faulty`), or is another program than its role's."""
-        env = dict(self._env)
+        env = self._env | dict(settings or {})
         if role is Role.GATEWAY:
             ports = {name: _free_port() for name in ("HTTP", "GRPC", "METRICS")}
             env |= {f"QINFER_{name}__PORT": str(port) for name, port in ports.items()}

@@ -18,9 +18,10 @@ from onnx import helper
 
 from tests.chaos.verdict import Verdict
 from tests.support import models
+from tests.support.ensembles import ensemble
 from tests.support.python_models import execute, write_model
 
-DIGEST, LONG = "digest", "long"
+DIGEST, LONG, SAME, STEPS = "digest", "long", "same", "steps"
 
 _CALLERS = 8
 _LEAST_BYTES, _MOST_BYTES = 1024, 8 * 2**20
@@ -40,8 +41,11 @@ return [reply(x(request).cumsum(axis=1).sum(axis=1, keepdims=True)) for request 
 )
 
 
-def write_models(repository: Path) -> tuple[str, str]:
-    """Writes a model that is done at once, and one that takes a while that a fault can fall into; returns the names."""
+def write_models(repository: Path) -> tuple[str, ...]:
+    """Writes a model that is done at once, one that takes a while that a fault can fall into, and an ensemble of it.
+
+    Returns the names, the ensemble's last.
+    """
     nodes = [
         helper.make_node("Constant", [], ["axis"], value_ints=[1]),
         helper.make_node("Constant", [], ["along"], value_int=1),
@@ -50,7 +54,13 @@ def write_models(repository: Path) -> tuple[str, str]:
     ]
     models.write(repository, DIGEST, nodes, [("x", "INT64", (-1,))], [("y", "INT64", (1,))])
     write_model(repository, _LONG, LONG, max_batch_size=4, datatype="INT64")
-    return DIGEST, LONG
+    same = [helper.make_node("Identity", ["x"], ["y"])]
+    models.write(repository, SAME, same, [("x", "INT64", (-1,))], [("y", "INT64", (-1,))])
+    steps = (SAME, {"x": "x"}, {"y": "t"}), (LONG, {"x": "t"}, {"y": "y"})
+    ensemble(repository, STEPS, *steps, width=-1, max_batch_size=4)
+    file = repository / STEPS / "config.pbtxt"
+    file.write_text(file.read_text().replace("FP32", "INT64"))
+    return DIGEST, LONG, SAME, STEPS
 
 
 def tensor_of(seed: int, nbytes: int) -> npt.NDArray[np.int64]:
@@ -95,7 +105,7 @@ class TensorClients:
             number = next(self._numbers)
             most = _HUGE_BYTES if self._draw.random() < _HUGE else _MOST_BYTES
             nbytes = int(math.exp(self._draw.uniform(math.log(_LEAST_BYTES), math.log(most))))
-            model = LONG if self._draw.random() < 0.3 else DIGEST
+            model = self._draw.choices([DIGEST, LONG, STEPS], [5, 2, 3])[0]
             await self._ask(client, number, model, tensor_of(number, nbytes))
             await asyncio.sleep(_PAUSE_S * self._draw.uniform(0.5, 1.5))
 
@@ -139,21 +149,26 @@ def request_of(tensor: npt.NDArray[np.int64]) -> tuple[dict[str, str], bytes]:
     return {"Inference-Header-Content-Length": str(len(head))}, head + tensor.tobytes()
 
 
-def judge(clients: TensorClients, *, kills: int, ways: Counter[str], held: Sequence[float]) -> Verdict:
+def judge(
+    clients: TensorClients, *, kills: int, ways: Counter[str], of_workers: Counter[str], held: Sequence[float]
+) -> Verdict:
     """Counts, and says what is wrong.
 
     Args:
         clients: What callers saw.
         kills: Processes that were killed.
-        ways: How many requests went which way.
-        held: The bytes that each gateway holds in the end.
+        ways: How many requests of gateways went which way.
+        of_workers: And how many steps of ensembles.
+        held: The bytes that each process holds in the end.
     """
     wrong = sum("has the answer" in problem for problem in clients.problems)
     counts = f"right={sum(clients.right.values())} wrong={wrong} " + " ".join(
-        f"{way}={ways[way]}" for way in ("memory", "no_memory", "old_worker")
+        f"{way}={ways[way]}+{of_workers[way]}" for way in ("memory", "no_memory", "old_worker")
     )
     problems = clients.problems[:_SHOWN]
     if not ways["memory"]:
         problems.append("no request was kept in memory")
-    problems += [f"a gateway still holds {nbytes:.0f} bytes" for nbytes in held if nbytes]
+    if not of_workers["memory"]:
+        problems.append("no step was kept in memory")
+    problems += [f"a process still holds {nbytes:.0f} bytes" for nbytes in held if nbytes]
     return Verdict(f"tensors: {counts} kills={kills}", problems)

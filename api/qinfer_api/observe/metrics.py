@@ -242,6 +242,8 @@ def _worker_families(workers: Sequence[WorkerRecord]) -> Iterator[Family]:
     for info, value in _OF_WORKERS:
         known = ((value(worker), {"worker": worker.id}) for worker in workers)
         yield family(info, ((found, labels) for found, labels in known if found is not None))
+    ways = [(count, way, worker.id) for worker in workers for way, count in worker.tensor_ways.items()]
+    yield family(catalogue.WORKER_SEGMENT_REQUESTS, ((count, {"way": way, "worker": id_}) for count, way, id_ in ways))
     gpus = [({"worker": worker.id, "device": f"gpu {gpu.number}"}, gpu) for worker in workers for gpu in worker.gpus]
     for info, name in _OF_GPUS:
         yield family(info, ((getattr(gpu, name), labels) for labels, gpu in gpus))
@@ -258,6 +260,7 @@ _OF_WORKERS: tuple[tuple[Info, Callable[[WorkerRecord], float | None]], ...] = (
     (catalogue.WORKER_LEASES_LOST, lambda worker: worker.leases_lost),
     (catalogue.WORKER_CPU, lambda worker: worker.cpu_s if worker.memory_bytes else None),
     (catalogue.WORKER_MEMORY, lambda worker: worker.memory_bytes or None),
+    (catalogue.WORKER_SEGMENT_BYTES, lambda worker: worker.tensor_bytes),
 )
 _OF_GPUS = (
     (catalogue.DEVICE_MEMORY_USED, "memory_used_bytes"),

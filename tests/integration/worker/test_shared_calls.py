@@ -121,7 +121,13 @@ async def test_tensors_of_steps_and_calls_do_not_pass_through_redis(
 
     await asyncio.gather(*[ask(scene, model, number) for number in range(REQUESTS)])
 
-    assert memory_of(scene, "front").ways == {MEMORY: asked * (1 + REQUESTS)}
+    ways = {MEMORY: asked * (1 + REQUESTS)}
+    assert memory_of(scene, "front").ways == ways
+
+    async def are_shown() -> bool:
+        return [one.tensor_ways for one in await scene.store.workers() if one.id == "front"] == [ways]
+
+    await eventually(are_shown, description="counts in the heartbeat")
     assert await bytes_of_redis(scene) - before < IMAGE.nbytes / 2
     await eventually(lambda: held(scene) == [0, 0], description="memory that was given back")
 

@@ -266,6 +266,8 @@ def everything() -> tuple[GatewayTally, MetricsSnapshot]:
                 gpus=(gpu,),
                 busy={"m": {1: 3}},
                 load_s={"m": {1: 0.5}},
+                tensor_bytes=64,
+                tensor_ways={"memory": 5},
             )
         ],
         letters={("m", 1): 2, ("m", 0): 1},
@@ -317,6 +319,8 @@ def test_what_workers_and_queues_tell() -> None:
     assert value(catalogue.WORKER_LEASES_LOST, worker="w") == 1
     assert value(catalogue.WORKER_CPU, worker="w") == 12.5
     assert value(catalogue.WORKER_MEMORY, worker="w") == 4096
+    assert value(catalogue.WORKER_SEGMENT_BYTES, worker="w") == 64
+    assert value(catalogue.WORKER_SEGMENT_REQUESTS, worker="w", way="memory") == 5
     assert value(catalogue.DEVICE_MEMORY_USED, worker="w", device="gpu 1") == 10
     assert value(catalogue.DEVICE_UTILIZATION, worker="w", device="gpu 1") == 0.25
     assert value(catalogue.BRIDGE_ACCEPTED, route="r") == 5

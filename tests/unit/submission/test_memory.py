@@ -53,7 +53,7 @@ class Scene:
         self.memory = OwnMemory("gateway-a", 4 * MIB)
         self.dispatcher = Dispatcher(queue, catalog, GatewayTally(), LimitSettings(), "me", None)
         self.shelf = SimpleNamespace(known={"worker-w1"})
-        sharing = SimpleNamespace(own=self.memory, shelf=self.shelf)
+        sharing = SimpleNamespace(own=self.memory, shelf=self.shelf, others=None)
         self.tensors = TensorMemory(cast(SegmentSharing, sharing), 1000, catalog)
         self.dispatcher.submission.set_memory(self.tensors)
         self.pending = self.dispatcher.submission.pending

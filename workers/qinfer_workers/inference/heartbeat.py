@@ -21,6 +21,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe import model_metrics, stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
 from qinfer.queue.count_pushes import CountPushes, Underway, concerns
+from qinfer.submission.memory import TensorMemory
 from qinfer.wire.frame import FRAME_VERSION, OLDEST_READABLE
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
@@ -80,6 +81,7 @@ class Heartbeat:
         self._usage: ResourceUsage | None = None
         self.load_times: _LoadTimes = dict
         self.direct: Callable[[], dict[Key, int]] = dict
+        self.tensors: TensorMemory | None = None
         self.beaten: Callable[[WorkerRecord], None] = lambda _: None
         self.missed: Callable[[float], None] = lambda _: None
         self.unready: Callable[[], dict[Key, str]] = dict
@@ -172,6 +174,8 @@ class Heartbeat:
             gpus=self._usage.gpus if self._usage else (),
             memory=self._usage.memory if self._usage else {},
             long=tuple(self.long(now_s)),
+            tensor_bytes=self.tensors.held_bytes if self.tensors else 0,
+            tensor_ways=dict(self.tensors.ways) if self.tensors else {},
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         self.beaten(record)

@@ -33,6 +33,7 @@ from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease, worker_owner
 from qinfer.queue.lanes import Queue
 from qinfer.segments.reading import SegmentSharing
+from qinfer.submission.memory import TensorMemory
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.traffic.store import EndpointStore
@@ -186,7 +187,8 @@ class Worker:
         caller = WorkerCaller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
         caller.endpoints = EndpointFollower(self.catalog, self._store, worker_owner(self._id), self._queue)
         if sharing is not None:
-            caller.share_memory(sharing, self._segments.least_bytes)
+            self._heartbeat.tensors = TensorMemory(sharing, self._segments.least_bytes, self.catalog)
+            caller.set_memory(self._heartbeat.tensors)
         if self._cache is not None:
             most = self._limits.max_in_flight
             summaries = self._metrics.summary_latencies

@@ -30,7 +30,6 @@ from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.queue.entries import Lane, reply_address, worker_owner
 from qinfer.queue.lanes import Queue
-from qinfer.segments.reading import SegmentSharing
 from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import ResponseCache
@@ -103,10 +102,9 @@ class WorkerCaller:
         """Caches responses of called models."""
         self._submission.set_cache(cache)
 
-    def share_memory(self, sharing: SegmentSharing, least_bytes: int) -> None:
-        """Keeps large tensors of calls in memory, and reads outputs in that of workers; before the first call."""
-        self._submission.pending.kept = sharing.others
-        self._submission.set_memory(TensorMemory(sharing, least_bytes, self._catalog))
+    def set_memory(self, memory: TensorMemory) -> None:
+        """Keeps large tensors of calls in memory; before the first call."""
+        self._submission.set_memory(memory)
 
     def call(self, request: OutgoingRequest, deadline_s: float) -> Response:
         """Implements `ModelCaller.call`."""
