@@ -31,7 +31,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import is_callers
 from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Counter, PendingCall, ResponseSink
-from qinfer.submission.submit import Entrance, LaneEntrance, PolicyEntrance, StampedRequest, Submission, check
+from qinfer.submission.submit import Entrance, StampedRequest, Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
@@ -166,12 +166,12 @@ class Dispatcher:
         return self.of_model(*place)
 
     def landing(self, model: str, version: int, nbytes: int, begin: int, tenant: str) -> Landing | None:
-        """Returns memory for tensors behind `begin` bytes, if only the model's lane needs them."""
+        """Returns memory for tensors behind `begin` bytes, if they are not needed after the submission."""
         memory = self.submission.memory
         if memory is None or model in self.endpoints.by_name or type(self.traces) is not StoredTraces:
             return None
         with suppress(QinferError):  # `submit` raises it again
-            if type(self.submission.asked(model, version)) in (LaneEntrance, PolicyEntrance):
+            if self.submission.asked(model, version).lands:
                 return memory.land(nbytes, begin, model, tenant)
         return None
 

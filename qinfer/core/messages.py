@@ -148,12 +148,16 @@ class MemoryReference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptTensors(Protocol):
-    """Tensors in the memory of this process, until they are released."""
+    """Tensors in the memory of this process, until each that holds them has released them."""
 
     reference: MemoryReference
 
+    def hold(self) -> "KeptTensors":
+        """Returns them to one more that holds them."""
+        ...
+
     def release(self) -> None:
-        """Gives the memory back; may be repeated."""
+        """Gives the memory back with the last that holds them; once for each."""
         ...
 
 
@@ -208,7 +212,7 @@ class OutgoingRequest(InferRequest, kw_only=True):
         endpoint: The named one; model and version are its target's.
         assigned: The endpoint drew its target: the caller named none, and met no condition.
         moves: The endpoint's stable target may answer it if its target is rolled back.
-        landed: The memory that has its tensors already, from `landed_at` on.
+        landed: The memory that has its tensors already, each from its `landed_at` on.
     """
 
     inputs_digest: bytes = b""
@@ -217,7 +221,7 @@ class OutgoingRequest(InferRequest, kw_only=True):
     assigned: bool = False
     moves: bool = False
     landed: KeptTensors | None = None
-    landed_at: int = 0
+    landed_at: tuple[int, ...] = ()
 
     @property
     def moves_by(self) -> str:

@@ -309,6 +309,12 @@ class ModelSpec:
         return self.sequences is not None and not self.sequences.iterative
 
     @property
+    def copies_once(self) -> bool:
+        """Tells whether only a batch reads requests' tensors; strings, streams and steps are read more often."""
+        is_special = self.decoupled or self.steps or self.sequences is not None
+        return not is_special and all(port.datatype != "BYTES" for port in self.inputs)
+
+    @property
     def file_inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs of requests and batches, then control inputs, then states."""
         if self.sequences is None:

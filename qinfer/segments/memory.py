@@ -45,23 +45,28 @@ class OwnSegment(msgspec.Struct, frozen=True):
 
 
 class HeldTensors(msgspec.Struct):
-    """Tensors in this process's memory, until `release`."""
+    """Tensors in this process's memory, until each of the `holders` has released them."""
 
     reference: MemoryReference
     tenant: str
     place: Place
     memory: "OwnMemory"
-    is_held: bool = True
+    holders: int = 1
 
     def view(self) -> memoryview:
         """Returns the bytes of the tensors, to be written."""
         begin = self.place.offset + HEADER_BYTES
         return memoryview(self.memory.segments[self.place.segment].memory)[begin : begin + self.reference.size]
 
+    def hold(self) -> "HeldTensors":
+        """Returns them to one more that holds them: several requests may refer to parts of the same tensors."""
+        self.holders += 1
+        return self
+
     def release(self) -> None:
-        """Gives the memory back; may be repeated."""
-        if self.is_held:
-            self.is_held = False
+        """Gives the memory back with the last that holds them; once for each."""
+        self.holders -= 1
+        if not self.holders:
             self.memory.release(self)
 
 

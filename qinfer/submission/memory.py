@@ -6,7 +6,7 @@ may execute the request must share the memory; others would have to put the requ
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -17,9 +17,8 @@ from qinfer.queue.entries import worker_owner
 from qinfer.segments.memory import HeldTensors
 from qinfer.segments.reading import SegmentSharing
 from qinfer.submission.layouts import check_head, tensor_bytes
-from qinfer.submission.pending import PendingCall
 from qinfer.tensors import Bytes
-from qinfer.wire.frame import encode_landed_request, encode_referring_request
+from qinfer.wire.frame import encode_landed_request, encode_referring_request, landed_places
 
 ALIGNMENT = 64
 """Tensors of a body that is received into memory begin at a multiple of so many bytes."""
@@ -36,37 +35,32 @@ class Landing:
     Attributes:
         body: All of it.
         rest: The part that has not come yet.
-        tensors_at: The beginning of the tensors, in bytes from that of the memory.
     """
 
     def __init__(self, held: HeldTensors, before: int, begin: int) -> None:
         self.held = held
         self.body = self.rest = held.view()[before:]
-        self.tensors_at = before + begin
-        self._is_kept = False
+        self._tensors_at = before + begin
+        self._is_left = False
 
     def add(self, part: Bytes) -> None:
         """Copies a part that came before."""
         self.rest[: len(part)] = part
         self.came(len(part))
 
+    def enter(self, request: OutgoingRequest) -> None:
+        """Tells a request that its tensors lie here, unless they are not aligned."""
+        request.landed_at = landed_places(request.inputs, self._tensors_at, self.held.reference.size)
+        request.landed = self.held if request.landed_at else None
+
     def came(self, nbytes: int) -> None:
         """Notes bytes that were received into `rest`."""
         self.rest = self.rest[nbytes:]
 
-    def enter(self, request: OutgoingRequest, submit: Callable[[], PendingCall]) -> PendingCall:
-        """Submits the body's request, which may keep the memory until it ends; else `leave` gives it back."""
-        request.landed, request.landed_at = self.held, self.tensors_at
-        try:
-            pending = submit()
-        finally:
-            request.landed = None
-        self._is_kept = pending.tensors is self.held
-        return pending
-
     def leave(self) -> None:
-        """Gives back memory that no pending request keeps; may be repeated."""
-        if not self._is_kept:
+        """Gives the memory back, unless a pending request holds it; may be repeated."""
+        if not self._is_left:
+            self._is_left = True
             self.held.release()
 
 
@@ -100,8 +94,8 @@ class TensorMemory:
         if not self._is_read_by_all(served.spec.name):
             self.ways[OLD_WORKER] += 1
             return None
-        if request.landed is not None and (laid := self._landed(request, request.landed)) is not None:
-            return laid
+        if request.landed is not None:
+            return self._landed(request, request.landed)
         held: HeldTensors | None = None
 
         def write(parts: Sequence[Bytes], nbytes: int) -> MemoryReference | None:
@@ -130,13 +124,11 @@ class TensorMemory:
         held = self._memory.take(before + nbytes, tenant)
         return None if held is None else Landing(held, before, begin)
 
-    def _landed(self, request: OutgoingRequest, landed: KeptTensors) -> tuple[bytes, KeptTensors] | None:
+    def _landed(self, request: OutgoingRequest, landed: KeptTensors) -> tuple[bytes, KeptTensors]:
         frame = encode_landed_request(request, landed.reference, request.landed_at)
-        if frame is None:
-            return None
         check_head(len(frame))
         self.ways[MEMORY] += 1
-        return frame, landed
+        return frame, landed.hold()
 
     def families(self) -> Iterator[Family]:
         """Yields the metrics."""

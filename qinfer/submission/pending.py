@@ -343,8 +343,7 @@ class PendingRequests:
         if response.final and not response.stored:
             del self._pending[response.request_id]
             self._remove_entry(pending)
-            if pending.tensors is not None:
-                pending.tensors.release()
+            _give_back(pending)
         return pending
 
     def cancel(self, pending: PendingCall) -> bool:
@@ -634,8 +633,9 @@ def _outputs_of(pending: PendingCall) -> _Outputs:
 
 
 def _give_back(pending: PendingCall) -> None:
-    if pending.tensors is not None:
-        pending.tensors.release()
+    tensors, pending.tensors = pending.tensors, None
+    if tensors is not None:
+        tensors.release()
 
 
 def _uncount(pending: PendingCall) -> None:

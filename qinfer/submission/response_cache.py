@@ -286,6 +286,11 @@ class ResponseCache:
         self._unwritten_bytes = 0
         self._work = asyncio.Event()
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether requests wait for an answer of Redis before they are executed."""
+        return self._shared is not None
+
     def serve(self, table: PendingRequests) -> None:
         """Begins to answer requests of a table."""
         self._table = table

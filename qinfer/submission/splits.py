@@ -135,11 +135,16 @@ def parts_of(request: OutgoingRequest, max_rows: int) -> list[OutgoingRequest]:
     starts = range(0, rows, max_rows)
     assert len(starts) <= MAX_PARTS, "the request was checked"
     columns = [_cut(tensor, max_rows) for tensor in request.inputs]
+    landed = [(at, len(tensor.data) // rows) for at, tensor in zip(request.landed_at, request.inputs, strict=False)]
     return [
         msgspec.structs.replace(
-            request, inputs=tuple(column[place] for column in columns), inputs_digest=b"", moves=False
+            request,
+            inputs=tuple(column[place] for column in columns),
+            inputs_digest=b"",
+            moves=False,
+            landed_at=tuple(at + start * row_bytes for at, row_bytes in landed),
         )
-        for place in range(len(starts))
+        for place, start in enumerate(starts)
     ]
 
 

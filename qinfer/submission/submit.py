@@ -169,6 +169,8 @@ class Entrance(ABC):
         self.served, self.spec = served, served.spec
         self.lane: LaneEntrance
         self.uncached: Entrance = self
+        self.lands = False
+        """Whether bodies may be received into the memory of their tensors."""
         self.usual_timeout_s = self.spec.max_timeout_s if self.spec.decoupled else self.spec.default_timeout_s
         if inner is not None:
             self.lane, self.uncached = inner.lane, inner.uncached
@@ -203,6 +205,7 @@ class LaneEntrance(Entrance):
         self._max_in_flight, self._load = submission.max_in_flight, submission.backlog.load
         self._lane, self._route, self._limit = route.lane, route, route.policy.max_queue_size
         self._default_s = spec.default_timeout_s
+        self.lands = not spec.is_stateful
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
@@ -421,6 +424,7 @@ class SplitEntrance(Entrance):
     def __init__(self, inner: Entrance) -> None:
         super().__init__(inner.served, inner)
         self._inner = inner
+        self.lands = inner.lands and self.spec.copies_once  # else workers would copy all parts for each
         self.uncached = self if inner.uncached is inner else SplitEntrance(inner.uncached)
 
     def submit(
@@ -442,6 +446,7 @@ class CacheEntrance(Entrance):
     def __init__(self, cache: ResponseCache, inner: LaneEntrance) -> None:
         super().__init__(inner.served, inner)
         self._cache, self._inner = cache, inner
+        self.lands = inner.lands and not cache.looks_up
 
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None

@@ -181,20 +181,26 @@ def encode_referring_request(
     return _join(_REQUEST, _encode_header(request, inputs, _IN_MEMORY, memory), [], FRAME_VERSION)
 
 
-def encode_landed_request(request: InferRequest, memory: MemoryReference, begin: int) -> bytes | None:
-    """Encodes a request whose tensors lie in memory already, one behind the other from `begin` on.
+def landed_places(inputs: Items[Tensor], begin: int, end: int) -> tuple[int, ...]:
+    """Returns where tensors lie that were received into memory, one behind the other from `begin` to `end`.
 
-    `None` if they are not the rest of what lies there, or if one is not aligned to its elements.
+    Empty if they don't lie there, or if one is not aligned to its elements.
     """
-    inputs, position = [], begin
-    for tensor in request.inputs:
-        size = len(tensor.data)
+    places, position = [], begin
+    for tensor in inputs:
         if not isinstance(tensor.data, memoryview) or position % max(DATATYPES[tensor.datatype].itemsize, 1):
-            return None
-        inputs.append(_TensorHeader(tensor.name, tensor.datatype, tensor.shape, position, size))
-        position += size
-    if position != memory.size:
-        return None
+            return ()
+        places.append(position)
+        position += len(tensor.data)
+    return tuple(places) if position == end else ()
+
+
+def encode_landed_request(request: InferRequest, memory: MemoryReference, places: Items[int]) -> bytes:
+    """Encodes a request whose tensors lie in memory already, at these places."""
+    inputs = [
+        _TensorHeader(tensor.name, tensor.datatype, tensor.shape, place, len(tensor.data))
+        for tensor, place in zip(request.inputs, places, strict=True)
+    ]
     return _join(_REQUEST, _encode_header(request, inputs, _IN_MEMORY, memory), [], FRAME_VERSION)
 
 

@@ -208,13 +208,12 @@ class FastCall:
             self.refuse(dispatcher, head, error)
 
     def _enter(self, dispatcher: Dispatcher, context: CallerContext) -> None:
-        """Submits the request, whose end gives back what its tensors landed in."""
-        landing, asked_s = self.landing, self.head.timeout_s
-        if landing is None:
-            pending = dispatcher.submit(context, self.request, self, asked_s=asked_s)
-        else:
-            submit = partial(dispatcher.submit, context, self.request, self, asked_s=asked_s)
-            pending = landing.enter(self.request, submit)
+        """Submits the request, which holds what its tensors landed in."""
+        landing = self.landing
+        if landing is not None:
+            landing.enter(self.request)
+        pending = dispatcher.submit(context, self.request, self, asked_s=self.head.timeout_s)
+        if landing is not None:
             self.forget_landing()
         if self.reply is None:
             self._pending, pending.holder = pending, self

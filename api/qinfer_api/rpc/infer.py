@@ -231,8 +231,10 @@ class Infer:
     def _land_region(self, landings: list[Landing], fields: Any, call: GrpcCall, nbytes: int) -> memoryview | None:
         """See `FastCall._land`."""
         version = parse_version(fields.model_version) if fields.model_version else 0
-        tenant = call.context.tenant
-        if landings or (landing := self.dispatcher.landing(fields.model_name, version, nbytes, 0, tenant)) is None:
+        if landings or self.dispatcher.reads_all(fields.model_name):
+            return None
+        landing = self.dispatcher.landing(fields.model_name, version, nbytes, 0, call.context.tenant)
+        if landing is None:
             return None
         landings.append(landing)
         return landing.body
@@ -315,9 +317,10 @@ class Infer:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
         # Draining closes streams: every admitted request is answered.
-        submit = partial(self.dispatcher.submit, call.context, request, sink, call.time_remaining(), is_taken=True)
+        if landing is not None:
+            landing.enter(request)
         try:
-            pending = submit() if landing is None else landing.enter(request, submit)
+            pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
         except QinferError:
             call.request_id = request.id
             raise

@@ -18,7 +18,7 @@ import pytest
 import tritonclient.http.aio as over_http
 
 from qinfer.core.messages import InferRequest, MemoryReference
-from qinfer.core.settings_sections import SegmentSettings
+from qinfer.core.settings_sections import CacheSettings, SegmentSettings
 from qinfer.queue.entries import Lane, worker_owner
 from qinfer.segments import memory as segments
 from qinfer.segments.memory import OwnSegment
@@ -42,7 +42,8 @@ IMAGE = np.arange(150_528, dtype="f4").reshape(1, -1)
 async def scene(tmp_path: Path) -> AsyncIterator[ServedModels]:
     scale(tmp_path / "repository", "double", 2.0, width=-1)
     segments = SegmentSettings(directory=str(tmp_path / "m"), least_bytes=16_384)
-    async with models_served(tmp_path / "repository", {"segments": segments}) as scene:
+    cache = CacheSettings(config=f"local,size={2**26}")
+    async with models_served(tmp_path / "repository", {"segments": segments, "cache": cache}) as scene:
         await scene.http.load_model("double")
         await shared(scene, "w1")
         yield scene
@@ -146,6 +147,69 @@ async def test_a_body_is_received_into_memory_whatever_its_pieces(scene: ServedM
     assert held(scene) == 0
 
 
+async def configure(scene: ServedModels, text: str) -> None:
+    """Loads the model with a longer configuration."""
+    file = scene.repository / "double" / "config.pbtxt"
+    file.write_text(file.read_text() + text)
+    await scene.http.load_model("double")
+
+
+SPLIT = 'parameters { key: "qinfer.split" value { string_value: "true" } }'
+ROWS = IMAGE.reshape(32, -1)
+"""Four parts."""
+
+
+@pytest.mark.usefixtures("no_copies")
+@pytest.mark.parametrize("text", [SPLIT, SPLIT + " response_cache { enable: true }"])
+async def test_parts_of_a_request_refer_to_its_memory(scene: ServedModels, text: str) -> None:
+    await configure(scene, text)
+    reader, writer = await opened(scene)
+    for number in range(3):
+        writer.write(body_of(ROWS + number))
+        assert np.array_equal(await answer_of(reader), ((ROWS + number) * 2).ravel())
+
+    writer.close()
+    assert await ways(scene) == {"memory": 12}
+    assert held(scene) == 0
+
+
+async def test_a_client_that_leaves_takes_the_memory_of_its_parts_along(scene: ServedModels) -> None:
+    await configure(scene, SPLIT)
+    serving = scene.workers["w1"]._serving["double", 1]
+    await serving.pause_serving()
+    _, writer = await opened(scene)
+    writer.write(body_of(ROWS))
+    await eventually(lambda: scene.waits("double", 4), description="four parts")
+    assert held(scene) > 0
+
+    writer.transport.abort()
+
+    await eventually(lambda: held(scene) == 0, description="memory that was given back")
+    serving.batcher.resume_batching()
+
+
+@pytest.mark.usefixtures("no_copies")
+async def test_a_request_to_a_cached_model_lies_in_memory_until_it_is_executed(scene: ServedModels) -> None:
+    """Another one waits for the same execution, and a third is answered by the cache."""
+    await configure(scene, "response_cache { enable: true }")
+    serving = scene.workers["w1"]._serving["double", 1]
+    await serving.pause_serving()
+    (reader, writer), (other_reader, other_writer) = await opened(scene), await opened(scene)
+    writer.write(body_of(IMAGE))
+    other_writer.write(body_of(IMAGE))
+    await eventually(lambda: scene.gateway.dispatcher.in_flight == 2, description="two requests")
+    serving.batcher.resume_batching()
+
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    assert np.array_equal(await answer_of(other_reader), IMAGE[0] * 2)
+    writer.write(body_of(IMAGE))
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    assert await ways(scene) == {"memory": 1}
+    assert held(scene) == 0
+    for each in (writer, other_writer):
+        each.close()
+
+
 @pytest.mark.parametrize("sent", [300, 250_000, 500_000, 602_000])
 async def test_a_client_that_leaves_in_its_body_gives_the_memory_back(scene: ServedModels, sent: int) -> None:
     _, writer = await opened(scene)
@@ -193,9 +257,7 @@ async def test_large_tensors_are_hashed_off_the_event_loop(
     scene: ServedModels, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A response cache needs the hash of all of them; other callers would wait for it."""
-    file = scene.repository / "double" / "config.pbtxt"
-    file.write_text(file.read_text() + "response_cache { enable: true }")
-    await scene.http.load_model("double")
+    await configure(scene, "response_cache { enable: true }")
     threads: list[bool] = []
 
     def hashed(inputs: Iterable[Tensor]) -> bytes:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import WorkItem
 from qinfer.core.messages import Failure, InferRequest, Response, ToldSequence
 from qinfer.core.retry import OutageLog
@@ -251,7 +250,7 @@ class LeaseIntake:
         try:
             if self._memory is None:
                 raise TensorsUnreachable("QINFER_SEGMENTS__DIRECTORY is not set for this worker")
-            view = self._memory.view(reference) if _copies_once(batcher) else None
+            view = self._memory.view(reference) if batcher.model.spec.copies_once else None
             tensors = self._memory.read(reference) if view is None else view.tensors
             item.is_current = None if view is None else view.is_current
             self._unread.over()
@@ -325,12 +324,6 @@ class LeaseIntake:
             return encode_request(decode_request(item.lease.frame, self._memory.read(reference)))
         except QinferError:
             return b""
-
-
-def _copies_once(batcher: LaneBatcher) -> bool:
-    """Returns whether only a batch's array takes requests' tensors; strings, streams and steps are read more often."""
-    spec = batcher.model.spec
-    return type(batcher) is Batcher and not spec.decoupled and all(port.datatype != "BYTES" for port in spec.inputs)
 
 
 def _named(request: InferRequest) -> tuple[str, SequenceId]:
