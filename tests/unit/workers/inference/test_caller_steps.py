@@ -59,7 +59,7 @@ async def test_steps_of_jobs_pass_the_response_cache_by() -> None:
         async def idle() -> None:
             """Has nothing to do."""
 
-        one.caller._submission._cache = cast(Any, SimpleNamespace(submit=cached, run=idle))
+        one.caller._submission._cache = cast(Any, SimpleNamespace(submit=cached, run=idle, looks_up=False))
         one.caller.use_local_steps(
             cast(LocalSteps, SimpleNamespace(try_admit=lambda *_, **__: False, called=lambda _: None))
         )
