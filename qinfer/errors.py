@@ -11,7 +11,7 @@
     │                  UnknownFailure
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry · StreamBroken
     ├─ ResultError     ResultNotFound · ResultExpired
-    ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
+    ├─ StoreError      StoreUnavailable (StoreFull) · StoreDenied · StoreNotFound · StoreChanged
     └─ SettingsError · Unreachable · JobFailed(state)
 
 Codes are neutral: only `qinfer_api.status` has HTTP and gRPC numbers. A message says what happened, the value, and what
@@ -403,6 +403,10 @@ class StoreUnavailable(StoreError):
 
     code = ErrorCode.STORE_UNAVAILABLE
     retryable = True
+
+
+class StoreFull(StoreUnavailable):
+    """The store has no space now; reads and deletions work."""
 
 
 class StoreDenied(StoreError):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
 from qinfer.core.retry import Backoff
-from qinfer.errors import QinferError, StoreChanged, StoreDenied, StoreError, StoreNotFound, StoreUnavailable
+from qinfer.errors import QinferError, StoreChanged, StoreDenied, StoreError, StoreFull, StoreNotFound, StoreUnavailable
 
 _NO_CREDENTIALS = {
     "ClientAuthenticationError",
@@ -127,7 +127,7 @@ def _named(error: Exception, url: str) -> StoreError:
     if _is_wrong(error, answer):
         return StoreError(f"the store refuses '{shown}' ({what}); is the URL right?")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreUnavailable(f"there is no space left for '{shown}'")
+        return StoreFull(f"there is no space left for '{shown}'")
     return StoreUnavailable(f"the store of '{shown}' can't be reached, or fails, now ({what}); try again")
 
 

@@ -21,6 +21,7 @@ from qinfer.core.retry import Backoff
 from qinfer.errors import StoreChanged, StoreUnavailable
 from qinfer.storage.errors import answer_of, fail, mapped, not_empty, store_error
 from qinfer.storage.store import BROKEN, Child, CommitOutcome, Stat, Store
+from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +77,22 @@ class FsspecStore(Store):
         with mapped(url):
             return self._create(put, lambda: io.BytesIO(data), url)
 
-    def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
+    def write(self, data: Bytes, url: str, *, synced: bool = False) -> None:
         """Implements `Store.write`."""
         del synced
         with mapped(url):
             path = self._path(url)
             try:
-                self._files.pipe_file(path, data)
+                self._files.pipe_file(path, bytes(data))
             except Exception:
                 if self.has_buckets:
                     raise
                 self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._files.pipe_file(path, data)
+                self._files.pipe_file(path, bytes(data))
 
-    def copy(self, url: str, to: str) -> None:
+    def copy(self, url: str, to: str, *, synced: bool = False) -> None:
         """Implements `Store.copy`."""
+        del synced
         with mapped(url):
             self._files.cp_file(self._path(url), self._path(to))
 

@@ -14,13 +14,14 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from qinfer.errors import StoreError
 from qinfer.storage.errors import mapped, not_empty
 from qinfer.storage.store import BROKEN, Child, CommitOutcome, Stat, Store
+from qinfer.tensors import Bytes
 
 LEFTOVER_S = 24 * 3600.0
 """Older temporary files have no owner."""
@@ -70,25 +71,15 @@ class LocalStore(Store):
             self._prepare(final.parent)
             return self._create(io.BytesIO(data), final)
 
-    def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
+    def write(self, data: Bytes, url: str, *, synced: bool = False) -> None:
         """Implements `Store.write`."""
-        with mapped(url):
-            path = _path(url)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                file.write(data)
-                if synced:
-                    file.flush()
-                    os.fsync(file.fileno())
-            for directory in (path.parent, path.parent.parent) if synced else ():
-                _sync_directory(directory)
+        with mapped(url), _written(_path(url), synced=synced) as file:
+            file.write(data)
 
-    def copy(self, url: str, to: str) -> None:
+    def copy(self, url: str, to: str, *, synced: bool = False) -> None:
         """Implements `Store.copy`."""
-        with mapped(url):
-            target = _path(to)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(_path(url), target)
+        with mapped(url), _path(url).open("rb") as source, _written(_path(to), synced=synced) as file:
+            shutil.copyfileobj(source, file, _CHUNK_BYTES)
 
     def read_range(self, url: str, begin: int, end: int) -> bytes:
         """Implements `Store.read_range`."""
@@ -158,8 +149,8 @@ class LocalStore(Store):
                 with suppress(FileExistsError):
                     os.link(target, final)
                 target.unlink()
-            _sync_directory(target.parent)
-            _sync_directory(final.parent)
+            sync_directory(target.parent)
+            sync_directory(final.parent)
 
     def delete(self, url: str) -> None:
         """Implements `Store.delete`."""
@@ -213,6 +204,24 @@ def _path(url: str) -> Path:
     return path
 
 
+@contextmanager
+def _written(path: Path, *, synced: bool) -> Iterator[BinaryIO]:
+    """Opens a file to write, in a folder that is made if missing; a failed write leaves no part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("wb") as file:
+            yield file
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        for directory in (path.parent, path.parent.parent) if synced else ():
+            sync_directory(directory)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
 def _stat(url: str, found: os.stat_result) -> Stat:
     return Stat(url, found.st_size, f"{found.st_mtime_ns}-{found.st_size}-{found.st_ctime_ns}")
 
@@ -228,13 +237,13 @@ def _link(source: Path, final: Path) -> CommitOutcome:
         os.link(source, final)
     except FileExistsError:
         return _exists(final)
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     return CommitOutcome.CREATED
 
 
 def _exists(final: Path) -> CommitOutcome:
     """Syncs: the file's writer may have died before its name was on disk."""
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     return CommitOutcome.EXISTS
 
 
@@ -256,10 +265,11 @@ def _make(directory: Path) -> None:
     missing = [directory, *directory.parents]
     for path in reversed([path for path in missing if not path.exists()]):
         path.mkdir(exist_ok=True)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Has the names in a directory on disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from qinfer.errors import StoreError
+from qinfer.tensors import Bytes
 
 BROKEN = "_broken"
 """The folder beside an object for `set_aside`."""
@@ -76,7 +77,7 @@ class Store(ABC):
     # --- writing: for names with a single writer ---
 
     @abstractmethod
-    def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
+    def write(self, data: Bytes, url: str, *, synced: bool = False) -> None:
         """Writes or replaces an object, creating folders but not buckets.
 
         In a directory a killed process may leave a part. `synced` waits until it is on disk, as object stores always
@@ -84,8 +85,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def copy(self, url: str, to: str) -> None:
-        """Copies an object within the store."""
+    def copy(self, url: str, to: str, *, synced: bool = False) -> None:
+        """Copies an object within the store; `synced` as in `write`."""
 
     # --- reading ---
 

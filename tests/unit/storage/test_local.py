@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from qinfer.errors import StoreDenied, StoreError, StoreNotFound, StoreUnavailable
+from qinfer.errors import StoreDenied, StoreError, StoreFull, StoreNotFound
 from qinfer.storage.local import LEFTOVER_S, LocalStore, local_path
 from qinfer.storage.store import CommitOutcome
 
@@ -174,7 +175,7 @@ def test_a_file_system_without_hard_links_is_named(
 
 @pytest.mark.parametrize(
     ("number", "raised", "text"),
-    [(28, StoreUnavailable, "no space left"), (13, StoreDenied, "not open"), (30, StoreDenied, "not open")],
+    [(28, StoreFull, "no space left"), (13, StoreDenied, "not open"), (30, StoreDenied, "not open")],
 )
 def test_what_the_disk_says(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type[StoreError], text: str
@@ -193,6 +194,30 @@ def test_what_the_disk_says(
     assert url in caught.value.message
     assert "secret" not in caught.value.message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["write", "copy"])
+def test_a_full_disk_leaves_no_part_of_a_file(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    source, target = f"file://{tmp_path}/x", f"file://{tmp_path}/folder/y"
+    store.write(CONTENT, source)
+    whole = os.fsync
+    failures = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    def fsync(descriptor: int) -> None:
+        if failures:
+            raise failures.pop()
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    put = partial(store.write, CONTENT) if way == "write" else partial(store.copy, source)
+
+    with pytest.raises(StoreFull, match="no space left"):
+        put(target, synced=True)
+    assert store.stat(target) is None
+    put(target, synced=True)
+    assert store.read(target, len(CONTENT)) == CONTENT
 
 
 @pytest.mark.parametrize("url", ["file://relative/x", "s3://bucket/x", "/data/x"])
