@@ -64,7 +64,7 @@ from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED
 from qinfer.queue.stream_marks import StreamMarks
 from qinfer.queue.submitter import PLACING, Done, Moves, Submitter
-from qinfer.queue.values import Room, Values
+from qinfer.queue.values import Room, ValueKind, Values
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class Queue:
         is_here = not self._values.is_object(size)
         if is_here and not await self._count_result(lane, request_id, tenant, size, ttl_s):
             raise QuotaExceeded(TOO_MUCH_STORED)
-        await self._values.set(keys.lane_slot(lane), key, blob, ttl_s, tenant=tenant)
+        await self._values.set(keys.lane_slot(lane), key, blob, ttl_s, tenant=tenant, kind=ValueKind.ANSWER)
 
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None

@@ -7,13 +7,16 @@ their objects; an object is deleted with its reference. `sweep` deletes objects 
 form in expired folders.
 
 The store runs in threads with timeouts, so that it delays neither callers nor the end of the process. After a failure
-all calls fail immediately, until a background probe succeeds.
+all calls fail immediately, until a background probe succeeds. A full disk refuses only writes: what is read and deleted
+frees it. A directory keeps some space free for Redis, whose files may be beside it, and for results, since the end of
+their requests frees some.
 """
 
 import asyncio
 import hashlib
 import logging
 import math
+import os
 import queue
 import re
 import secrets
@@ -26,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.core.store_urls import normalised
 from qinfer.errors import (
@@ -35,10 +39,12 @@ from qinfer.errors import (
     QinferError,
     SettingsError,
     StoreError,
+    StoreFull,
     StoreNotFound,
     UnsupportedFeature,
 )
-from qinfer.queue.values import REFERENCE_VERSION, Reference
+from qinfer.queue.values import REFERENCE_VERSION, Reference, ValueKind
+from qinfer.storage.errors import mapped
 from qinfer.storage.local import local_path
 from qinfer.storage.open import open_store, remedy
 from qinfer.storage.store import Store
@@ -52,6 +58,14 @@ VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
 
 UNREACHABLE = "the payload store can't be reached; try again"
 """The error for clients, without the store's text."""
+
+FULL = (
+    "the payload store's disk is full; try again when results have been read and deleted, or its operator has freed "
+    "some space"
+)
+
+SPARE_BYTES = 2**30
+"""The space of a directory that payloads leave free, if it is less than a twentieth of the file system."""
 
 SWEEP_MARGIN_S = 3600.0
 """The time from expiry to sweep, for slow transfers and different clocks."""
@@ -67,6 +81,7 @@ _SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # per round
 _MOST_TO_DELETE = 10_000
 _AT_ONCE = 64
 _THREADS = 16
+_REMIND_S = 60.0
 
 
 class ObjectStore:
@@ -89,6 +104,9 @@ class ObjectStore:
         self._to_delete: deque[str] = deque(maxlen=_MOST_TO_DELETE)
         self._deleting: asyncio.Task[None] | None = None
         self._recovering: asyncio.Task[None] | None = None
+        begins = f"the payload store's disk is full: free some space, or read and delete results; it is at '{folder}'"
+        ends = "the payload store's disk has space again"
+        self._full = OutageLog(logger, begins, ends, level=logging.ERROR, remind_s=_REMIND_S)
 
     @classmethod
     async def open(cls, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]) -> Self:
@@ -104,10 +122,17 @@ class ObjectStore:
             raise SettingsError(f"{VARIABLE}: the store does not work: {reason}") from error
         return one
 
-    async def write(self, owner: str, data: Bytes, kept_s: float) -> Reference:
+    async def write(self, owner: str, data: Bytes, kept_s: float, kind: ValueKind = ValueKind.PAYLOAD) -> Reference:
         """Writes an object for `kept_s` seconds; the hash of `owner` in its name is for people."""
         reference = Reference(self._new_name(owner, kept_s), len(data))
-        await self._used(partial(self._write_object, reference.name, bytes(data)), self._transfer_s(reference))
+        synced = self._synced and kind is not ValueKind.ANSWER
+
+        def write() -> None:
+            self._check_space(len(data), kind)
+            self._write_object(reference.name, data, synced=synced)
+
+        await self._used(write, self._transfer_s(reference))
+        self._full.over()
         return reference
 
     async def read(self, reference: Reference) -> bytes | None:
@@ -122,7 +147,7 @@ class ObjectStore:
     async def copy(self, reference: Reference, owner: str, kept_s: float) -> Reference | None:
         """Copies an object, kept for `kept_s` seconds; `None` if gone."""
         copied = Reference(self._new_name(owner, kept_s), reference.size)
-        work = partial(self._copy, _checked(reference), copied.name)
+        work = partial(self._copy, _checked(reference), copied.name, copied.size)
         return copied if await self._used(work, self._transfer_s(reference)) else None
 
     def delete(self, names: Iterable[str]) -> None:
@@ -191,6 +216,9 @@ class ObjectStore:
             raise BrokerUnavailable(UNREACHABLE)
         try:
             return await self._in_thread(work, timeout_s)
+        except StoreFull as error:
+            self._full.failed(error.reason or error.message)
+            raise BrokerUnavailable(FULL) from error
         except BrokerUnavailable:
             if self._recovering is None:
                 self._recovering = asyncio.create_task(self._recover(), name="try the payload store")
@@ -200,6 +228,8 @@ class ObjectStore:
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(self._threads.submit(work))
+        except StoreFull:
+            raise
         except (StoreError, TimeoutError) as error:
             logger.debug("the payload store failed", extra={"reason": getattr(error, "reason", "") or repr(error)})
             raise BrokerUnavailable(UNREACHABLE) from error
@@ -217,14 +247,24 @@ class ObjectStore:
     async def _try(self) -> None:
         data = secrets.token_bytes(16)
         name = self._new_name("", 0.0)
-        await self._in_thread(partial(self._write_object, name, data), self._small_s)
+        await self._in_thread(partial(self._write_object, name, data, synced=self._synced), self._small_s)
         found = await self._in_thread(partial(self._read_object, name, len(data)), self._small_s)
         await self._in_thread(partial(self._remove, name), self._small_s)
         if found != data:
             raise CorruptEntry("it does not give back what was written to it")
 
-    def _write_object(self, name: str, data: bytes) -> None:
-        self._store.write(data, f"{self._folder}/{name}", synced=self._synced)
+    def _check_space(self, size: int, kind: ValueKind = ValueKind.PAYLOAD) -> None:
+        if self._directory is None:
+            return
+        with mapped(self._folder):
+            about = os.statvfs(self._directory)
+        spare = min(SPARE_BYTES, about.f_blocks * about.f_frsize // 20)  # 0 of 0 blocks: it does not say how many
+        least = spare if kind is ValueKind.PAYLOAD else spare // 2
+        if spare and about.f_bavail * about.f_frsize < size + least:
+            raise StoreFull(f"less than {least >> 20} MiB would stay free")
+
+    def _write_object(self, name: str, data: Bytes, *, synced: bool) -> None:
+        self._store.write(data, f"{self._folder}/{name}", synced=synced)
 
     def _read_object(self, name: str, size: int) -> bytes | None:
         try:
@@ -232,9 +272,10 @@ class ObjectStore:
         except StoreNotFound:
             return None
 
-    def _copy(self, name: str, to: str) -> bool:
+    def _copy(self, name: str, to: str, size: int) -> bool:
         try:
-            self._store.copy(f"{self._folder}/{name}", f"{self._folder}/{to}")
+            self._check_space(size)
+            self._store.copy(f"{self._folder}/{name}", f"{self._folder}/{to}", synced=self._synced)
         except StoreNotFound:
             return False
         return True

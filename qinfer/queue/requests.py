@@ -49,7 +49,7 @@ from qinfer.queue.router import Call, Router, ScriptArguments, load_script, run_
 from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED, StoredResponses
 from qinfer.queue.submitter import PLACING
-from qinfer.queue.values import LARGE_BYTES, Room, StagedValue, Values, given
+from qinfer.queue.values import LARGE_BYTES, Room, StagedValue, ValueKind, Values, given
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.versions import Record
 
@@ -125,7 +125,8 @@ class Requests:
             check_outbox(acceptance)
         address = acceptance.address
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
-        payload = await self._values.stage(_payload_name(address), acceptance.payload, kept_s, acceptance.tenant)
+        name = _payload_name(address)
+        payload = await self._values.stage(name, acceptance.payload, kept_s, acceptance.tenant, ValueKind.PAYLOAD)
         write = partial(_accept, requests=[self._words(acceptance, payload)])
         (reply,) = await self._durability.write(address.model, address.partition, write)
         accepted = self._accepted(reply)

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -45,6 +46,14 @@ _OWNER = re.compile(rb"\{([^}]*)\}")
 _NO_STORE = "the tensors are in a payload store, and this process knows none: set QINFER_LIMITS__PAYLOAD_URL"
 _TORN = "a large value was lost while it was written: Redis restarted or failed over; send the request again"
 _LOST = "the tensors are not in the payload store any more: they were deleted there before their time"
+
+
+class ValueKind(Enum):
+    """The kinds of values; an answer has one reader, which does not outlive a power loss."""
+
+    PAYLOAD = auto()
+    RESULT = auto()
+    ANSWER = auto()
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -91,8 +100,16 @@ class Values:
         """Tells whether a value goes to the object store."""
         return self.objects is not None and size > self.objects.min_bytes
 
-    async def set(
-        self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0, tenant: str = ""
+    async def set(  # noqa: PLR0913 - keywords: what is to be known of a value
+        self,
+        slot: int,
+        key: str | bytes,
+        value: Bytes,
+        ttl_s: float,
+        *,
+        later_s: float = 0.0,
+        tenant: str = "",
+        kind: ValueKind = ValueKind.PAYLOAD,
     ) -> None:
         """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it.
 
@@ -101,7 +118,7 @@ class Values:
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:
             async with self._transfers.turn(tenant, len(value)):
-                reference = await self.objects.write(_owner(key), value, ttl_s + later_s)
+                reference = await self.objects.write(_owner(key), value, ttl_s + later_s, kind)
             self.delete_objects(await self._run_script(slot, _REFER, key, ttl_ms, *reference.fields))
             return
         if len(value) > MAX_BYTES:
@@ -114,13 +131,15 @@ class Values:
         await self._router.call(slot, b"RENAME", whole, key)
         await self._router.call(slot, b"PEXPIRE", key, ttl_ms)
 
-    async def stage(self, name: str, value: Bytes, kept_s: float, tenant: str = "") -> StagedValue:
+    async def stage(
+        self, name: str, value: Bytes, kept_s: float, tenant: str = "", kind: ValueKind = ValueKind.RESULT
+    ) -> StagedValue:
         """Returns a value for scripts; a large one is staged, and kept for `kept_s` after its renaming."""
         if not self.is_apart(len(value)):
             return given(name, value)
         staged, slot = keys.staged(name, secrets.token_hex(8)), keys.slot(name)
         if self.is_object(len(value)) or len(value) > MAX_BYTES:
-            await self.set(slot, staged, value, _STAGED_TTL_S, later_s=kept_s, tenant=tenant)
+            await self.set(slot, staged, value, _STAGED_TTL_S, later_s=kept_s, tenant=tenant, kind=kind)
         else:
             await self._write_large(slot, staged, value, _STAGED_TTL_S, tenant)
         return StagedValue(b"staged", b"", staged)

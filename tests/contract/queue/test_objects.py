@@ -1,18 +1,25 @@
 """Payloads and results that are objects in a store: Redis refers to them, and each is deleted with its reference."""
 
 import asyncio
+import errno
 import os
+import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.queue import keys
 from qinfer.queue.dead_letters import MAX_AGE_S
 from qinfer.queue.entries import MARGIN_S, Entry, Payload, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.queue.object_store import ObjectStore
+from qinfer.queue.router import Router, Script
+from qinfer.storage.errors import mapped
+from qinfer.storage.local import LocalStore
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request_apart
 from tests.contract.conftest import RedisQueue
@@ -405,6 +412,66 @@ async def test_a_process_without_the_store_says_what_it_lacks(object_queue: Redi
     assert await without.sweep() == 0
     await without.finish([entry])
     assert len(objects(tmp_path)) == 1  # it is the sweep's now
+
+
+async def test_tensors_are_on_disk_before_redis_refers_to_them(
+    own_redis: RedisQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `always`: the file, and the folders that name it, new or not; copies for dead letters too."""
+    steps: list[str] = []
+    whole, run = os.fsync, Router.run
+
+    def fsync(descriptor: int) -> None:
+        steps.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        whole(descriptor)
+
+    async def sent(router: Router, slot: int, script: Script, *rest: Any, **options: Any) -> Any:
+        steps.append("redis")
+        return await run(router, slot, script, *rest, **options)
+
+    (tmp_path / "payloads").mkdir()
+    own_redis.limits = LimitSettings(payload_url=(tmp_path / "payloads").as_uri(), payload_url_min_bytes=1)
+    delivery = await own_redis.connect(durability="always")
+    await delivery.ensure([LANE])
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Router, "run", sent)
+
+    await accept(delivery, payload=TENSORS)
+
+    assert steps[:4] == ["file", "folder", "folder", "redis"]
+    [lease] = await delivery.fetch([LANE], "a", 1, 0.0)
+    steps.clear()
+    assert await delivery.bury(lease, "r1", "inference_failed", "why")
+    assert steps[-3:] == ["file", "folder", "folder"]  # `bury` sends its own script after it
+
+
+async def test_a_full_disk_loses_nothing_that_was_accepted(
+    object_queue: RedisQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New tensors are refused; accepted requests and their results wait, and what is there can be read."""
+    delivery = await ready(object_queue)
+    await accept(delivery, payload=TENSORS)
+    await accept(delivery, "r2")
+    before = objects(tmp_path)
+
+    def full(self: LocalStore, data: object, url: str, *, synced: bool = False) -> None:
+        with mapped(url):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write", full)
+        for action in (accept(delivery, "r3", payload=TENSORS), settle(delivery, ended("r2", blob=TENSORS))):
+            with pytest.raises(BrokerUnavailable, match="disk is full"):
+                await action
+        assert await delivery.requests.record(address("r3")) is None
+        assert await delivery.payload(Entry(LANE, "1-0"), "r1") == TENSORS
+        assert objects(tmp_path) == before
+        assert await settle(delivery, ended(blob=b"")) == [True]  # it frees some space
+        await gone(tmp_path)
+
+    assert await settle(delivery, ended("r2", blob=TENSORS)) == [True]
+    assert await delivery.requests.result(address("r2")) == TENSORS
+    assert (await accept(delivery, "r3", payload=TENSORS)).is_new
 
 
 async def test_a_store_that_is_away_refuses_and_loses_nothing(

@@ -1,6 +1,7 @@
 """The object store by itself, on directories and in fsspec's memory: names, reading, deleting, sweeping, the start."""
 
 import asyncio
+import errno
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, SettingsError, StoreDenied, StoreUnavailable
 from qinfer.queue import object_store
 from qinfer.queue.object_store import SWEEP_MARGIN_S, ObjectStore
-from qinfer.queue.values import REFERENCE_VERSION, Reference
+from qinfer.queue.values import REFERENCE_VERSION, Reference, ValueKind
 from qinfer.storage.errors import mapped
 from qinfer.storage.local import LocalStore
 from qinfer.testing import eventually
@@ -270,6 +271,66 @@ async def test_a_store_that_failed_is_left_alone_until_it_works(
     assert reads == 5
 
 
+async def test_a_full_disk_refuses_writes_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading and deleting free it; operators are told where it is, clients what to do."""
+    caplog.set_level("INFO", "qinfer.queue.object_store")
+    store = await opened(tmp_path.as_uri())
+    first, second = [await store.write("m", data, 60.0) for data in (b"first", b"second")]
+
+    def full(self: LocalStore, data: object, url: str, *, synced: bool = False) -> None:
+        with mapped(url):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write", full)
+        for _ in range(2):
+            with pytest.raises(BrokerUnavailable, match="disk is full; try again when results") as caught:
+                await store.write("m", b"third", 60.0)
+        assert str(tmp_path) not in caught.value.message
+        assert caught.value.retryable
+        assert await store.read(first) == b"first"
+        store.delete([first.name])
+        await store.wait_for_deletions()
+        assert names(tmp_path.as_uri()) == [second.name]
+    assert await store.read(await store.write("m", b"third", 60.0)) == b"third"
+
+    said = [(record.levelname, record.message.partition(":")[0]) for record in caplog.records]
+    assert said == [("ERROR", "the payload store's disk is full"), ("INFO", "the payload store's disk has space again")]
+    assert f"'{tmp_path.as_uri()}'" in caplog.records[0].message
+    await store.close()
+
+
+async def test_payloads_leave_space_for_results_and_results_for_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk on which no result can be stored would keep the payloads of its request too."""
+    store = await opened(tmp_path.as_uri())
+    written = await store.write("m", b"tensors", 60.0)
+    about = list(os.statvfs(tmp_path))
+    about[0] = about[1] = 4096
+    about[2] = 100 * object_store.SPARE_BYTES // 4096
+    refused = {}
+
+    for share in (0.4, 0.9, 1.1):
+        about[4] = int(share * object_store.SPARE_BYTES) // 4096
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(about))
+        refused[share] = [await is_refused(store.write("m", b"x", 1.0, kind)) for kind in ValueKind]
+        assert await is_refused(store.copy(written, "m", 1.0)) == (share < 1)
+
+    assert list(ValueKind) == [ValueKind.PAYLOAD, ValueKind.RESULT, ValueKind.ANSWER]
+    assert refused == {0.4: [True, True, True], 0.9: [True, False, False], 1.1: [False, False, False]}
+    about[2] = 0
+    assert await store.write("m", b"x", 1.0)  # a file system that does not say how large it is
+    await store.close()
+
+
+async def is_refused(action: Awaitable[object]) -> bool:
+    (answer,) = await asyncio.gather(action, return_exceptions=True)
+    return isinstance(answer, BrokerUnavailable) and answer.message == object_store.FULL
+
+
 async def test_nobody_waits_longer_than_the_timeout_for_a_store_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,7 +434,7 @@ async def test_a_store_that_takes_nothing_is_told_at_the_start(tmp_path: Path, m
 async def test_what_is_written_under_always_is_on_the_disk_before_it_is_referred_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file, and the directories that name it."""
+    """The file, and the directories that name it; but not an answer, whose caller does not outlive a power loss."""
     synced: list[str] = []
 
     def fsync(descriptor: int) -> None:
@@ -383,7 +444,12 @@ async def test_what_is_written_under_always_is_on_the_disk_before_it_is_referred
     store = await opened(tmp_path.as_uri(), durability="always")
     synced.clear()
 
-    await store.write("m", b"tensors", 60.0)
-
+    reference = await store.write("m", b"tensors", 60.0)
     assert synced == ["file", "directory", "directory"]
+    synced.clear()
+    await store.copy(reference, "m", 600.0)
+    assert synced == ["file", "directory", "directory"]
+    synced.clear()
+    await store.write("m", b"outputs", 60.0, ValueKind.ANSWER)
+    assert synced == []
     await store.close()
