@@ -41,12 +41,11 @@ def bridge(
     Exit codes: 0 stopped, or all checks passed; 1 a check failed; 2 the file or a setting is wrong, as for the other
     programs; 64 an option is wrong, or no Redis is known.
     """
-    from qinfer.cli.overview import redis_settings
+    from qinfer.cli.overview import program_variables
 
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise SettingsError(f"{' and '.join(missing)} is not installed: pip install 'qinfer-ml[bridge]'")
-    url = redis_settings(redis, data_dir).url.get_secret_value()
+    environment = {**os.environ, **program_variables(redis, data_dir)}
     words = [sys.executable, "-P", "-m", _MODULE, str(config), *(["--check"] if check else [])]
-    environment = {**os.environ, "QINFER_REDIS__URL": url}
     sys.stdout.flush()
     os.execve(sys.executable, words, environment)  # noqa: S606 - our own interpreter and module

@@ -10,10 +10,10 @@ import numpy as np
 
 from qinfer.cli.console import CommandFailed
 from qinfer.cli.overview import run
-from qinfer.core.settings import RedisSettings, load_settings
+from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import CorruptEntry, InvalidRequest, RequestError
 from qinfer.models.store import ControlStore
-from qinfer.queue.dead_letters import NOT_KEPT, DeadLetter, DeadLetters, head_of, place_after
+from qinfer.queue.dead_letters import GONE, NOT_KEPT, DeadLetter, DeadLetters, head_of, place_after
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import Tensor, to_numpy
 from qinfer.wire.frame import decode_request
@@ -44,10 +44,12 @@ def run_list(settings: RedisSettings, model: str, after: str, count: int) -> lis
     return run(settings, listed)
 
 
-def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> dict[str, Any]:
+def run_show(
+    settings: RedisSettings, limits: LimitSettings, model: str, letter_id: str, directory: Path | None
+) -> dict[str, Any]:
     """Returns a decoded dead letter; writes its tensors to `directory`."""
     place_after(letter_id)
-    letter = _with_payloads(settings, lambda letters: letters.show(model, letter_id))
+    letter = _with_payloads(settings, limits, lambda letters: letters.show(model, letter_id))
     if letter is None:
         raise _missing(model, letter_id)
     found: dict[str, Any] = {"row": _row(letter), "kind": "unreadable", "timeout_s": 0.0, "tenant": ""}
@@ -56,8 +58,11 @@ def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Pat
     try:
         request = decode_request(letter.frame, letter.payload)
     except CorruptEntry as error:
-        head = head_of(letter.frame)
-        found["problem"] = error.message if head is None or head.memory is None else NOT_KEPT.format(letter_id)
+        found["problem"] = error.message
+        if (head := head_of(letter.frame)) is not None and head.memory is not None:
+            found["problem"] = NOT_KEPT.format(letter_id)
+        elif head is not None and head.payload and not letter.payload:
+            found["problem"] = GONE.format(letter_id)
     else:
         found |= {
             "kind": "synchronous request" if request.reply_to else "asynchronous request",
@@ -80,7 +85,7 @@ def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Pat
     return found
 
 
-def run_replay(settings: RedisSettings, model: str, ids: Sequence[str] | None) -> int:
+def run_replay(settings: RedisSettings, limits: LimitSettings, model: str, ids: Sequence[str] | None) -> int:
     """Puts dead letters back; returns their number."""
 
     async def replay(letters: DeadLetters) -> int:
@@ -92,16 +97,18 @@ def run_replay(settings: RedisSettings, model: str, ids: Sequence[str] | None) -
                 raise _missing(model, letter_id, f"; {count} were put back")
         return count
 
-    return _with_payloads(settings, replay)
+    return _with_payloads(settings, limits, replay)
 
 
-def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) -> int:
+def run_purge(settings: RedisSettings, limits: LimitSettings, model: str, ids: Sequence[str] | None) -> int:
     """Removes dead letters; returns their number."""
-    return _with_payloads(settings, lambda letters: letters.purge(model, ids))
+    return _with_payloads(settings, limits, lambda letters: letters.purge(model, ids))
 
 
-def _with_payloads(settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]]) -> T:
-    return run(settings, lambda _, queue: operation(queue.dead_letters), load_settings().limits)
+def _with_payloads(
+    settings: RedisSettings, limits: LimitSettings, operation: Callable[[DeadLetters], Awaitable[T]]
+) -> T:
+    return run(settings, lambda _, queue: operation(queue.dead_letters), limits)
 
 
 async def _all_ids(letters: DeadLetters, model: str) -> list[str]:

@@ -76,9 +76,10 @@ def show_dead_letter(
 ) -> None:
     """Show one dead letter: the error, and the request with its inputs."""
     from qinfer.cli import dead_letters
-    from qinfer.cli.overview import redis_settings
+    from qinfer.cli.overview import payload_limits, redis_settings
 
-    letter = dead_letters.run_show(redis_settings(redis, data_dir), model, letter_id, output)
+    settings, limits = redis_settings(redis, data_dir), payload_limits(redis, data_dir)
+    letter = dead_letters.run_show(settings, limits, model, letter_id, output)
     show(letter, lambda: _details(letter), as_json=as_json)
 
 
@@ -98,10 +99,10 @@ def replay_dead_letters(
     dropped, because its caller is gone.
     """
     from qinfer.cli import dead_letters
-    from qinfer.cli.overview import redis_settings
+    from qinfer.cli.overview import payload_limits, redis_settings
 
     chosen = dead_letters.choose(ids, everything=everything)
-    count = dead_letters.run_replay(redis_settings(redis, data_dir), model, chosen)
+    count = dead_letters.run_replay(redis_settings(redis, data_dir), payload_limits(redis, data_dir), model, chosen)
     show({"replayed": count}, f"{count} replayed", as_json=as_json)
 
 
@@ -118,12 +119,12 @@ def purge_dead_letters(
 ) -> None:
     """Remove dead letters for good."""
     from qinfer.cli import dead_letters
-    from qinfer.cli.overview import redis_settings
+    from qinfer.cli.overview import payload_limits, redis_settings
 
     chosen = dead_letters.choose(ids, everything=everything)
     if not yes:
         raise InvalidRequest("purge removes dead letters for good; add --yes to confirm")
-    count = dead_letters.run_purge(redis_settings(redis, data_dir), model, chosen)
+    count = dead_letters.run_purge(redis_settings(redis, data_dir), payload_limits(redis, data_dir), model, chosen)
     show({"purged": count}, f"{count} removed", as_json=as_json)
 
 

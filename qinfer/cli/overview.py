@@ -189,6 +189,26 @@ def redis_settings(url: str, data_dir: Path) -> RedisSettings:
     return with_url(settings, url)
 
 
+def payload_limits(url: str, data_dir: Path) -> LimitSettings:
+    """Returns the limits, with the payload store of `data_dir`'s `qinfer up`, unless `url` or a setting is given."""
+    limits = load_settings().limits
+    run = None if url or "payload_url" in limits.model_fields_set else runfile.nearest(data_dir)
+    if run is None or not run.payload_url:
+        return limits
+    update = {"payload_url": run.payload_url, "payload_url_min_bytes": run.payload_url_min_bytes}
+    return limits.model_copy(update=update)
+
+
+def program_variables(url: str, data_dir: Path) -> dict[str, str]:
+    """Returns the variables of a program that uses the Redis of `redis_settings` and its payload store."""
+    limits = payload_limits(url, data_dir)
+    return {
+        "QINFER_REDIS__URL": redis_settings(url, data_dir).url.get_secret_value(),
+        "QINFER_LIMITS__PAYLOAD_URL": limits.payload_url,
+        "QINFER_LIMITS__PAYLOAD_URL_MIN_BYTES": str(limits.payload_url_min_bytes),
+    }
+
+
 def with_url(settings: RedisSettings, url: str) -> RedisSettings:
     """Returns the settings with another URL."""
     return settings.model_copy(update={"url": SecretStr(url)})

@@ -37,7 +37,7 @@ NOT_KEPT = (
     "the tensors of dead letter {} were in the memory of a gateway and are gone; its caller has an error, so remove it "
     "with `qinfer dlq purge`"
 )
-_GONE = "the tensors of dead letter {} are not in the payload store any more; remove it with `qinfer dlq purge`"
+GONE = "the tensors of dead letter {} are gone, so that it can't be replayed; remove it with `qinfer dlq purge`"
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class DeadLetters:
         if found.payload is not None:
             copy = await self._values.copy_object(found.payload, payload, max(ttl_s, await self._known_s(record)))
             if copy is None:
-                raise CorruptEntry(_GONE.format(letter_id))
+                raise CorruptEntry(GONE.format(letter_id))
             copied = (copy.version, copy.name, copy.size)
         arguments = (letter_id, letter.request_id, int(ttl_s * 1000), letter.lane.name, int(MARGIN_S * 1000), *copied)
         replayed = await self._run_script(model, _REPLAY, names, *arguments)

@@ -110,8 +110,8 @@ class EmbeddedRedis:
         """Starts the server and waits until it has loaded its data."""
         binary = self._binary or find_redis_server()
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_private(self._dir)
-        _make_private(self._socket.parent)
+        make_private(self._dir)
+        make_private(self._socket.parent)
         if self._lock is None:
             self._lock = self._lock_data_dir()
         try:
@@ -280,7 +280,7 @@ def _socket_path(directory: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"qinfer-{os.getuid()}-{name}" / "redis.sock"
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     """Makes a directory, or refuses one that is open to others, who may have created it in a temporary directory."""
     directory.mkdir(mode=0o700, exist_ok=True)
     about = directory.lstat()

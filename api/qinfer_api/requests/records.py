@@ -145,6 +145,12 @@ def conflict(request_id: str) -> Conflict:
     )
 
 
+def lost(record: RequestRecord) -> ResultExpired:
+    """Returns the error for a result that was deleted or damaged in the payload store."""
+    about = shown_id(record.address)
+    return ResultExpired(f"the result of request '{about}' is lost: it was deleted or damaged in the payload store")
+
+
 def expired(record: RequestRecord) -> ResultExpired:
     """Returns the error for a removed result."""
     return ResultExpired(f"the result of request '{shown_id(record.address)}' has expired: its time to live is over")

@@ -6,6 +6,7 @@ Gateways keep no request, so a client may ask any of them.
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,12 +43,15 @@ from qinfer_api.requests.records import (
     conflict,
     expired,
     failed_outcome,
+    lost,
     own_record,
     shown_id,
 )
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request, told
+
+logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 # Seconds for which the choice of a target outlives the request's record.
@@ -223,9 +227,11 @@ class AsyncRequests:
                 raise expired(record)
             failure = told(Failure(record.code, record.message), record.client_id or record.address.id)
             return Response(request_id=record.address.id, failure=failure), plan
-        blob = None
-        with contextlib.suppress(CorruptEntry):  # deleted before its time
+        try:
             blob = await self.delivery.requests.result(record.address, record.tenant, room)
+        except CorruptEntry as error:
+            logger.error("stored result lost", extra={"request_id": record.address.id, "reason": error.message})
+            raise lost(record) from error
         if blob is None:
             raise expired(record)
         (response,) = decode_responses(blob)

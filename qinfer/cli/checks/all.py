@@ -20,7 +20,7 @@ from qinfer.cli.checks.doctor import Finding, Severity, ok, problem, warning
 from qinfer.cli.checks.healthcheck import gateway_health
 from qinfer.cli.local import runfile
 from qinfer.cli.local.machine import GatewayAddress, claim_ports, gateway_addresses
-from qinfer.cli.overview import redis_settings
+from qinfer.cli.overview import payload_limits, redis_settings
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.settings import RedisSettings, RepositorySettings, Settings, load_settings
 from qinfer.errors import QinferError, SettingsError
@@ -32,6 +32,7 @@ from qinfer.models.store import ControlStore
 from qinfer.queue.address import NodeAddress, parse_place
 from qinfer.queue.clients import Login, admin_client, blocking_client
 from qinfer.segments.shelf import owners
+from qinfer.storage.local import local_path
 from qinfer.storage.open import driver_variables
 from qinfer.wire.frame import USUAL_VERSION
 
@@ -68,6 +69,7 @@ def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load
         findings.append(ok("settings", "every QINFER_ variable is known and has a possible value"))
     findings += [*_redis_findings(settings, memory_directory(settings, data_dir)), *examine_gateway(settings, data_dir)]
     found, models = read_models(settings.repository)
+    settings = settings.model_copy(update={"limits": payload_limits(redis_url, data_dir)})
     findings += [*found, *examine_stores(settings), *examine_memory(settings, data_dir)]
     needed = {from_json(m.config).backend: m.model for m in reversed(models) if m.config and not m.uses}
     findings += [*runtimes.examine_backends(needed, load=load), *runtimes.examine_gpus()]
@@ -346,6 +348,7 @@ def _examine_disks(settings: Settings, data_dir: Path) -> Iterator[Finding]:
         "model cache": settings.repository.cache_dir,
     }
     places["spool directory"] = settings.bulk.spool_dir
+    places["payload store"] = str(local_path(settings.limits.payload_url) or "")
     for name, path in places.items():
         if not path:
             continue

@@ -108,7 +108,8 @@ class LocalDeployment:
         ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
         launch = self._preparer.write_desired(redis_url, ports)
         if not options.redis_url:
-            runfile.write(options.data_dir, runfile.RunFile(os.getpid(), launch.url, redis_url))
+            payloads = (launch.payload_url, launch.payload_url_min_bytes)
+            runfile.write(options.data_dir, runfile.RunFile(os.getpid(), launch.url, redis_url, *payloads))
         gateway = Program("gateway", "qinfer_api", launch.gateway)
         bulk = Program("bulk worker", "qinfer_workers.jobs", launch.bulk)
         pool = self._worker_pool(launch.worker, redis_url)

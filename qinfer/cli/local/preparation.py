@@ -30,10 +30,12 @@ from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.environments import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
 from qinfer.core.settings import Settings, load_settings
-from qinfer.core.store_urls import normalised
+from qinfer.core.store_urls import do_meet, normalised
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.jobs.tasks import broker_of
 from qinfer.models.state import State
+from qinfer.queue.embedded import make_private
+from qinfer.storage.local import local_path, sync_directory
 from qinfer.tensors import element_count
 
 _FOR_JOBS = ("celery", "pyarrow")
@@ -46,6 +48,7 @@ class Preparation:
         settings = load_settings()
         self._options = replace(options, settings=completed(options, settings))
         self.settings = with_sections(settings, self._options.settings)
+        self._payloads = local_path(self._options.settings["limits"].get("payload_url", ""))
         self._overview = Overview(models=(), lanes=(), workers=())
 
     def check_settings(self) -> SupervisionPlan:
@@ -65,7 +68,10 @@ class Preparation:
         self._ports = Ports(*ports)
         self.settings = self.settings.model_copy(update={"redis": with_url(self.settings.redis, redis_url)})
         run_start(self.settings.redis, self.settings.repository)
-        http, passed = self.settings.http, self.settings.pass_env
+        http, passed, limits = self.settings.http, self.settings.pass_env, self.settings.limits
+        if self._payloads is not None:
+            make_private(self._payloads)
+            sync_directory(self._payloads.parent)
         self._url = local_url(http.host, self._ports.http, tls=bool(http.tls_certfile))
         self._client = GatewayClient(self._url, verify=False)
         self._no_bulk = why_no_bulk_worker(self.settings, redis_url)
@@ -76,6 +82,8 @@ class Preparation:
             worker=program_environment(WORKER, base, [*passed, *self.settings.worker.model_env]),
             bulk=program_environment(BULK_WORKER, base, passed),
             no_bulk=self._no_bulk,
+            payload_url=limits.payload_url if self._payloads is not None else "",
+            payload_url_min_bytes=limits.payload_url_min_bytes,
         )
 
     def read_progress(self, least: int, up_s: float) -> StartProgress:
@@ -135,6 +143,10 @@ class Preparation:
         return f"{self._options.data_dir}/ (kept over restarts, crashes and kill -9)"
 
 
+PAYLOAD_BYTES = 2**20
+"""Larger tensors are files: these take less time than strings in Redis, and other commands do not wait for them."""
+
+
 EXECUTE_TIMEOUT_S = 300.0
 """The limit unless model or environment sets one."""
 
@@ -155,11 +167,27 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     execute_s = settings.limits.execute_timeout_s
     if "execute_timeout_s" not in settings.limits.model_fields_set:
         execute_s = EXECUTE_TIMEOUT_S
-    limits = {"execute_timeout_s": execute_s}
+    limits = {"execute_timeout_s": execute_s, **payload_store(options, settings, stores["allow"])}
     here = "" if options.redis_url else str(options.data_dir.resolve() / "memory")  # there is no data directory
     segments = {"directory": settings.segments.directory or here}
     more = {"repository": repository, "stores": stores, "rate_limit": limit, "limits": limits, "segments": segments}
     return {**options.settings, **more}
+
+
+def payload_store(options: UpOptions, settings: Settings, allowed: Sequence[str]) -> Mapping[str, Any]:
+    """Returns the settings of a payload store in the data directory; none if one is set, or jobs may read there."""
+    given = settings.limits.model_fields_set
+    if options.redis_url or "payload_url" in given:
+        return {}
+    url = f"file://{options.data_dir.resolve() / 'payloads'}"
+    try:
+        normalised(url)
+    except SettingsError:
+        return {}
+    if any(do_meet(url, place) for place in allowed):
+        return {}
+    least = settings.limits.payload_url_min_bytes if "payload_url_min_bytes" in given else PAYLOAD_BYTES
+    return {"payload_url": url, "payload_url_min_bytes": least}
 
 
 def with_sections(settings: Settings, sections: Sections) -> Settings:

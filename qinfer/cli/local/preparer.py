@@ -62,13 +62,15 @@ class SupervisionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The gateway's URL, the programs' environments, and why no bulk worker can run."""
+    """The gateway's URL, the programs' environments, why no bulk worker can run, and the payload store."""
 
     url: str
     gateway: Mapping[str, str]
     worker: Mapping[str, str]
     bulk: Mapping[str, str]
     no_bulk: str
+    payload_url: str
+    payload_url_min_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,13 @@ DATA_DIR = Path(".qinfer")
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """The content of the run file."""
+    """The content of the run file; `payload_url` is a directory that other programs must know, or ''."""
 
     pid: int
     url: str
     redis_url: str
+    payload_url: str = ""
+    payload_url_min_bytes: int = 0
 
     def is_alive(self) -> bool:
         """Returns whether that process id exists; maybe as another program."""

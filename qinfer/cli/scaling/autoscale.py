@@ -75,7 +75,7 @@ def autoscale(
 
     Exit codes: 0 stopped; 64 an option or a setting is wrong.
     """
-    from qinfer.cli.overview import redis_settings
+    from qinfer.cli.overview import program_variables, redis_settings
     from qinfer.cli.scaling.scaler import run_autoscaler
 
-    run_autoscaler(redis_settings(redis, data_dir), given)
+    run_autoscaler(redis_settings(redis, data_dir), given, program_variables(redis, data_dir))

@@ -408,13 +408,13 @@ class Autoscaler:
         )
 
 
-def run_autoscaler(redis: RedisSettings, options: Mapping[str, float]) -> None:
-    """Runs until a signal asks to stop, then drains."""
+def run_autoscaler(redis: RedisSettings, options: Mapping[str, float], variables: Mapping[str, str]) -> None:
+    """Runs until a signal asks to stop, then drains; `variables` replace those of the workers' environment."""
     protect_process(os.environ)
     settings = load_settings()
     scaling = settings.autoscale.model_copy(update=dict(options))
     settings = settings.model_copy(update={"autoscale": scaling, "redis": redis})
-    base = child_environment(os.environ, {"QINFER_REDIS__URL": redis.url.get_secret_value()})
+    base = child_environment(os.environ, variables)
     env = program_environment(WORKER, base, [*settings.pass_env, *settings.worker.model_env])
     with Supervisor(lambda line: logger.warning("workers", extra={"what": line})) as supervisor:
         autoscaler = make_autoscaler(settings, supervisor, env)

@@ -77,7 +77,7 @@ def test_a_tensor_of_40_mib_goes_in_and_out(stack: Stack, storage: ObjectStorage
 
 
 def test_an_asynchronous_result_stays_in_the_store(stack: Stack, storage: ObjectStorage) -> None:
-    """And can be read again and again; it has expired where somebody deleted it there."""
+    """And can be read again and again; it is lost where somebody deleted it there."""
     data = np.arange(ELEMENTS // 4, dtype="<f4").tobytes()
     before = set(storage.names())
 
@@ -91,7 +91,7 @@ def test_an_asynchronous_result_stays_in_the_store(stack: Stack, storage: Object
     (name,) = set(storage.names()) - before
     storage.delete(name)
     status, _, body = answer(url)
-    assert (status, b"time to live is over" in body) == (410, True)
+    assert (status, b"is lost: it was deleted or damaged in the payload store" in body) == (410, True)
 
 
 def test_a_store_that_is_away_refuses_large_requests_only(stack: Stack, storage: ObjectStorage) -> None:

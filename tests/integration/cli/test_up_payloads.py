@@ -1,0 +1,141 @@
+"""`qinfer up` keeps large tensors and results of stored requests in files of its data directory, not in Redis."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import redis
+
+from qinfer.cli.local import runfile
+from qinfer.testing import wait_until
+from tests.integration.cli.test_up import QUICK_LEASES, WITHIN_S, Up, qinfer
+from tests.support import models
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+MODEL = "identity_fp32"
+TENSOR = np.arange(2**20, dtype="<f4").tobytes()  # 4 MiB
+SMALL_BYTES = 2**20
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    return tmp_path / "data #1 %20"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    models.identity(tmp_path / "models", "FP32")
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def up(repository: Path, data_dir: Path) -> Iterator[Up]:
+    one = started(repository, data_dir)
+    yield one
+    if one.process.poll() is None:
+        assert one.stop() == 0, one.log.read_text()
+
+
+def started(repository: Path, data_dir: Path) -> Up:
+    return Up(repository, data_dir, "--durability", "always", env=QUICK_LEASES).wait_ready()
+
+
+def submit(up: Up) -> str:
+    """Submits a request of one large tensor; returns the URL of its record, without the host."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, len(TENSOR) // 4]}
+    tensor["parameters"] = {"binary_data_size": len(TENSOR)}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    url = f"{up.url}/v1/models/{MODEL}/requests"
+    reply = httpx.post(url, content=head + TENSOR, headers=headers, timeout=WITHIN_S)
+    assert reply.status_code == 202, reply.text
+    return str(reply.headers["Location"])
+
+
+def result(up: Up, request: str) -> httpx.Response:
+    return httpx.get(f"{up.url}{request}/result?wait=30", timeout=WITHIN_S)
+
+
+def outputs(reply: httpx.Response) -> bytes:
+    assert reply.status_code == 200, reply.text
+    return reply.content[int(reply.headers["Inference-Header-Content-Length"]) :]
+
+
+def files(data_dir: Path) -> list[Path]:
+    return [path for path in (data_dir / "payloads").rglob("*") if path.is_file()]
+
+
+def sizes_in_redis(data_dir: Path) -> dict[str, int]:
+    run = runfile.read(data_dir)
+    assert run is not None
+    with redis.Redis.from_url(run.redis_url) as client:
+        return {key.decode(): client.memory_usage(key, samples=0) or 0 for key in client.scan_iter()}
+
+
+def test_large_tensors_and_results_are_files(up: Up, repository: Path, data_dir: Path) -> None:
+    """Beside Redis, not in its memory nor its append-only file; a restart keeps them, and DELETE removes them."""
+    worker = up.child("qinfer_workers.inference")
+    worker.suspend()
+    request = submit(up)
+    (tensors,) = files(data_dir)
+    assert tensors.read_bytes() == TENSOR
+    worker.resume()
+    assert outputs(result(up, request)) == TENSOR
+    wait_until(lambda: not tensors.exists(), WITHIN_S, "the removal of the tensors")
+
+    (stored,) = files(data_dir)
+    assert len(TENSOR) < stored.stat().st_size < len(TENSOR) + 10_000
+    assert (data_dir / "payloads").stat().st_mode & 0o777 == 0o700
+    assert {key: size for key, size in sizes_in_redis(data_dir).items() if size > SMALL_BYTES} == {}
+    assert sum(path.stat().st_size for path in (data_dir / "redis").rglob("*") if path.is_file()) < SMALL_BYTES
+
+    assert up.stop() == 0
+    again = started(repository, data_dir)
+    try:
+        assert outputs(result(again, request)) == TENSOR
+        assert files(data_dir) == [stored]
+        httpx.delete(f"{again.url}{request}", timeout=WITHIN_S).raise_for_status()
+        wait_until(lambda: files(data_dir) == [], WITHIN_S, "the removal of the result")
+        assert result(again, request).status_code == 410
+    finally:
+        assert again.stop() == 0, again.log.read_text()
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_a_lost_file_is_an_error_that_says_so(up: Up, data_dir: Path, damage: str) -> None:
+    """Of the request, or of its result; nothing else is lost. Its dead letter says that it can't be replayed."""
+    worker = up.child("qinfer_workers.inference")
+    worker.suspend()
+    lost = submit(up)
+    spoil(files(data_dir), damage)
+    kept = submit(up)
+    worker.resume()
+
+    failed = result(up, lost)
+    said = "they were deleted there before their time" if damage == "removed" else f"1 of {len(TENSOR)} bytes"
+    assert (failed.status_code, said in failed.text) == (500, True), failed.text
+    assert outputs(result(up, kept)) == TENSOR
+    (letter,) = json.loads(qinfer("dlq", "list", MODEL, "--data-dir", str(data_dir), "--json").stdout)
+    wait_until(lambda: len(files(data_dir)) == (1 if damage == "removed" else 2), WITHIN_S, "one result")
+    if damage == "removed":
+        for command in ("show", "replay"):
+            shown = qinfer("dlq", command, MODEL, letter["id"], "--data-dir", str(data_dir))
+            assert "can't be replayed" in " ".join((shown.stdout + shown.stderr).split()), shown
+    assert qinfer("dlq", "purge", MODEL, "--all", "--yes", "--data-dir", str(data_dir)).returncode == 0
+
+    (stored,) = files(data_dir)
+    spoil([stored], damage)
+    gone = result(up, kept)
+    assert (gone.status_code, "is lost: it was deleted or damaged" in gone.text) == (410, True), gone.text
+    assert outputs(result(up, submit(up))) == TENSOR
+
+
+def spoil(paths: list[Path], damage: str) -> None:
+    for path in paths:
+        path.unlink()
+        if damage == "cut":
+            path.write_bytes(b"x")
