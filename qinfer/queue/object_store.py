@@ -7,9 +7,10 @@ their objects; an object is deleted with its reference. `sweep` deletes objects 
 form in expired folders.
 
 The store runs in threads with timeouts, so that it delays neither callers nor the end of the process. After a failure
-all calls fail immediately, until a background probe succeeds. A full disk refuses only writes: what is read and deleted
-frees it. A directory keeps some space free for Redis, whose files may be beside it, and for results, since the end of
-their requests frees some.
+all calls fail immediately, until a background probe succeeds. A full disk refuses only writes: reads and deletions free
+it. A directory keeps some space free for Redis, whose files may be beside it, and for results, since the end of their
+requests frees some. Its files are on disk before they are referred to under `always`, and about a second later under
+`everysec`, as Redis' own file is.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ from qinfer.errors import (
 )
 from qinfer.queue.values import REFERENCE_VERSION, Reference, ValueKind
 from qinfer.storage.errors import mapped
-from qinfer.storage.local import local_path
+from qinfer.storage.local import local_path, sync_path
 from qinfer.storage.open import open_store, remedy
 from qinfer.storage.store import Store
 from qinfer.tensors import Bytes
@@ -82,6 +83,7 @@ _MOST_TO_DELETE = 10_000
 _AT_ONCE = 64
 _THREADS = 16
 _REMIND_S = 60.0
+_SYNC_S = 1.0
 
 
 class ObjectStore:
@@ -104,6 +106,9 @@ class ObjectStore:
         self._to_delete: deque[str] = deque(maxlen=_MOST_TO_DELETE)
         self._deleting: asyncio.Task[None] | None = None
         self._recovering: asyncio.Task[None] | None = None
+        self._unsynced: set[str] = set()
+        self._sync_timer: asyncio.TimerHandle | None = None
+        self._syncs: set[Future[None]] = set()
         begins = f"the payload store's disk is full: free some space, or read and delete results; it is at '{folder}'"
         ends = "the payload store's disk has space again"
         self._full = OutageLog(logger, begins, ends, level=logging.ERROR, remind_s=_REMIND_S)
@@ -133,6 +138,8 @@ class ObjectStore:
 
         await self._used(write, self._transfer_s(reference))
         self._full.over()
+        if kind is not ValueKind.ANSWER:
+            self._sync_soon(reference.name)
         return reference
 
     async def read(self, reference: Reference) -> bytes | None:
@@ -148,11 +155,15 @@ class ObjectStore:
         """Copies an object, kept for `kept_s` seconds; `None` if gone."""
         copied = Reference(self._new_name(owner, kept_s), reference.size)
         work = partial(self._copy, _checked(reference), copied.name, copied.size)
-        return copied if await self._used(work, self._transfer_s(reference)) else None
+        if not await self._used(work, self._transfer_s(reference)):
+            return None
+        self._sync_soon(copied.name)
+        return copied
 
     def delete(self, names: Iterable[str]) -> None:
         """Schedules deletions; the sweep makes up for failed deletions."""
-        self._to_delete.extend(name for name in names if _NAME.fullmatch(name))
+        self._to_delete.extend(found := [name for name in names if _NAME.fullmatch(name)])
+        self._unsynced.difference_update(found)
         if self._to_delete and self._deleting is None:
             self._deleting = asyncio.create_task(self._delete(), name="delete objects")
 
@@ -181,14 +192,33 @@ class ObjectStore:
         return count
 
     async def close(self) -> None:
-        """Waits briefly for deletions, and closes the store."""
+        """Waits briefly for deletions and the disk, and closes the store."""
         if self._recovering is not None:
             self._recovering.cancel()
+        if self._sync_timer is not None:
+            self._sync_timer.cancel()
+            self._sync()
+        if syncs := [asyncio.wrap_future(each) for each in self._syncs]:
+            await asyncio.wait(syncs, timeout=_CLOSE_S)
         if self._deleting is not None:
             _, late = await asyncio.wait([self._deleting], timeout=_CLOSE_S)
             for task in late:
                 task.cancel()
         self._threads.close()
+
+    def _sync_soon(self, name: str) -> None:
+        if self._directory is None or self._synced:
+            return
+        self._unsynced.add(name)
+        if self._sync_timer is None:
+            self._sync_timer = asyncio.get_running_loop().call_later(_SYNC_S, self._sync)
+
+    def _sync(self) -> None:
+        names, self._unsynced, self._sync_timer = self._unsynced, set(), None
+        if names and self._directory is not None:
+            sync = self._threads.submit(partial(_sync_files, self._directory, names))
+            self._syncs.add(sync)
+            sync.add_done_callback(self._syncs.discard)
 
     def _new_name(self, owner: str, kept_s: float) -> str:
         expiry = math.ceil((self._now_s() + kept_s) / _EXPIRY_STEP_S) * _EXPIRY_STEP_S
@@ -316,6 +346,20 @@ def _opened(url: str) -> tuple[Store, str]:
     if directory is not None and not directory.is_dir():
         raise SettingsError(f"{VARIABLE}={url}: there is no such directory; make it, or mount it")
     return store, folder
+
+
+def _sync_files(directory: Path, names: Iterable[str]) -> None:
+    folders = {directory}
+    try:
+        for path in (directory / name for name in names):
+            with suppress(FileNotFoundError):  # its request has ended
+                sync_path(path)
+                folders.add(path.parent)
+        for folder in folders if len(folders) > 1 else ():
+            with suppress(FileNotFoundError):
+                sync_path(folder)
+    except OSError as error:
+        logger.error("tensors not synced to disk", extra={"reason": repr(error)})
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -149,8 +149,8 @@ class LocalStore(Store):
                 with suppress(FileExistsError):
                     os.link(target, final)
                 target.unlink()
-            sync_directory(target.parent)
-            sync_directory(final.parent)
+            sync_path(target.parent)
+            sync_path(final.parent)
 
     def delete(self, url: str) -> None:
         """Implements `Store.delete`."""
@@ -215,7 +215,7 @@ def _written(path: Path, *, synced: bool) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         for directory in (path.parent, path.parent.parent) if synced else ():
-            sync_directory(directory)
+            sync_path(directory)
     except OSError:
         with suppress(OSError):
             path.unlink()
@@ -237,13 +237,13 @@ def _link(source: Path, final: Path) -> CommitOutcome:
         os.link(source, final)
     except FileExistsError:
         return _exists(final)
-    sync_directory(final.parent)
+    sync_path(final.parent)
     return CommitOutcome.CREATED
 
 
 def _exists(final: Path) -> CommitOutcome:
     """Syncs: the file's writer may have died before its name was on disk."""
-    sync_directory(final.parent)
+    sync_path(final.parent)
     return CommitOutcome.EXISTS
 
 
@@ -265,12 +265,12 @@ def _make(directory: Path) -> None:
     missing = [directory, *directory.parents]
     for path in reversed([path for path in missing if not path.exists()]):
         path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
+        sync_path(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Has the names in a directory on disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Has a file, or the names in a directory, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -35,7 +35,7 @@ from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.jobs.tasks import broker_of
 from qinfer.models.state import State
 from qinfer.queue.embedded import make_private
-from qinfer.storage.local import local_path, sync_directory
+from qinfer.storage.local import local_path, sync_path
 from qinfer.tensors import element_count
 
 _FOR_JOBS = ("celery", "pyarrow")
@@ -71,7 +71,7 @@ class Preparation:
         http, passed, limits = self.settings.http, self.settings.pass_env, self.settings.limits
         if self._payloads is not None:
             make_private(self._payloads)
-            sync_directory(self._payloads.parent)
+            sync_path(self._payloads.parent)
         self._url = local_url(http.host, self._ports.http, tls=bool(http.tls_certfile))
         self._client = GatewayClient(self._url, verify=False)
         self._no_bulk = why_no_bulk_worker(self.settings, redis_url)

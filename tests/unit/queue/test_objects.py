@@ -302,6 +302,29 @@ async def test_a_full_disk_refuses_writes_and_nothing_else(
     await store.close()
 
 
+async def test_under_everysec_files_are_on_disk_a_second_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Redis' own file is, unless their requests have ended; those that are left when the process ends, too."""
+    monkeypatch.setattr(object_store, "_SYNC_S", 0.05)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+    store = await opened(tmp_path.as_uri())
+
+    kept, ended = [await store.write("m", b"tensors", 60.0) for _ in range(2)]
+    copy = await store.copy(kept, "m", 600.0)
+    await store.write("m", b"outputs", 60.0, ValueKind.ANSWER)
+    store.delete([ended.name])
+    assert synced == []
+    assert copy is not None
+    files = [tmp_path / one.name for one in (kept, copy)]
+    paths = [tmp_path, *files, *(path.parent for path in files)]
+    await eventually(lambda: sorted(synced) == sorted(map(str, paths)))
+
+    synced.clear()
+    last = await store.write("m", b"tensors", 60.0)
+    await store.close()
+    assert str(tmp_path / last.name) in synced
+
+
 async def test_payloads_leave_space_for_results_and_results_for_redis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
