@@ -183,7 +183,8 @@ class LimitSettings(Section):
     payload_url: str = Field(
         "",
         description="Store of the largest tensors: an fsspec URL such as s3://bucket/qinfer or file:///shared "
-        "that gateways and workers can reach; empty = in Redis. Credentials come from the store's own variables.",
+        "that gateways and workers can reach; empty = in Redis. Credentials come from the store's own variables. "
+        "Unless it is set, `qinfer up` uses the folder `payloads` of its data directory, from 1 MiB on.",
     )
     payload_url_min_bytes: int = Field(
         16 * 2**20, gt=0, description="Larger tensors are stored at `payload_url`, if it is set."

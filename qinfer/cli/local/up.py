@@ -41,7 +41,8 @@ class UpFlags:
         ),
     ] = False
     data_dir: Annotated[
-        Path, typer.Option(help="Directory of the private Redis' data; one `up` at a time may use it.")
+        Path,
+        typer.Option(help="Directory of the private Redis' data and of large tensors; one `up` at a time may use it."),
     ] = Path(".qinfer")
     host: Annotated[
         str, typer.Option(envvar="QINFER_HTTP__HOST", help="Address to bind; 0.0.0.0 serves other machines.")

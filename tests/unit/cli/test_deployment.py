@@ -1,12 +1,16 @@
-"""What `qinfer up` decides about bulk jobs."""
+"""What `qinfer up` decides about bulk jobs and large tensors."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 
-from qinfer.cli.local.preparation import allowed_stores, jobs_line, why_no_bulk_worker
-from qinfer.core.settings import BulkSettings, RedisSettings, Settings, StoreSettings
+from qinfer.cli.local import runfile
+from qinfer.cli.local.preparation import PAYLOAD_BYTES, allowed_stores, jobs_line, payload_store, why_no_bulk_worker
+from qinfer.cli.local.preparer import UpOptions
+from qinfer.cli.overview import payload_limits, program_variables
+from qinfer.core.settings import BulkSettings, RedisSettings, Settings, StoreSettings, load_settings
 from qinfer.errors import SettingsError
 
 REDIS = "redis://127.0.0.1/0"
@@ -42,6 +46,51 @@ def test_the_worker_runs_unless_something_is_in_its_way(monkeypatch: pytest.Monk
     assert (
         why_no_bulk_worker(Settings(stores=ALLOWED), REDIS) == "celery is not installed: pip install 'qinfer-ml[bulk]'"
     )
+
+
+def options_of(data_dir: Path, redis_url: str = "") -> UpOptions:
+    return UpOptions(
+        settings={},
+        allow_client_shm=False,
+        data_dir=data_dir,
+        redis_url=redis_url,
+        redis_memory_bytes=0,
+        workers=1,
+        autoscale=None,
+        ready_timeout_s=1.0,
+    )
+
+
+def test_large_tensors_are_files_of_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless there is none, or the operator has said where they are, or jobs could read those of others."""
+    data, url = tmp_path / "a b#", f"file://{tmp_path}/a b#/payloads"
+    usual = {"payload_url": url, "payload_url_min_bytes": PAYLOAD_BYTES}
+
+    assert payload_store(options_of(data), Settings(), ["file:///data", "s3://bucket"]) == usual
+    assert payload_store(options_of(data, REDIS), Settings(), []) == {}
+    for allowed in (tmp_path, data, data / "payloads/x"):
+        assert payload_store(options_of(data), Settings(), [f"file://{allowed}"]) == {}
+    monkeypatch.setenv("QINFER_LIMITS__PAYLOAD_URL_MIN_BYTES", "123")
+    assert payload_store(options_of(data), load_settings(), []) == {**usual, "payload_url_min_bytes": 123}
+    for given in ("s3://bucket/x", ""):
+        monkeypatch.setenv("QINFER_LIMITS__PAYLOAD_URL", given)
+        assert payload_store(options_of(data), load_settings(), []) == {}
+
+
+def test_other_programs_find_the_payload_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the run file, where they find Redis; a URL or a setting names another."""
+    run = runfile.RunFile(os.getpid(), "http://127.0.0.1:1", "unix:///redis.sock", "file:///data/payloads", 7)
+    runfile.write(tmp_path, run)
+
+    found = program_variables("", tmp_path)
+    assert found == {
+        "QINFER_REDIS__URL": "unix:///redis.sock",
+        "QINFER_LIMITS__PAYLOAD_URL": "file:///data/payloads",
+        "QINFER_LIMITS__PAYLOAD_URL_MIN_BYTES": "7",
+    }
+    assert payload_limits(REDIS, tmp_path).payload_url == ""
+    monkeypatch.setenv("QINFER_LIMITS__PAYLOAD_URL", "s3://bucket/x")
+    assert payload_limits("", tmp_path).payload_url == "s3://bucket/x"
 
 
 def test_the_summary_says_where_jobs_may_read_and_write() -> None:

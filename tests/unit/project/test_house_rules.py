@@ -43,7 +43,6 @@ SMALL_FILES: dict[str, str] = {
     "qinfer/storage/hive.py": "pure; jobs write and the client reads such folders",
     "qinfer/traffic/files.py": "gateway and command line read declarations by it",
     "qinfer/cli/bridge.py": "a command, loaded by its name",
-    "qinfer/cli/local/runfile.py": "the file by which distant commands find `qinfer up`",
 }
 
 # Where adapters are constructed, and hence the environment may be read.
