@@ -23,7 +23,7 @@ from qinfer.core.settings_sections import (
     SegmentSettings,
     TraceSettings,
 )
-from qinfer.core.store_urls import UrlGrant, do_meet, folders_of, normalised
+from qinfer.core.store_urls import UrlGrant, contains, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
 _OF_COMMANDS = ("QINFER_API_KEY", "QINFER_URL")
@@ -257,6 +257,11 @@ class StoreSettings(Section):
         description="URL prefixes and directories that requests may read and write, such as s3://bucket/folder or "
         "./data; empty = none. `payload_url` and the repository need not be listed.",
     )
+    deny: _Prefixes = Field(
+        (),
+        description="URL prefixes and directories within `allow` that no request may read and write; `qinfer up` adds "
+        "its payload store.",
+    )
     tenants: dict[str, TenantStores] = Field(
         {},
         description="Prefixes within `allow` that a tenant may read and write: "
@@ -270,13 +275,13 @@ class StoreSettings(Section):
 
         A worker does not know that: it narrows the gateway's grant to its own prefixes.
         """
-        every = UrlGrant(self.allow, self.allow)
+        every = UrlGrant(self.allow, self.allow, deny=self.deny)
         if (own := self.tenants.get(tenant)) is not None:
             return UrlGrant(own.read, own.write, tenant).narrowed(every)
         if not is_shared:
             return every
         folders = folders_of(tenant, self.allow)
-        return UrlGrant(folders, folders, tenant)
+        return UrlGrant(folders, folders, tenant, self.deny)
 
 
 class BulkSettings(Section):
@@ -593,11 +598,14 @@ def load_settings() -> Settings:
 def _check_payload_store(settings: Settings) -> None:
     """Refuses a location that meets the payload store, whose tensors of all tenants jobs may not read."""
     payloads = settings.limits.payload_url.rpartition("::")[2]  # the last driver of a chain has the location
+    if any(contains(place, payloads) for place in settings.stores.deny):
+        return
     for allowed in settings.stores.allow:
         if payloads and do_meet(payloads, allowed):
             raise SettingsError(
                 "QINFER_LIMITS__PAYLOAD_URL: the payload store and a location of QINFER_STORES__ALLOW are within one "
-                "another, so that jobs could read the tensors of others; give each a folder of its own"
+                "another, so that jobs could read the tensors of others; give each a folder of its own, or add the "
+                "store to QINFER_STORES__DENY"
             )
 
 

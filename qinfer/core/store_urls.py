@@ -34,34 +34,37 @@ _SHOWN = 120
 
 
 class UrlGrant(msgspec.Struct, frozen=True):
-    """The URL prefixes that a tenant may read or write, in their one spelling."""
+    """The URL prefixes that a tenant may read or write, except those in `deny`, in their one spelling."""
 
     read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
     tenant: str = ""
+    deny: tuple[str, ...] = ()
 
     def narrowed(self, other: Self) -> Self:
         """Intersects two grants."""
         read, write = _common(self.read, other.read), _common(self.write, other.write)
-        return msgspec.structs.replace(self, read=read, write=write)
+        deny = tuple(dict.fromkeys((*self.deny, *other.deny)))
+        return msgspec.structs.replace(self, read=read, write=write, deny=deny)
 
     def check_read(self, url: str) -> str:
         """Checks the URL of an input."""
-        return check_url(url, self.read, "read", self.tenant)
+        return check_url(url, self.read, "read", self.tenant, self.deny)
 
     def check_write(self, url: str) -> str:
         """Checks the URL of an output."""
-        return check_url(url, self.write, "write", self.tenant)
+        return check_url(url, self.write, "write", self.tenant, self.deny)
 
 
-def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = "") -> str:
+def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = "", deny: Sequence[str] = ()) -> str:
     """Checks a URL from a request against prefixes; returns its one spelling.
 
     Raises `InvalidRequest` for an ambiguous one: `..`, schemes chained with `::`, credentials, a query, encoded
     separators.
     """
     place = _parsed(url)
-    if any(_holds(_parsed(prefix), place) for prefix in allow):
+    is_denied = any(_holds(_parsed(prefix), place) for prefix in deny)
+    if not is_denied and any(_holds(_parsed(prefix), place) for prefix in allow):
         return _spelled(place)
     raise not_allowed(url, use, tenant)
 
@@ -98,11 +101,15 @@ def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
 
 def do_meet(first: str, second: str) -> bool:
     """Tells whether one of two valid URLs equals or contains the other."""
+    return contains(first, second) or contains(second, first)
+
+
+def contains(prefix: str, url: str) -> bool:
+    """Tells whether a valid URL is a prefix, or in it."""
     try:
-        one, other = _parsed(first), _parsed(second)
+        return _holds(_parsed(prefix), _parsed(url))
     except QinferError:
         return False
-    return _holds(one, other) or _holds(other, one)
 
 
 def normalised(url: str) -> str:

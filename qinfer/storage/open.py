@@ -161,30 +161,33 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 def readable(grant: UrlGrant, opener: Callable[[str], Store] = store_for) -> "Within":
     """Returns the stores that a tenant may read."""
-    return Within(grant.read, "read", grant.tenant, opener)
+    return Within(grant.read, "read", grant.tenant, opener, grant.deny)
 
 
 def writable(grant: UrlGrant, opener: Callable[[str], Store] = store_for) -> "Within":
     """Returns the stores for a tenant's outputs, also to read these back."""
-    return Within(grant.write, "write", grant.tenant, opener)
+    return Within(grant.write, "write", grant.tenant, opener, grant.deny)
 
 
 class Within:
-    """Opens the store of an object as `store_for` does, if its URL is below one of the prefixes.
+    """Opens the store of an object as `store_for` does, if its URL is below one of the prefixes, and of none in `deny`.
 
     All existing links in `file://` URLs and prefixes are resolved; one made after this check is not noticed. `use` is
     in the text of a refusal.
     """
 
     def __init__(
-        self, prefixes: Sequence[str], use: str, tenant: str = "", opener: Callable[[str], Store] = store_for
+        self,
+        prefixes: Sequence[str],
+        use: str,
+        tenant: str = "",
+        opener: Callable[[str], Store] = store_for,
+        deny: Sequence[str] = (),
     ) -> None:
         self._use = use
         self._tenant = tenant
         self._opener = opener
-        paths = [path for prefix in prefixes if (path := local_path(prefix)) is not None]
-        self._folders = [Path(os.path.realpath(path)) for path in paths]
-        self._prefixes = [prefix for prefix in prefixes if local_path(prefix) is None]
+        self._allow, self._deny = _Places(prefixes), _Places(deny)
 
     def __call__(self, url: str) -> Store:
         """Checks a URL, and returns its store."""
@@ -193,13 +196,23 @@ class Within:
 
     def check(self, url: str) -> None:
         """Raises `Forbidden` outside of the prefixes."""
+        if not self._allow.hold(url) or self._deny.hold(url):
+            raise not_allowed(url, self._use, self._tenant)
+
+
+class _Places:
+    """URL prefixes."""
+
+    def __init__(self, prefixes: Sequence[str]) -> None:
+        paths = [path for prefix in prefixes if (path := local_path(prefix)) is not None]
+        self._folders = [Path(os.path.realpath(path)) for path in paths]
+        self._prefixes = [prefix for prefix in prefixes if local_path(prefix) is None]
+
+    def hold(self, url: str) -> bool:
         path = local_path(url)
         if path is None:
-            is_allowed = any(is_below(url, prefix) for prefix in self._prefixes)
-        elif "\0" in path.as_posix():  # no file has this name
-            is_allowed = False
-        else:
-            real = Path(os.path.realpath(path))
-            is_allowed = any(real.is_relative_to(folder) for folder in self._folders)
-        if not is_allowed:
-            raise not_allowed(url, self._use, self._tenant)
+            return any(is_below(url, prefix) for prefix in self._prefixes)
+        if "\0" in path.as_posix():  # no file has this name
+            return False
+        real = Path(os.path.realpath(path))
+        return any(real.is_relative_to(folder) for folder in self._folders)

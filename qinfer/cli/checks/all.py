@@ -298,9 +298,7 @@ def examine_stores(settings: Settings) -> Iterator[Finding]:
 
 
 def _store(subject: str, url: str) -> Finding:
-    parts = urlsplit(url)
-    if parts.scheme in ("file", "local"):
-        path = Path(unquote(parts.path))
+    if (path := local_path(url)) is not None:
         if not path.is_dir():
             return problem(subject, f"{path} is not a directory on this machine", "create or mount it")
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):

@@ -30,7 +30,7 @@ from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.environments import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
 from qinfer.core.settings import Settings, load_settings
-from qinfer.core.store_urls import do_meet, normalised
+from qinfer.core.store_urls import normalised
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.jobs.tasks import broker_of
 from qinfer.models.state import State
@@ -167,24 +167,24 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     execute_s = settings.limits.execute_timeout_s
     if "execute_timeout_s" not in settings.limits.model_fields_set:
         execute_s = EXECUTE_TIMEOUT_S
-    limits = {"execute_timeout_s": execute_s, **payload_store(options, settings, stores["allow"])}
+    payloads = payload_store(options, settings)
+    limits = {"execute_timeout_s": execute_s, **payloads}
+    if payloads:
+        stores["deny"] = (*settings.stores.deny, payloads["payload_url"])
     here = "" if options.redis_url else str(options.data_dir.resolve() / "memory")  # there is no data directory
     segments = {"directory": settings.segments.directory or here}
     more = {"repository": repository, "stores": stores, "rate_limit": limit, "limits": limits, "segments": segments}
     return {**options.settings, **more}
 
 
-def payload_store(options: UpOptions, settings: Settings, allowed: Sequence[str]) -> Mapping[str, Any]:
-    """Returns the settings of a payload store in the data directory; none if one is set, or jobs may read there."""
+def payload_store(options: UpOptions, settings: Settings) -> Mapping[str, Any]:
+    """Returns the settings of a payload store in the data directory; none if one is set, or no URL leads there."""
     given = settings.limits.model_fields_set
     if options.redis_url or "payload_url" in given:
         return {}
-    url = f"file://{options.data_dir.resolve() / 'payloads'}"
     try:
-        normalised(url)
+        url = normalised(f"file://{options.data_dir.resolve() / 'payloads'}")
     except SettingsError:
-        return {}
-    if any(do_meet(url, place) for place in allowed):
         return {}
     least = settings.limits.payload_url_min_bytes if "payload_url_min_bytes" in given else PAYLOAD_BYTES
     return {"payload_url": url, "payload_url_min_bytes": least}

@@ -41,13 +41,14 @@ def up(repository: Path, data_dir: Path) -> Iterator[Up]:
 
 
 def started(repository: Path, data_dir: Path) -> Up:
-    return Up(repository, data_dir, "--durability", "always", env=QUICK_LEASES).wait_ready()
+    options = ("--durability", "always", "--allow-store", str(data_dir.parent))
+    return Up(repository, data_dir, *options, env=QUICK_LEASES).wait_ready()
 
 
 def submit(up: Up) -> str:
     """Submits a request of one large tensor; returns the URL of its record, without the host."""
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, len(TENSOR) // 4]}
-    tensor["parameters"] = {"binary_data_size": len(TENSOR)}
+    parameters = {"binary_data_size": len(TENSOR)}
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, len(TENSOR) // 4], "parameters": parameters}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
     url = f"{up.url}/v1/models/{MODEL}/requests"
@@ -92,6 +93,13 @@ def test_large_tensors_and_results_are_files(up: Up, repository: Path, data_dir:
     assert (data_dir / "payloads").stat().st_mode & 0o777 == 0o700
     assert {key: size for key, size in sizes_in_redis(data_dir).items() if size > SMALL_BYTES} == {}
     assert sum(path.stat().st_size for path in (data_dir / "redis").rglob("*") if path.is_file()) < SMALL_BYTES
+
+    job = {"model": MODEL, "inputs": [f"file://{stored}"], "output": {"url": f"file://{data_dir.parent}/out"}}
+    refused = httpx.post(f"{up.url}/v1/jobs", json=job, timeout=WITHIN_S)
+    assert (refused.status_code, "is in none of the stores" in refused.text) == (403, True), refused.text
+    doctor = qinfer("doctor", "--data-dir", str(data_dir), "--no-runtimes", "--json")
+    found = [one["text"] for one in json.loads(doctor.stdout)["findings"] if one["subject"] == "payload store"]
+    assert found[0] == "readable and writable", found
 
     assert up.stop() == 0
     again = started(repository, data_dir)

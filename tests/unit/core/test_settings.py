@@ -4,7 +4,8 @@ import pytest
 
 from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.core.settings import Settings, load_settings, unknown_variables, variable_names
-from qinfer.errors import SettingsError
+from qinfer.core.store_urls import UrlGrant
+from qinfer.errors import Forbidden, SettingsError
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +143,24 @@ def test_jobs_may_not_use_the_payload_store(
             load_settings()
     else:
         assert load_settings().limits.payload_url == payload_url
+
+
+def test_a_payload_store_that_jobs_may_not_use_may_be_where_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the data directory of `qinfer up --allow-store .`."""
+    monkeypatch.setenv("QINFER_STORES__ALLOW", '["/data"]')
+    monkeypatch.setenv("QINFER_LIMITS__PAYLOAD_URL", "file:///data/.qinfer/payloads")
+    monkeypatch.setenv("QINFER_STORES__DENY", '["/data/.qinfer/payloads/x"]')
+    with pytest.raises(SettingsError, match=r"QINFER_STORES__DENY"):
+        load_settings()
+    monkeypatch.setenv("QINFER_STORES__DENY", '["/data/.qinfer/payloads"]')
+
+    grant = load_settings().stores.grant_of("acme").narrowed(UrlGrant(("file:///data",), ("file:///data",)))
+
+    assert grant.check_read("file:///data/.qinfer/payload") == "file:///data/.qinfer/payload"
+    for check in (grant.check_read, grant.check_write):
+        for name in ("payloads", "payloads/000/x"):
+            with pytest.raises(Forbidden):
+                check(f"file:///data/.qinfer/{name}")
 
 
 def test_tenants_prefixes_are_written_as_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,3 +136,19 @@ def test_what_stays_within_the_prefixes_is_opened(lake: Lake, path: str) -> None
 
     for base in (lake.url, lake.linked):
         assert readable(UrlGrant(own, ()))(f"{base}/{path}")
+
+
+def test_nothing_leads_into_a_folder_that_is_denied(tmp_path: Path) -> None:
+    """Neither by name nor by a link, in an allowed folder; a URL of another kind of store is compared as text."""
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (tmp_path / "way").symlink_to(secret)
+    places = (f"file://{tmp_path}", "s3://data")
+    grant = UrlGrant(places, places, deny=(f"file://{secret}", "s3://data/secret"))
+
+    for opened in (readable(grant), writable(grant)):
+        for url in (f"file://{secret}/x", f"file://{tmp_path}/way/x", f"file://{secret}", "s3://data/secret/x"):
+            with pytest.raises(Forbidden):
+                opened.check(url)
+        opened.check(f"file://{tmp_path}/secrets")
+        opened.check("s3://data/secrets")
