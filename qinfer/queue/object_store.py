@@ -44,7 +44,7 @@ from qinfer.errors import (
     StoreNotFound,
     UnsupportedFeature,
 )
-from qinfer.queue.values import REFERENCE_VERSION, Reference, ValueKind
+from qinfer.queue.values import REFERENCE_VERSION, NoSpace, Reference, ValueKind
 from qinfer.storage.errors import mapped
 from qinfer.storage.local import local_path, sync_path
 from qinfer.storage.open import open_store, remedy
@@ -198,7 +198,7 @@ class ObjectStore:
         if self._sync_timer is not None:
             self._sync_timer.cancel()
             self._sync()
-        if syncs := [asyncio.wrap_future(each) for each in self._syncs]:
+        if syncs := [asyncio.wrap_future(each) for each in list(self._syncs)]:
             await asyncio.wait(syncs, timeout=_CLOSE_S)
         if self._deleting is not None:
             _, late = await asyncio.wait([self._deleting], timeout=_CLOSE_S)
@@ -248,7 +248,7 @@ class ObjectStore:
             return await self._in_thread(work, timeout_s)
         except StoreFull as error:
             self._full.failed(error.reason or error.message)
-            raise BrokerUnavailable(FULL) from error
+            raise NoSpace(FULL) from error
         except BrokerUnavailable:
             if self._recovering is None:
                 self._recovering = asyncio.create_task(self._recover(), name="try the payload store")

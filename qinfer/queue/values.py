@@ -56,6 +56,10 @@ class ValueKind(Enum):
     ANSWER = auto()
 
 
+class NoSpace(BrokerUnavailable):
+    """The payload store is full."""
+
+
 class Reference(msgspec.Struct, frozen=True):
     """The object that holds a value."""
 
@@ -117,10 +121,15 @@ class Values:
         """
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:
-            async with self._transfers.turn(tenant, len(value)):
-                reference = await self.objects.write(_owner(key), value, ttl_s + later_s, kind)
-            self.delete_objects(await self._run_script(slot, _REFER, key, ttl_ms, *reference.fields))
-            return
+            try:
+                async with self._transfers.turn(tenant, len(value)):
+                    reference = await self.objects.write(_owner(key), value, ttl_s + later_s, kind)
+            except NoSpace:
+                if kind is not ValueKind.ANSWER:
+                    raise
+            else:
+                self.delete_objects(await self._run_script(slot, _REFER, key, ttl_ms, *reference.fields))
+                return
         if len(value) > MAX_BYTES:
             raise PayloadTooLarge(f"{len(value)} bytes in one piece are more than the {MAX_BYTES} that the queue takes")
         if len(value) <= LARGE_BYTES:

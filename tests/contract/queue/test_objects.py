@@ -464,6 +464,8 @@ async def test_a_full_disk_loses_nothing_that_was_accepted(
             with pytest.raises(BrokerUnavailable, match="disk is full"):
                 await action
         assert await delivery.requests.record(address("r3")) is None
+        await delivery.store_result(HIGH, "r4", TENSORS, 60.0)  # its caller waits: Redis takes it
+        assert await delivery.take_result(HIGH, "r4") == TENSORS
         assert await delivery.payload(Entry(LANE, "1-0"), "r1") == TENSORS
         assert objects(tmp_path) == before
         assert await settle(delivery, ended(blob=b"")) == [True]  # it frees some space
