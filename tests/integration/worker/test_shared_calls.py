@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -149,8 +150,12 @@ async def test_a_worker_that_executes_its_own_requests_reads_its_own_memory(tmp_
         await eventually(lambda: held(scene) == [0], description="memory that was given back")
 
 
-async def test_steps_of_a_dead_worker_are_dropped_and_its_requests_taken_over(scene: ServedModels) -> None:
+async def test_steps_of_a_dead_worker_are_dropped_and_its_requests_taken_over(
+    scene: ServedModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends between the submission of a step and its read."""
+    pending = scene.workers["front"]._caller._submission.pending
+    monkeypatch.setattr(pending, "discard", AsyncMock())  # a dead worker takes nothing out of the queue
     first = scene.workers["back"]._serving["first", 1]
     await first.pause_serving()
     asked = asyncio.create_task(ask(scene, "both"))

@@ -197,7 +197,7 @@ async def test_a_request_to_a_cached_model_lies_in_memory_until_it_is_executed(s
     (reader, writer), (other_reader, other_writer) = await opened(scene), await opened(scene)
     writer.write(body_of(IMAGE))
     other_writer.write(body_of(IMAGE))
-    await eventually(lambda: scene.gateway.dispatcher.in_flight == 2, description="two requests")
+    await eventually(lambda: scene.gateway.dispatcher.in_flight == 3, description="two requests and one execution")
     serving.batcher.resume_batching()
 
     assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)

@@ -74,6 +74,18 @@ def test_a_slab_is_released_once(memory: OwnMemory) -> None:
     assert seen(memory, other.reference)[0] == other.reference.generation
 
 
+def test_a_slab_is_released_by_the_last_that_holds_it(memory: OwnMemory) -> None:
+    """Parts of a request refer to the same tensors."""
+    held = written(memory, b"both")
+    other = held.hold()
+    held.release()
+    assert seen(memory, held.reference) == (held.reference.generation, b"both")
+
+    other.release()
+
+    assert memory.held_bytes == 0
+
+
 def test_a_segment_can_neither_shrink_nor_grow_and_readers_can_not_write(memory: OwnMemory) -> None:
     """A reader whose pages went away would be killed by a signal."""
     written(memory, b"x")

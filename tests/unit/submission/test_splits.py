@@ -56,6 +56,15 @@ def test_all_parts_are_one_versions() -> None:
     assert [part.moves_by for part in parts_of(request, 1)] == ["", "", ""]
 
 
+def test_parts_of_what_was_received_into_memory_know_where_their_rows_lie() -> None:
+    """Each tensor's rows lie one behind the other."""
+    inputs = from_numpy("n", np.zeros((5, 3), "f8")), from_numpy("m", np.zeros((5, 1), "f4"))
+    request = OutgoingRequest(model="m", inputs=inputs, landed_at=(64, 184))
+
+    assert [part.landed_at for part in parts_of(request, 2)] == [(64, 184), (112, 192), (160, 200)]
+    assert parts_of(OutgoingRequest(model="m", inputs=inputs), 2)[1].landed_at == ()
+
+
 def test_the_number_of_parts_is_bounded() -> None:
     most = SPEC.max_request_rows
 
