@@ -9,6 +9,7 @@ not survive a client that parses doubles (7.038531e-26 is rounded twice). NaN an
 
 import json
 import struct
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from math import prod
@@ -30,7 +31,11 @@ _BOUNDS = JsonBounds()
 _NULL = b"n"
 _PIECE_ELEMENTS = 8192  # outputs with more elements are written in pieces
 _BINARY_BYTES, _SMALL_TEXT_BYTES = 16 * 1024, 1024
-_ELEMENTS_AT_ONCE = 512  # of a piece: other threads run after each
+_ELEMENTS_AT_ONCE = 4096
+_LONG_ELEMENTS = 32 * 1024
+"""Outputs of more elements are written in a thread, which pauses after each piece: the event loop waits for its GIL."""
+
+_PAUSE_S = 50e-6
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
@@ -335,6 +340,8 @@ def _add_elements(text: bytearray, tensor: Tensor, *, strict: bool) -> None:
     values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below
     text += b"["
     for at in range(0, len(values), _ELEMENTS_AT_ONCE):
+        if len(values) > _LONG_ELEMENTS:
+            time.sleep(_PAUSE_S)
         piece = values[at : at + _ELEMENTS_AT_ONCE].tolist()
         encoded = _encoder.encode(piece)
         text += memoryview(encoded if strict or encoded.find(_NULL) < 0 else _with_words(piece))[1:-1]

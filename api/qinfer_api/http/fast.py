@@ -27,7 +27,7 @@ from qinfer_api.http.cycle import Cycle
 from qinfer_api.http.head import MAX_BINARY_BYTES, MAX_FAST_BYTES, HeadReader, RequestHead, Visitors, json_bytes
 from qinfer_api.http.infer import (
     DECOUPLED,
-    ENCODERS,
+    ENCODER,
     JSON_BYTES,
     HttpReply,
     InferCodec,
@@ -104,7 +104,7 @@ class FastCall:
         if (nbytes := response.nbytes) <= JSON_BYTES or not is_slow(nbytes, self._plan):
             self.set_reply(self._encoded(response))
         else:
-            thread = asyncio.get_running_loop().run_in_executor(ENCODERS, self._encoded, response)
+            thread = asyncio.get_running_loop().run_in_executor(ENCODER, self._encoded, response)
             thread.add_done_callback(self._encoded_in_thread)
 
     def _encoded(self, response: Response) -> HttpReply:

@@ -179,8 +179,8 @@ LARGE_BYTES = 256 * 1024
 JSON_BYTES = 32 * 1024
 """Larger outputs are written as JSON in a thread: they take more than a millisecond."""
 
-ENCODERS = ThreadPoolExecutor(2, thread_name_prefix="qinfer-encoder")
-"""Writes large answers: more threads would only make the event loop wait longer for the GIL."""
+ENCODER = ThreadPoolExecutor(1, thread_name_prefix="qinfer-encoder")
+"""Writes large answers: two threads would be no faster, and make the event loop wait ten times as long for the GIL."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
@@ -368,7 +368,7 @@ class InferCodec:
 
 
 def is_slow(nbytes: int, plan: OutputPlan) -> bool:
-    """Returns whether a response with outputs of `nbytes` is to be written in a thread of `ENCODERS`."""
+    """Returns whether a response with outputs of `nbytes` is to be written in the thread of `ENCODER`."""
     is_binary = all(plan.overrides.values()) if plan.overrides else plan.binary
     return nbytes > (LARGE_BYTES if is_binary else JSON_BYTES)
 

@@ -36,7 +36,7 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.cycle import BORROWER, CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
-    ENCODERS,
+    ENCODER,
     JSON_LENGTH_HEADER,
     TIMEOUT_HEADER,
     HttpReply,
@@ -431,7 +431,7 @@ async def encoded(nbytes: int, plan: OutputPlan, encode: Callable[[*Ts], T], *ar
     """Encodes outputs of `nbytes`, in a thread if slow."""
     if not is_slow(nbytes, plan):
         return encode(*arguments)
-    return await asyncio.get_running_loop().run_in_executor(ENCODERS, encode, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(ENCODER, encode, *arguments)
 
 
 async def send_outputs(
