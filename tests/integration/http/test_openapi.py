@@ -2,6 +2,9 @@
 
 schemathesis makes the requests, right ones and wrong ones, from the document. Seeds change with each run and are
 printed; `QINFER_TEST_EXAMPLES` says how many random requests of each route there are besides the systematic ones.
+
+A test makes its requests when it runs, as subtests: as items of their own, all routes had the id of their test, and
+pytest-xdist ran one of them.
 """
 
 import json
@@ -9,7 +12,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -44,6 +47,8 @@ SEED = int(os.environ.get("QINFER_TEST_SEED", random.getrandbits(32)))
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("old_node_id"),
     # Of Hypothesis: the gateway's thread draws random numbers too, and these strategies are long to print.
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
     pytest.mark.filterwarnings("ignore:Generating overly large repr"),
@@ -92,19 +97,18 @@ def session() -> Iterator[requests.Session]:
         yield session
 
 
-def schema_of(*, systematic: bool) -> schemathesis.BaseSchema:
-    """Returns what tests are made from; `systematic` requests are one by one all that the document tells apart."""
+def schema_of(*hooks: Callable[..., Any], systematic: bool) -> schemathesis.BaseSchema:
+    """Returns the source of tests; `systematic` requests are one by one all that the document tells apart."""
     generation = GenerationConfig(max_examples=EXAMPLES, database="none", no_shrink=True)
     coverage = CoveragePhaseConfig(enabled=systematic, unexpected_methods={"put", "trace"})
     project = ProjectConfig(generation=generation, phases=PhasesConfig(coverage=coverage))
     config = SchemathesisConfig(seed=SEED, projects=ProjectsConfig(default=project))
-    return schemathesis.openapi.from_dict(document(), config=config)
+    schema = schemathesis.openapi.from_dict(document(), config=config)
+    for hook in hooks:
+        schema.hook(hook)
+    return schema
 
 
-schema, of_versions, of_jobs = (schema_of(systematic=systematic) for systematic in (True, False, False))
-
-
-@of_jobs.hook
 def map_body(context: Any, body: Any) -> Any:
     """Names the model and the file that there are, mostly, in what has the form of a job."""
     if isinstance(body, dict) and isinstance(body.get("output"), dict) and len(str(body)) % 5:
@@ -114,8 +118,6 @@ def map_body(context: Any, body: Any) -> Any:
     return body
 
 
-@of_versions.hook
-@schema.hook
 def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
     """Names a model that there is, two times of three: what the text says decides which."""
     if path_parameters and "model" in path_parameters:
@@ -123,6 +125,26 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) ->
         if number % 3:
             path_parameters["model"] = ANSWERING[number % len(ANSWERING)]
     return path_parameters
+
+
+@pytest.fixture(scope="module")
+def schema() -> schemathesis.BaseSchema:
+    return schema_of(map_path_parameters, systematic=True)
+
+
+@pytest.fixture(scope="module")
+def schema_of_versions() -> schemathesis.BaseSchema:
+    return schema_of(map_path_parameters, systematic=False)
+
+
+@pytest.fixture(scope="module")
+def schema_of_jobs() -> schemathesis.BaseSchema:
+    return schema_of(map_body, systematic=False)
+
+
+calls, calls_of_versions, calls_of_jobs = map(
+    schemathesis.pytest.from_fixture, ("schema", "schema_of_versions", "schema_of_jobs")
+)
 
 
 CHECKS = [
@@ -142,25 +164,25 @@ def check_reply(case: "Case[Any]", url: str, session: requests.Session) -> None:
     case.validate_response(response, checks=CHECKS)
 
 
-@schema.exclude(path_regex="/versions/").exclude(path="/v1/jobs", method="POST").parametrize()
+@calls.exclude(path_regex="/versions/").exclude(path="/v1/jobs", method="POST").parametrize()
 def test_as_it_is_by_default(case: "Case[Any]", closed: str, session: requests.Session) -> None:
     """Every route, with what a gateway answers that only has its defaults."""
     check_reply(case, closed, session)
 
 
-@of_versions.include(path_regex="/versions/").parametrize()
+@calls_of_versions.include(path_regex="/versions/").parametrize()
 def test_versions(case: "Case[Any]", closed: str, session: requests.Session) -> None:
     """The same with a version, which is all that the document tells apart."""
     check_reply(case, closed, session)
 
 
-@of_jobs.include(path="/v1/jobs", method="POST").parametrize()
+@calls_of_jobs.include(path="/v1/jobs", method="POST").parametrize()
 def test_jobs(case: "Case[Any]", with_files: str, session: requests.Session) -> None:
     """Whatever is asked of a file that there is."""
     check_reply(case, with_files, session)
 
 
-@schema.include(path_regex="^/v2/(repository|systemsharedmemory|cudasharedmemory)").parametrize()
+@calls.include(path_regex="^/v2/(repository|systemsharedmemory|cudasharedmemory)").parametrize()
 def test_with_everything_on(case: "Case[Any]", opened: str, session: requests.Session) -> None:
     """What is refused by default is still no failure where it is allowed."""
     check_reply(case, opened, session)

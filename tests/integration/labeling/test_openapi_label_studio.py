@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import requests
+import schemathesis
 from schemathesis import Case
 
 from qinfer.core.settings import LabelingSettings
@@ -14,7 +15,9 @@ from tests.integration.http.test_openapi import check_reply, schema_of
 from tests.integration.labeling.test_label_studio import LABELS
 from tests.support.threaded_gateway import Server, settings
 
-pytestmark = [  # of Hypothesis: the gateway's thread draws random numbers too, and these strategies are long to print
+pytestmark = [
+    pytest.mark.usefixtures("old_node_id"),
+    # Of Hypothesis: the gateway's thread draws random numbers too, and these strategies are long to print.
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
     pytest.mark.filterwarnings("ignore:Generating overly large repr"),
 ]
@@ -35,10 +38,6 @@ def session() -> Iterator[requests.Session]:
         yield session
 
 
-schema = schema_of(systematic=True)
-
-
-@schema.hook
 def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
     """Names the model that has a mapping, mostly."""
     if path_parameters and "model" in path_parameters and len(str(path_parameters)) % 4:
@@ -46,7 +45,12 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) ->
     return path_parameters
 
 
-@schema.include(path_regex="label-studio").parametrize()
+@pytest.fixture(scope="module")
+def schema() -> schemathesis.BaseSchema:
+    return schema_of(map_path_parameters, systematic=True)
+
+
+@schemathesis.pytest.from_fixture("schema").include(path_regex="label-studio").parametrize()
 def test_calls_of_label_studio(case: "Case[Any]", mapped: str, session: requests.Session) -> None:
     """No body, path or query is answered otherwise than documented."""
     check_reply(case, mapped, session)
