@@ -17,14 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import BinaryIO, Self
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 import msgspec
 
 from qinfer import errors
 from qinfer.core.environments import without_settings
 from qinfer.core.processes import packed, received, signal_name
-from qinfer.core.settings import Settings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError
 from qinfer.jobs.examiner import (
@@ -49,6 +48,9 @@ from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import Estimate, ExpectedParts, PartInfo, UnplannedJob
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
+
+if TYPE_CHECKING:  # keeps an examiner, which imports this module, small
+    from qinfer.core.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +120,7 @@ class ExaminerPool:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: "Settings",
         environment: Mapping[str, str],
         command: Sequence[str] = (),
         *,

@@ -8,15 +8,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from qinfer.core.settings import BulkSettings
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.plan import InputFile, Shard
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 from qinfer.tabular.spec import NO_GROUPS, Cut, Range
+
+if TYPE_CHECKING:  # as in `examiner_pool`
+    from qinfer.core.settings import BulkSettings
 
 MAX_SHARDS = 100_000
 MAX_SHARD_FILES = 256
@@ -222,7 +224,7 @@ def _too_many(files: Iterable[InputFile], sizes: ShardSizes) -> str:
     )
 
 
-def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> ShardPace:
+def pace_of(settings: "BulkSettings", stats: Mapping[str, int], workers: int) -> ShardPace:
     """Returns a version's speed, and the bounds of its shards."""
     return ShardPace(
         rows_per_s=rows_per_s(stats),
