@@ -144,6 +144,13 @@ ROWS = (
         ({"tenant": "<tenant>"},),
     ),
     Row(
+        keys.stored_files,
+        "hash",
+        "as long as the last result",
+        "the same of results in files of a local directory; its sorted set is `file-stored-until:<tenant>`",
+        ({"tenant": "<tenant>"},),
+    ),
+    Row(
         keys.staged,
         _VALUE,
         "at most ten minutes",

@@ -76,6 +76,11 @@ def stored(model: str, partition: int, tenant: str) -> str:
     return f"{_partition(model, partition)}stored:{tenant}"
 
 
+def stored_files(model: str, partition: int, tenant: str) -> str:
+    """The same of results in files."""
+    return f"{_partition(model, partition)}file-stored:{tenant}"
+
+
 def request(model: str, partition: int, request_id: str) -> str:
     """Hash of an asynchronous request."""
     return f"{_partition(model, partition)}request:{request_id}"

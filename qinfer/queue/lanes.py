@@ -272,10 +272,13 @@ class Queue:
     async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float, tenant: str = "") -> None:
         """Stores outputs for `take_result`."""
         key, size = keys.result(lane.model, lane.partition, request_id), len(blob)
-        is_here = not self._values.is_object(size)
-        if is_here and not await self._count_result(lane, request_id, tenant, size, ttl_s):
+        in_redis = not self._values.is_object(size)
+        if not in_redis and tenant and (free := await self._values.free_bytes()) is not None:
+            in_redis = not await self._count_result(lane, request_id, tenant, size, ttl_s, free)
+        if in_redis and not await self._count_result(lane, request_id, tenant, size, ttl_s):
             raise QuotaExceeded(TOO_MUCH_STORED)
-        await self._values.set(keys.lane_slot(lane), key, blob, ttl_s, tenant=tenant, kind=ValueKind.ANSWER)
+        slot = keys.lane_slot(lane)
+        await self._values.set(slot, key, blob, ttl_s, tenant=tenant, kind=ValueKind.ANSWER, in_redis=in_redis)
 
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
@@ -294,12 +297,12 @@ class Queue:
         await self._count_result(lane, request_id, tenant)
 
     async def _count_result(
-        self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
+        self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0, free: int | str = ""
     ) -> bool:
         if not tenant:
             return True
         key = keys.result(lane.model, lane.partition, request_id)
-        arguments = (keys.prefix(lane.model, lane.partition), tenant, request_id, nbytes, ttl_ms(ttl_s))
+        arguments = (keys.prefix(lane.model, lane.partition), tenant, request_id, nbytes, ttl_ms(ttl_s), free)
         return bool(await self.router.run(keys.lane_slot(lane), _COUNT_RESULT, [key.encode()], *arguments))
 
     async def finish(self, entries: Sequence[Entry]) -> None:

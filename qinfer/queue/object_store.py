@@ -21,6 +21,7 @@ import os
 import queue
 import re
 import secrets
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -66,7 +67,7 @@ FULL = (
 )
 
 SPARE_BYTES = 2**30
-"""The space of a directory that payloads leave free, if it is less than a twentieth of the file system."""
+"""The free space that payloads leave, at most a twentieth of the file system."""
 
 SWEEP_MARGIN_S = 3600.0
 """The time from expiry to sweep, for slow transfers and different clocks."""
@@ -76,8 +77,7 @@ _FOLDER = re.compile(r"[0-9]{12}")
 _NAME = re.compile(r"[0-9]{12}/[0-9a-f]{16}-[0-9a-f]{32}")
 _SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond a command's time
 _TRY_AGAIN_S = 1.0
-# How long closing waits for pending deletions.
-_CLOSE_S = 1.0
+_CLOSE_S = 1.0  # for pending deletions
 _SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # per round
 _MOST_TO_DELETE = 10_000
 _AT_ONCE = 64
@@ -161,7 +161,7 @@ class ObjectStore:
         return copied
 
     def delete(self, names: Iterable[str]) -> None:
-        """Schedules deletions; the sweep makes up for failed deletions."""
+        """Schedules deletions; the sweep repeats failed ones."""
         self._to_delete.extend(found := [name for name in names if _NAME.fullmatch(name)])
         self._unsynced.difference_update(found)
         if self._to_delete and self._deleting is None:
@@ -173,7 +173,7 @@ class ObjectStore:
             await asyncio.wait([self._deleting])
 
     async def sweep(self) -> int:
-        """Deletes some expired objects; returns how many it deleted."""
+        """Deletes some expired objects; returns how many."""
         before_s = self._now_s() - SWEEP_MARGIN_S
         found = await self._used(partial(self._names, ""), self._small_s)
         folders = sorted(name for name in found if _FOLDER.fullmatch(name) and int(name) < before_s)
@@ -190,6 +190,16 @@ class ObjectStore:
         if count:
             logger.info("expired objects deleted from the payload store", extra={"count": count})
         return count
+
+    async def free_bytes(self) -> int | None:
+        """Returns the bytes that a directory has for results; `None` for other stores."""
+        if self._directory is None:
+            return None
+        with suppress(BrokerUnavailable):
+            free, spare = await self._used(partial(self._space, self._directory), self._small_s)
+            if spare:
+                return max(0, free - spare)
+        return sys.maxsize
 
     async def close(self) -> None:
         """Waits briefly for deletions and the disk, and closes the store."""
@@ -241,7 +251,7 @@ class ObjectStore:
             await asyncio.gather(*(self._used(partial(self._remove, name), self._small_s) for name in some))
 
     async def _used(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs a call of the store in a thread; fails at once while the store counts as unreachable."""
+        """Runs a call of the store in a thread; fails at once while it counts as unreachable."""
         if self._recovering is not None:
             raise BrokerUnavailable(UNREACHABLE)
         try:
@@ -286,12 +296,16 @@ class ObjectStore:
     def _check_space(self, size: int, kind: ValueKind = ValueKind.PAYLOAD) -> None:
         if self._directory is None:
             return
-        with mapped(self._folder):
-            about = os.statvfs(self._directory)
-        spare = min(SPARE_BYTES, about.f_blocks * about.f_frsize // 20)  # 0 of 0 blocks: it does not say how many
+        free, spare = self._space(self._directory)
         least = spare if kind is ValueKind.PAYLOAD else spare // 2
-        if spare and about.f_bavail * about.f_frsize < size + least:
+        if spare and free < size + least:
             raise StoreFull(f"less than {least >> 20} MiB would stay free")
+
+    def _space(self, directory: Path) -> tuple[int, int]:
+        with mapped(self._folder):
+            about = os.statvfs(directory)
+        spare = min(SPARE_BYTES, about.f_blocks * about.f_frsize // 20)  # 0 of 0 blocks: it does not say how many
+        return about.f_bavail * about.f_frsize, spare
 
     def _write_object(self, name: str, data: Bytes, *, synced: bool) -> None:
         self._store.write(data, f"{self._folder}/{name}", synced=synced)
@@ -321,7 +335,6 @@ class ObjectStore:
 
 
 def _checked(reference: Reference) -> str:
-    """Refuses names that were not made here."""
     if reference.version > REFERENCE_VERSION:
         raise BrokerUnavailable("the tensors were stored by a newer qinfer, which can read them")
     if not _NAME.fullmatch(reference.name):
@@ -368,7 +381,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 class _Threads:
-    """Threads that do not delay the end of the process, unlike those of an executor, which Python joins."""
+    """Threads that do not delay the end of the process, as an executor's would."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()

@@ -9,7 +9,7 @@ The guarantees, each with a test in `tests/contract/`:
    appended to its own outbox again.
 4. A result can be read until it expires or `forget` removes it. A tombstone then remains, and id and key stay known.
 5. `due` finds every request whose deadline passed, even without workers.
-6. A tenant whose results take all the free memory has new requests refused, and its executing requests end as failures.
+6. A tenant whose results take all the free memory or disk has new requests refused, and executing ones end as failures.
 7. An end for a webhook or a named outbox is a delivery: see `deliveries`.
 
 A large payload or result is *staged* first: stored over a connection of its own, or in the object store, under a random
@@ -127,7 +127,8 @@ class Requests:
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
         name = _payload_name(address)
         payload = await self._values.stage(name, acceptance.payload, kept_s, acceptance.tenant, ValueKind.PAYLOAD)
-        write = partial(_accept, requests=[self._words(acceptance, payload)])
+        free = await self._free([acceptance])
+        write = partial(_accept, requests=[self._words(acceptance, payload, free)])
         (reply,) = await self._durability.write(address.model, address.partition, write)
         accepted = self._accepted(reply)
         if isinstance(accepted, QinferError):
@@ -183,9 +184,14 @@ class Requests:
         if first < len(settlements):
             return [*await self.settle(settlements[:first]), *await self.settle(settlements[first:])]
         results = await self._staged_results(settlements)
+        has_objects = any(self._values.is_object(len(each.outcome.blob)) for each in settlements)
+        free = await self._values.free_bytes() if has_objects else None
         parts = _parts_of([each.address for each in settlements], [len(result.data) for result in results])
         ended = await asyncio.gather(
-            *(self._settle_partition([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
+            *(
+                self._settle_partition([settlements[i] for i in part], [results[i] for i in part], free)
+                for part in parts
+            ),
             return_exceptions=True,
         )
         if len(parts) < len(settlements) and any(isinstance(answers, CommandRefused) for answers in ended):
@@ -267,7 +273,10 @@ class Requests:
                 return [await self.accept(acceptances[0])]
             for acceptance in acceptances:
                 check_outbox(acceptance)
-            requests = [self._words(each, given(_payload_name(each.address), each.payload)) for each in acceptances]
+            free = await self._free(acceptances)
+            requests = [
+                self._words(each, given(_payload_name(each.address), each.payload), free) for each in acceptances
+            ]
             write = partial(_accept, requests=requests)
             replies = await self._durability.write(first.model, first.partition, write)
         except (InvalidRequest, CommandRefused) as error:  # caused by one of them
@@ -278,8 +287,11 @@ class Requests:
             return [error] * len(acceptances)
         return [self._accepted(reply) for reply in replies]
 
-    def _words(self, acceptance: Acceptance, payload: StagedValue) -> ScriptArguments:
-        return _acceptance(acceptance, payload, self._places.weigh(acceptance.tenant))
+    async def _free(self, acceptances: Sequence[Acceptance]) -> int | None:
+        return await self._values.free_bytes() if any(each.share for each in acceptances) else None
+
+    def _words(self, acceptance: Acceptance, payload: StagedValue, free: int | None) -> ScriptArguments:
+        return _acceptance(acceptance, payload, self._places.weigh(acceptance.tenant), free)
 
     def _accepted(self, reply: Sequence[Any]) -> AcceptOutcome | QinferError:
         what, request_id, body_hash, objects = reply
@@ -328,11 +340,12 @@ class Requests:
         return await self._values.stage(_result_name(address), blob, kept_s, settlement.tenant)
 
     async def _settle_partition(
-        self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
+        self, settlements: Sequence[Settlement], results: Sequence[StagedValue], free: int | None = None
     ) -> list[Sequence[str] | None]:
-        """Returns the watchers of each request; `None` = it had ended before."""
+        """Returns the watchers of each request; `None` = ended before."""
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
-        replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
+        words = [_settlement(each, result, free) for each, result in zip(settlements, results, strict=True)]
+        replies = await run_each(call, _SETTLE, words)
         for _, _, objects in replies:
             self._values.delete_objects(objects)
         if any(what == b"gone" for what, _, _ in replies):
@@ -464,7 +477,7 @@ def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, b
     return ending, place == b"apart"
 
 
-def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> ScriptArguments:
+def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int, free: int | None) -> ScriptArguments:
     address = acceptance.address
     model, partition = address.model, address.partition
     names = (
@@ -488,11 +501,12 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Sc
         ),
         *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
         *(acceptance.tenant, weight, acceptance.endpoint, acceptance.share),
+        _given(free),
     ]
     return ScriptArguments(names, arguments)
 
 
-def _settlement(settlement: Settlement, result: StagedValue) -> ScriptArguments:
+def _settlement(settlement: Settlement, result: StagedValue, free: int | None) -> ScriptArguments:
     address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
     model, partition = address.model, address.partition
     names = (
@@ -508,8 +522,12 @@ def _settlement(settlement: Settlement, result: StagedValue) -> ScriptArguments:
     where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
     failure = _FAILURE.encode(_Failure(outcome.code, outcome.message)) if outcome.code or outcome.message else b""
     value = (result.place, packable(result.data))
-    ended = (outcome.attempt, outcome.state, failure)
+    ended = (outcome.attempt, outcome.state, failure, _given(free))
     return ScriptArguments(names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, *ended))
+
+
+def _given(free: int | None) -> Argument:
+    return b"" if free is None else free
 
 
 @lru_cache(maxsize=1024)

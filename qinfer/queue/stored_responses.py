@@ -21,8 +21,8 @@ from qinfer.queue.values import LARGE_BYTES, Values
 from qinfer.tensors import Bytes
 
 TOO_MUCH_STORED = (
-    "the results that the tenant has stored take as much of the queue's memory as is free; read them and DELETE their "
-    "requests, or wait until they expire"
+    "the results that the tenant has stored take as much of the queue's memory or disk as is free; read them and "
+    "DELETE their requests, or wait until they expire"
 )
 
 _APPEND = load_script("requests/append", "holder", "now_ms", "requests/stored")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the driver is loaded only with a store
     from qinfer.queue.object_store import ObjectStore
 
 LARGE_BYTES = 2**20
-"""Larger values use a connection of their own, and are written in pieces of this size."""
+"""Larger values are written in pieces of this size."""
 
 MAX_BYTES = 512 * 2**20
 """The longest string of Redis."""
@@ -114,13 +114,11 @@ class Values:
         later_s: float = 0.0,
         tenant: str = "",
         kind: ValueKind = ValueKind.PAYLOAD,
+        in_redis: bool = False,
     ) -> None:
-        """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it.
-
-        After an error the value may be stored or not.
-        """
+        """Stores a value for `ttl_s` seconds, `later_s` more if a script renames it; on an error it may be stored."""
         ttl_ms = max(1, int(ttl_s * 1000))
-        if self.objects is not None and len(value) > self.objects.min_bytes:
+        if self.objects is not None and self.is_object(len(value)) and not in_redis:
             try:
                 async with self._transfers.turn(tenant, len(value)):
                     reference = await self.objects.write(_owner(key), value, ttl_s + later_s, kind)
@@ -178,7 +176,7 @@ class Values:
             self.objects.delete(name.decode() for name in names)
 
     async def wait_for_deletions(self) -> None:
-        """Waits until scheduled objects are deleted, or left to the sweep."""
+        """Waits for the scheduled deletions."""
         if self.objects is not None:
             await self.objects.wait_for_deletions()
 
@@ -192,12 +190,16 @@ class Values:
         return await self._store().copy(reference, _owner(key), kept_s)
 
     async def read_object(self, reference: Reference) -> bytes | None:
-        """Returns an object; `None` if it is gone, `CorruptEntry` if it changed."""
+        """Returns an object; `None` = gone, `CorruptEntry` = changed."""
         return await self._store().read(reference)
 
     async def sweep(self) -> int:
-        """Deletes some expired objects; returns how many it deleted."""
+        """Deletes some expired objects; returns how many."""
         return await self.objects.sweep() if self.objects is not None else 0
+
+    async def free_bytes(self) -> int | None:
+        """Returns `ObjectStore.free_bytes`; `None` without one."""
+        return await self.objects.free_bytes() if self.objects is not None else None
 
     async def close(self) -> None:
         """Closes the object store."""

@@ -1,21 +1,26 @@
-"""The memory that tenants share for results of asynchronous requests: none of them fills it."""
+"""The memory and disk that tenants share for results of asynchronous requests: no tenant fills them."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qinfer.errors import PayloadTooLarge, QueueFull, QuotaExceeded
 from qinfer.queue import keys
-from qinfer.queue.entries import RequestState
+from qinfer.queue.entries import AcceptOutcome, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.queue.stored_responses import TOO_MUCH_STORED
 from tests.contract.conftest import RedisQueue
-from tests.support.requests import LANE, accept, address, ended, fetch, settle
+from tests.contract.queue.test_objects import objects
+from tests.support.requests import LANE, accept, acceptance, address, ended, fetch, settle
 
 MIB = 2**20
 LARGE = b"x" * (12 * MIB)
 STORED = keys.stored("digits", 0, "evil")
 UNTIL = STORED.replace("stored:", "stored-until:")
+IN_FILES = keys.stored_files("digits", 0, "evil")
 
 
 @pytest.fixture
@@ -26,6 +31,14 @@ def small(redis_queue: RedisQueue) -> Iterator[RedisQueue]:
     redis_queue.on_every_node("CONFIG", "SET", "maxmemory", str(used + 120 * MIB))
     yield redis_queue
     redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk of 2000 MiB whose free space, 140 MiB, does not change by itself; payloads leave a twentieth free."""
+    about = SimpleNamespace(f_frsize=MIB, f_blocks=2000, f_bavail=140)
+    monkeypatch.setattr(os, "statvfs", lambda _: about)
+    return about
 
 
 async def stored(queue: Queue, name: str, blob: bytes = LARGE, share: str = "evil") -> RequestState:
@@ -49,7 +62,7 @@ async def result_stored(queue: Queue, name: str) -> bool:
 async def fill(queue: Queue) -> int:
     """Stores results until one is not stored; returns how many are."""
     count = 0
-    while await stored(queue, f"r{count}") is RequestState.SUCCEEDED:
+    while count < 20 and await stored(queue, f"r{count}") is RequestState.SUCCEEDED:
         count += 1
     return count
 
@@ -64,7 +77,8 @@ async def test_results_take_as_much_as_is_free_at_most(small: RedisQueue) -> Non
     record = await queue.requests.record(address(f"r{count}"))
     assert record is not None
     assert (record.state, record.code) == (RequestState.FAILED, "quota_exceeded")
-    assert record.message.startswith("the results that the tenant has stored take as much of the queue's memory as is")
+    assert record.message == TOO_MUCH_STORED
+    assert TOO_MUCH_STORED.startswith("the results that the tenant has stored take as much of the queue's memory or")
     assert await queue.depth([LANE]) == [0]
 
 
@@ -199,3 +213,83 @@ async def test_outputs_beside_the_reply_streams_count_until_they_are_read_or_dro
         await queue.drop_result(LANE, f"r{number}", "evil")
     await queue.store_result(LANE, "next", LARGE, 60.0, "evil")
     assert small.on_owner("HGET", STORED, "") == str(len(LARGE)).encode()
+
+
+async def test_results_in_files_share_the_disk(object_queue: RedisQueue, disk: SimpleNamespace) -> None:
+    """They take as much as is free beyond the reserve at most; the others store theirs meanwhile."""
+    queue = await object_queue.connect()
+
+    assert await fill(queue) == 3
+
+    record = await queue.requests.record(address("r3"))
+    assert record is not None
+    assert (record.code, record.message) == ("quota_exceeded", TOO_MUCH_STORED)
+    assert await stored(queue, "other", share="acme") is RequestState.SUCCEEDED
+    await queue.requests.remove_result(address("r0"))
+    assert await stored(queue, "again") is RequestState.SUCCEEDED
+    assert object_queue.on_owner("HGET", IN_FILES, "") == str(3 * len(LARGE)).encode()
+    for name in ("r1", "r2", "again"):
+        await queue.requests.remove_result(address(name))
+    assert not object_queue.on_owner("EXISTS", IN_FILES)
+
+
+async def test_a_tenant_whose_files_take_more_than_is_free_is_refused(
+    object_queue: RedisQueue, disk: SimpleNamespace
+) -> None:
+    queue = await object_queue.connect()
+    await fill(queue)
+    disk.f_bavail = 130
+
+    with pytest.raises(QuotaExceeded) as refusal:
+        await accept(queue, "next", share="evil")
+
+    assert refusal.value.retry_after_s == 10.0
+    many = [acceptance("many1", share="evil"), acceptance("many2", share="acme")]
+    refused, accepted = await queue.requests.accept_all(many)
+    assert isinstance(refused, QuotaExceeded)
+    assert isinstance(accepted, AcceptOutcome)
+    await queue.requests.remove_result(address("r0"))
+    assert (await accept(queue, "again", share="evil")).is_new
+
+
+async def test_files_and_memory_are_counted_apart(object_queue: RedisQueue, disk: SimpleNamespace) -> None:
+    """A full disk leaves each tenant 16 MiB, whatever the tenant has in Redis, and files that expire make room."""
+    queue = await object_queue.connect()
+    disk.f_bavail = 90
+    await stored(queue, "small", b"x")  # one byte stays in Redis
+    assert await stored(queue, "r0") is RequestState.SUCCEEDED
+    assert await stored(queue, "r1") is RequestState.FAILED
+
+    object_queue.on_owner("ZADD", IN_FILES.replace("stored:", "stored-until:"), 1, "r0")
+
+    assert await stored(queue, "r2") is RequestState.SUCCEEDED
+    assert object_queue.on_owner("HGETALL", IN_FILES) == {b"r2": b"%d" % len(LARGE), b"": b"%d" % len(LARGE)}
+    assert object_queue.on_owner("HGET", STORED, "small") == b"1"
+
+
+async def test_answers_beyond_the_share_of_the_disk_pass_through_redis(
+    object_queue: RedisQueue, disk: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Both counts end with the answers."""
+    queue = await object_queue.connect()
+    names = [f"r{number}" for number in range(4)]
+
+    for name in names:
+        assert await result_stored(queue, name)
+
+    sizes = [object_queue.on_owner("HGET", key, "") for key in (IN_FILES, STORED)]
+    assert sizes == [b"%d" % (3 * len(LARGE)), b"%d" % len(LARGE)]
+    assert len(objects(tmp_path)) == 3
+    for name in names[:2]:
+        assert await queue.take_result(LANE, name, "evil") == LARGE
+    for name in names[2:]:
+        await queue.drop_result(LANE, name, "evil")
+    assert [object_queue.on_owner("EXISTS", key) for key in (IN_FILES, STORED)] == [0, 0]
+
+
+async def test_a_tenant_alone_has_the_whole_disk(object_queue: RedisQueue, disk: SimpleNamespace) -> None:
+    queue = await object_queue.connect()
+
+    states = [await stored(queue, f"r{number}", share="") for number in range(4)]
+
+    assert states == [RequestState.SUCCEEDED] * 4

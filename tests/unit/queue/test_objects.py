@@ -349,6 +349,20 @@ async def test_payloads_leave_space_for_results_and_results_for_redis(
     await store.close()
 
 
+async def test_the_room_for_results_is_what_is_free_beyond_the_reserve(
+    store: ObjectStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = object_store.SPARE_BYTES
+    found = []
+
+    for blocks, free in ((100 * spare, 0), (100 * spare, spare + 8192), (0, 0)):  # 0 blocks: it does not say how many
+        about = os.statvfs_result((1, 1, blocks, free, free, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _, about=about: about)
+        found.append(await store.free_bytes())
+
+    assert found == ([None] * 3 if url.startswith("memory") else [0, 8192, sys.maxsize])
+
+
 async def is_refused(action: Awaitable[object]) -> bool:
     (answer,) = await asyncio.gather(action, return_exceptions=True)
     return isinstance(answer, BrokerUnavailable) and answer.message == object_store.FULL

@@ -2,7 +2,7 @@
 -- KEYS: lane, its `.delayed` lane, record, due, payload, staged payload, idempotency key.
 -- ARGV: group, id, frame, place of the payload (none | given | staged), payload, limit (0 = none), is_told, timeout,
 --   result_ttl, tombstone_ttl, margin, key_ttl (all ms, 0 = no key), body_hash, version, name, accepted, webhook,
---   outbox, notes, watcher, tenant, weight (0 = unknown), endpoint, share. Absent texts are ''.
+--   outbox, notes, watcher, tenant, weight (0 = unknown), endpoint, share, room for files. Absent values are ''.
 -- Returns {what, id, body hash, unreferenced objects}: new | known | full | gone (the staged payload) | over (the
 --   tenant has stored too much).
 local function one(KEYS, ARGV)
@@ -10,7 +10,8 @@ local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, id, frame, place, body = unpack(ARGV, 1, 5)
 local limit, is_told = tonumber(ARGV[6]), ARGV[7] == '1'
 local timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 13)
-local version, name, accepted, webhook, outbox, notes, watcher, tenant, weight, endpoint, share = unpack(ARGV, 14)
+local version, name, accepted, webhook, outbox, notes, watcher, tenant, weight, endpoint, share, free = unpack(ARGV, 14)
+free = tonumber(free)
 
 local function refuse(what, known_id, known_hash)
   local objects = {}
@@ -21,8 +22,9 @@ end
 local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
 if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
 local prefix = string.sub(record, 1, -#('request:' .. id) - 1)
-if share ~= '' and is_over(prefix, share, 0) then
+if share ~= '' and (is_over(prefix, share, 0) or free and is_over(prefix .. FILES, share, 0, free)) then
   forget_expired(prefix, share)
+  forget_expired(prefix .. FILES, share)
   return refuse('over')
 end
 local route = route_of(lane, group, tenant, tonumber(weight))
@@ -54,6 +56,7 @@ if outbox ~= '' then redis.call('HSET', record, 'outbox', outbox, 'notes', notes
 if share ~= '' then
   redis.call('HSET', record, 'share', share)
   forget_expired(prefix, share)
+  forget_expired(prefix .. FILES, share)
 end
 if watcher ~= '' then redis.call('HSET', record, 'waiters', watcher) end
 redis.call('PEXPIRE', record, lifetime)

@@ -8,6 +8,6 @@ if not state or state == 'queued' or outbox then return {} end
 local objects = {}
 drop(result, objects)
 redis.call('UNLINK', responses)
-if share then note_stored(ARGV[1], share, ARGV[2], 0) end
+if share then note_removed(ARGV[1], share, ARGV[2]) end
 if state == 'succeeded' then redis.call('HSET', record, 'expires_at', now_ms()) end
 return objects

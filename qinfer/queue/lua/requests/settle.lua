@@ -1,22 +1,30 @@
 -- Ends an asynchronous request once, and removes its entry in any case.
 -- KEYS: record, result, staged result, due, webhooks, payload, responses, cancels.
 -- ARGV: prefix, group, id, lane and entry ('' = as in the record), place of the result (none | given | staged), result,
---   attempt (0 = not executed), state, failure ('' = none).
+--   attempt (0 = not executed), state, failure ('' = none), room for files ('' = not counted).
 -- Returns {what, watchers by line, unreferenced objects}: first | late | gone (the staged result: nothing was done) |
 --   over (the tenant has stored too much: it has not ended).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
 local record, result, staged, due, webhooks, payload, responses, notes = unpack(KEYS)
-local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure = unpack(ARGV)
+local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure, free = unpack(ARGV)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
   'result_ttl_ms', 'tombstone_ttl_ms', 'notes', 'share', 'stored_bytes')
 local is_first = known[1] == 'queued'
 local lane, entry = is_first and prefix .. known[2] .. ':' .. known[3], known[4]
 if is_first and place == 'staged' and redis.call('EXISTS', staged) == 0 then return {'gone', '', {}} end
-local share, size = is_first and known[11], #blob
-if place == 'staged' then size = redis.call('TYPE', staged).ok == 'string' and redis.call('STRLEN', staged) or 0 end
-if share and state == 'succeeded' and is_over(prefix, share, size) then
+local share, size, in_file = is_first and known[11], #blob, 0
+free = tonumber(free)
+if place == 'staged' then
+  local is_object = redis.call('TYPE', staged).ok == 'hash'
+  size = is_object and 0 or redis.call('STRLEN', staged)
+  if is_object and free then in_file = tonumber(redis.call('HGET', staged, 'size')) end
+end
+local function lacks_room()
+  return is_over(prefix, share, size) or in_file > 0 and is_over(prefix .. FILES, share, in_file, free)
+end
+if share and state == 'succeeded' and lacks_room() then
   local objects = {}
   drop(staged, objects)
   return {'over', '', objects}
@@ -63,7 +71,10 @@ if place == 'staged' then
 elseif place == 'given' then
   redis.call('SET', result, blob, 'PX', result_ttl)
 end
-if share then note_stored(prefix, share, id, size + (tonumber(known[12]) or 0), now + result_ttl) end
+if share then
+  note_stored(prefix, share, id, size + (tonumber(known[12]) or 0), now + result_ttl)
+  if in_file > 0 then note_stored(prefix .. FILES, share, id, in_file, now + result_ttl) end
+end
 if not known[7] and known[5] and known[5] ~= '' then
   redis.call('HSET', record, 'webhook_state', 'pending')
   -- It expires with the record, in case webhooks are switched off.

@@ -2,6 +2,7 @@
 --   <prefix>stored:<tenant>        hash: request → bytes, and '' → their sum
 --   <prefix>stored-until:<tenant>  sorted set of requests by the expiry of their results
 local SPARED = 16 * 1024 * 1024 -- bytes that each tenant may store
+local FILES = 'file-' -- in the prefix of results in files
 
 -- 0 bytes = removed.
 local function change_stored(prefix, tenant, id, bytes, until_ms)
@@ -33,15 +34,20 @@ local function note_stored(prefix, tenant, id, bytes, until_ms)
   forget_expired(prefix, tenant)
 end
 
--- Tells whether `more` bytes exceed the tenant's share, as many as are free (dynamic thresholds). It writes nothing:
--- after a write full memory stops no script.
-local function is_over(prefix, tenant, more)
+local function note_removed(prefix, tenant, id)
+  for _, kind in ipairs({'', FILES}) do note_stored(prefix .. kind, tenant, id, 0) end
+end
+
+-- Tells whether `more` bytes exceed the tenant's share, as many as are free (dynamic thresholds), by default in Redis.
+-- It writes nothing: after a write full memory stops no script.
+local function is_over(prefix, tenant, more, free)
   local sizes, ids = prefix .. 'stored:' .. tenant, expired(prefix, tenant)
   local own = tonumber(redis.call('HGET', sizes, '') or '0') + more
   if ids[1] then
     for _, bytes in ipairs(redis.call('HMGET', sizes, unpack(ids))) do own = own - tonumber(bytes or '0') end
   end
   if own <= SPARED then return false end
+  if free then return own > free end
   local memory = redis.call('INFO', 'memory')
   local most, used = string.match(memory, '\nmaxmemory:(%d+)'), string.match(memory, '\nused_memory:(%d+)')
   return tonumber(most) > 0 and own > tonumber(most) - tonumber(used)
