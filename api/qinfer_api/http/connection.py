@@ -147,7 +147,7 @@ class HttpPort:
         """Creates the protocol of a connection."""
         return HttpConnection(self)
 
-    def hold(self, nbytes: int) -> None:
+    def note_unparsed(self, nbytes: int) -> None:
         """Counts unparsed bytes; when they are many, all connections read less at once."""
         was_less = self.held_bytes >= MOST_HELD_BYTES
         self.held_bytes += nbytes
@@ -280,7 +280,7 @@ class HttpConnection(asyncio.Protocol):
         if len(self._unparsed) <= SMALL_BYTES < held_bytes:
             self._unparsed = memoryview(bytes(self._unparsed))
             held_bytes = len(self._unparsed)
-        self.port.hold(held_bytes - self._held_bytes)
+        self.port.note_unparsed(held_bytes - self._held_bytes)
         self._held_bytes = held_bytes
 
     def _take_turn(self) -> None:

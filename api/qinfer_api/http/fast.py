@@ -140,7 +140,7 @@ class FastCall:
         self._codec = codec
         try:
             context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
-            decoded = self._decoded(dispatcher, context, body)
+            decoded = self._read_body(dispatcher, context, body)
             if decoded is None:
                 run = asyncio.get_running_loop().run_in_executor
                 thread = run(None, self._read_checked, dispatcher, head, context, body)
@@ -158,7 +158,7 @@ class FastCall:
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
-    def _decoded(
+    def _read_body(
         self, dispatcher: Dispatcher, context: CallerContext, body: Bytes
     ) -> tuple[OutgoingRequest, OutputPlan] | None:
         """Decodes the body, unless strings are to be checked, tensors hashed, or much copied."""

@@ -3,9 +3,7 @@
 import asyncio
 import errno
 import json
-import os
 import random
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack
@@ -22,7 +20,7 @@ from qinfer.core.settings_sections import CacheSettings, SegmentSettings
 from qinfer.queue.entries import Lane, worker_owner
 from qinfer.segments import memory as segments
 from qinfer.segments.memory import OwnSegment
-from qinfer.segments.shelf import owners, socket_path
+from qinfer.segments.shelf import connected, owners, socket_path
 from qinfer.segments.slabs import Place
 from qinfer.submission.response_cache import inputs_digest
 from qinfer.tensors import Tensor
@@ -443,8 +441,7 @@ async def test_peers_that_stall_hold_no_request_up(scene: ServedModels) -> None:
     with ExitStack() as stack:
         for number in range(40):
             for path in paths:
-                peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-                stack.enter_context(peer).connect(os.fspath(path))
+                peer = stack.enter_context(connected(path))
                 if number % 2:
                     peer.send(b"half of a proof")
             answer = await scene.infer("double", x=IMAGE + number)
