@@ -343,7 +343,8 @@ class PendingRequests:
         if response.final and not response.stored:
             del self._pending[response.request_id]
             self._remove_entry(pending)
-            _give_back(pending)
+            if pending.tensors is not None:
+                _give_back(pending)
         return pending
 
     def cancel(self, pending: PendingCall) -> bool:

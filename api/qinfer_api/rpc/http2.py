@@ -125,19 +125,16 @@ class Http2Connection(asyncio.Protocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Reads the complete frames in the buffer."""
         size, self._rest = len(self._rest) + nbytes, b""
-        self._read(self._buffer[:size])
+        self.data_received(self._buffer[:size])
         self._buffer = _NO_BUFFER
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: Bytes) -> None:
         """Reads the complete frames."""
-        if self._rest:
-            data = self._rest + data
-        self._read(data)
-
-    def _read(self, data: Bytes) -> None:
         if self.output.is_closed:
             return
         self._is_heard = True
+        if self._rest:
+            data = self._rest + data
         try:
             position = 0 if self._has_preface else self._read_preface(bytes(data))
             if len(data) <= SMALL_BYTES:

@@ -150,7 +150,8 @@ class Infer:
 
     def _start_infer(self, call: GrpcCall, blob: Bytes) -> None:
         sink = _UnaryAnswer(self, call)
-        if (landing := call.take_landing()) is not None:
+        if (landing := call.landing) is not None:
+            call.landing = None
             known = self._repetitions.decode(blob)
             if known is not None:
                 sink.wait(self._submit_known(known, call, sink, landing))

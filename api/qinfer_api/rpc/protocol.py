@@ -402,14 +402,10 @@ class GrpcCall(GrpcStream):
         self._forget_messages()
         self._server.closed(self.head)
 
-    def take_landing(self) -> Landing | None:
-        """Returns the memory of the message, for the caller to give back."""
-        landing, self.landing = self.landing, None
-        return landing
-
     def _forget_messages(self) -> None:
-        if (landing := self.take_landing()) is not None:
-            landing.leave()
+        if self.landing is not None:
+            self.landing.leave()
+            self.landing = None
         if not self._messages and self._reservation is None and self._opened_memory is None:
             self._body = None
             return
