@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qinfer.core.messages import Failure
 from qinfer.errors import Overloaded, PayloadTooLarge, QinferError
-from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory
 from qinfer.tensors import Bytes
 from qinfer_api.http.infer import (
