@@ -60,6 +60,9 @@ class HostInstance:
         """Starts the first process."""
         self._process = self._started()
         with _live_lock:
+            if not _live:  # so that it runs before what the program registered, such as an exit at once
+                atexit.unregister(_stop_all)
+                atexit.register(_stop_all)
             _live.add(self)
         if not self._process.is_alive:
             self.lost(self._process)
@@ -204,6 +207,3 @@ def _stop_all() -> None:
             thread.run()
     for thread in started:
         thread.join(FINALIZE_S + TERMINATE_S)
-
-
-atexit.register(_stop_all)
