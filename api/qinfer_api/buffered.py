@@ -4,42 +4,37 @@ It costs each read a little. So connections begin with `data_received`, and chan
 """
 
 import asyncio
-from typing import Protocol
 
 READ_BYTES = 256 * 1024
 """The bytes that connections read at once, into one buffer of all."""
 
 
-class Buffered(Protocol):
-    """A connection that can read either way."""
+class SwitchingConnection(asyncio.Protocol):
+    """A connection that reads by `data_received` at first."""
+
+    _is_buffered = False
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns the memory for the next read."""
-        ...
+        raise NotImplementedError
 
     def buffer_updated(self, nbytes: int) -> None:
         """Takes the bytes that were read."""
-        ...
+        raise NotImplementedError
 
-    def eof_received(self) -> bool | None:
-        """Handles the client's end."""
-        ...
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Handles the connection's end."""
-        ...
-
-    def pause_writing(self) -> None:
-        """Writes no more for now."""
-        ...
-
-    def resume_writing(self) -> None:
-        """Writes again."""
-        ...
+    def _buffer_reads(self, transport: asyncio.Transport, *, is_paused: bool) -> None:
+        """Reads into `get_buffer` from now on."""
+        if self._is_buffered or transport.is_closing():
+            return
+        self._is_buffered = True
+        transport.set_protocol(_BufferedReads(self))
+        if not is_paused:  # a transport asks for the way of its reads when it begins to read
+            transport.pause_reading()
+            transport.resume_reading()
 
 
 class _BufferedReads(asyncio.BufferedProtocol):
-    def __init__(self, connection: Buffered) -> None:
+    def __init__(self, connection: SwitchingConnection) -> None:
         self._connection = connection
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -59,11 +54,3 @@ class _BufferedReads(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._connection.resume_writing()
-
-
-def buffer_reads(transport: asyncio.Transport, connection: Buffered, *, is_paused: bool) -> None:
-    """Has a transport read into the connection's buffers from now on."""
-    transport.set_protocol(_BufferedReads(connection))
-    if not is_paused:  # a transport asks for the way of its reads when it begins to read
-        transport.pause_reading()
-        transport.resume_reading()

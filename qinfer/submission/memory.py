@@ -1,8 +1,8 @@
 """Requests whose tensors stay in this process's memory; their entries refer to them (ADR 0041).
 
 Only synchronous requests can: when this process ends, their callers' connections have ended, too, or another worker
-executes the requests anew that made them. All live workers that
-may execute the request must share the memory; others would have to put the request back.
+executes the requests anew that made them. All live workers that may execute the request must share the memory; others
+would have to put the request back.
 """
 
 from collections import Counter

@@ -30,7 +30,7 @@ from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepar
 _BOUNDS = JsonBounds()
 _NULL = b"n"
 _PIECE_ELEMENTS = 8192  # outputs with more elements are written in pieces
-_BINARY_BYTES, _SMALL_TEXT_BYTES = 16 * 1024, 1024
+_BINARY_BYTES, _SMALL_TEXT_BYTES = 16 * 1024, 1024  # of bodies whose text is remembered
 _ELEMENTS_AT_ONCE = 4096
 _LONG_ELEMENTS = 32 * 1024
 """Outputs of more elements are written in a thread, which pauses after each piece: the event loop waits for its GIL."""

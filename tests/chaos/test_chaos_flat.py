@@ -185,7 +185,7 @@ def growth(samples: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 async def test_memory_is_flat_at_twice_the_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is refused gets 429 or 503; the memory of both processes, and of their segments, stays as it is."""
+    """Refused requests get 429 or 503; the memory of gateway and worker, and of their segments, does not grow."""
     settings = written(tmp_path)
     async with running_cluster(tmp_path, tmp_path / "models", gateways=1, workers=1, settings=settings) as cluster:
         await cluster.ready((MODEL,))

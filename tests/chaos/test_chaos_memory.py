@@ -122,7 +122,7 @@ def far(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, 
 async def test_a_worker_with_a_directory_of_its_own_gets_whole_requests(
     tmp_path: Path, far: tuple[Path, SmallDisk]
 ) -> None:
-    """As on another machine. Memory is used again when it has gone, and `qinfer doctor` says why it is not."""
+    """Requests travel as to another machine, which `qinfer doctor` explains, until that worker has gone."""
     memory, disk = far
     async with served(tmp_path, memory) as site:
         apart = await site.worker(disk.enter())
@@ -174,7 +174,7 @@ class Between(threading.Thread):
 
 @pytest.mark.parametrize("how", ["half", "cut", "all"])
 async def test_a_program_between_worker_and_gateway_holds_nothing_up(tmp_path: Path, how: str) -> None:
-    """It can't pass on that the worker may read: the proof names the process that the worker sees."""
+    """The program can't pass a proof on, which names the process that the worker sees; so tensors go through Redis."""
     memory = tmp_path / "m"
     memory.mkdir(mode=0o700)
     with ExitStack() as stack:
@@ -253,7 +253,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 @pytest.mark.parametrize("limit", ["size", "descriptors"])
 async def test_a_gateway_without_memory_sends_requests_whole(site: Site, limit: str) -> None:
-    """It may make no more segments; `no_memory` counts that, and memory is used once there is some."""
+    """A gateway that may make no segment counts `no_memory`, and uses memory once there is some."""
     (gateway,) = site.cluster.of(Role.GATEWAY)
     await site.metrics()  # opens the connection
     what, most = resource.RLIMIT_FSIZE, 2**20
@@ -267,7 +267,7 @@ async def test_a_gateway_without_memory_sends_requests_whole(site: Site, limit: 
 
 
 async def test_a_worker_without_descriptors_gets_whole_requests(site: Site) -> None:
-    """It can't map the gateway's first segment; the request that lies there is answered when it can."""
+    """A worker can't map the gateway's first segment; the request that lies there is answered when it can."""
     (worker,) = site.cluster.of(Role.WORKER)
     with limited(worker, resource.RLIMIT_NOFILE, without_descriptors(worker)):
         first = asyncio.create_task(site.ask(1))

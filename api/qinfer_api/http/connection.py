@@ -29,7 +29,7 @@ from qinfer.core.settings import HttpSettings
 from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory
 from qinfer.tensors import Bytes
-from qinfer_api.buffered import READ_BYTES, buffer_reads
+from qinfer_api.buffered import READ_BYTES, SwitchingConnection
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
@@ -162,7 +162,7 @@ class HttpPort:
             connection.check_timeouts(now_s)
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpConnection(SwitchingConnection):
     """One connection; `writable` is set while the client reads its replies."""
 
     transport: asyncio.Transport
@@ -179,7 +179,7 @@ class HttpConnection(asyncio.Protocol):
         self._unparsed = _NOTHING
         self._held_bytes = 0  # counted at the port
         self._parser = self._new_parser()
-        self._is_parsing = self._is_paused = self._awaits_turn = self._is_buffered = False
+        self._is_parsing = self._is_paused = self._awaits_turn = False
         self._closing = False
         self._refused = False
         self._lingers, self._still_sends = False, True  # after a refusal
@@ -204,10 +204,7 @@ class HttpConnection(asyncio.Protocol):
 
     def read_into_buffers(self) -> None:
         """Reads into `get_buffer` from now on."""
-        if self._is_buffered or self.transport.is_closing():
-            return
-        self._is_buffered = True
-        buffer_reads(self.transport, self, is_paused=self._is_paused)
+        self._buffer_reads(self.transport, is_paused=self._is_paused)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections: `buffer_updated` copies what was read."""

@@ -27,11 +27,11 @@ from qinfer_api.http.cycle import Cycle
 from qinfer_api.http.head import MAX_BINARY_BYTES, MAX_FAST_BYTES, HeadReader, RequestHead, Visitors, json_bytes
 from qinfer_api.http.infer import (
     DECOUPLED,
-    ENCODER,
     JSON_BYTES,
     HttpReply,
     InferCodec,
     compile_forward,
+    encoder_of,
     error_reply,
     failure_reply,
     hold,
@@ -104,7 +104,8 @@ class FastCall:
         if (nbytes := response.nbytes) <= JSON_BYTES or not is_slow(nbytes, self._plan):
             self.set_reply(self._encoded(response))
         else:
-            thread = asyncio.get_running_loop().run_in_executor(ENCODER, self._encoded, response)
+            run = asyncio.get_running_loop().run_in_executor
+            thread = run(encoder_of(nbytes), self._encoded, response)
             thread.add_done_callback(self._encoded_in_thread)
 
     def _encoded(self, response: Response) -> HttpReply:
@@ -289,8 +290,10 @@ class QinferHttpProtocol(HttpConnection):
         """Starts a request at once if `data` is one whole request with a known head; else parses the data."""
         queue = self._queue
         if not (self._receiving or self._closing or self._unparsed or (queue and self._has_cycle())):
-            if self._lands and len(data) == HEAD_READ_BYTES and self._land_at_once(data):
-                return
+            if self._lands and len(data) == HEAD_READ_BYTES:
+                if self._land_at_once(data):
+                    return
+                self._lands = False
             known = self._fast.heads.find(data)
             if known is not None:
                 self._quiet_since_s = 0.0

@@ -179,8 +179,12 @@ LARGE_BYTES = 256 * 1024
 JSON_BYTES = 32 * 1024
 """Larger outputs are written as JSON in a thread: they take more than a millisecond."""
 
-ENCODER = ThreadPoolExecutor(1, thread_name_prefix="qinfer-encoder")
-"""Writes large answers: two threads would be no faster, and make the event loop wait ten times as long for the GIL."""
+GIANT_BYTES = 2**20
+"""Larger outputs take tens of milliseconds as JSON, in a thread of their own, so that no others wait behind them."""
+
+_ENCODER = ThreadPoolExecutor(1, thread_name_prefix="qinfer-encoder")
+_GIANT_ENCODER = ThreadPoolExecutor(1, thread_name_prefix="qinfer-giant-encoder")
+"""More threads would be no faster, and the event loop would wait longer for the GIL."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
@@ -367,8 +371,13 @@ class InferCodec:
         return self.shares_memory and _IN_SHARED_MEMORY in body
 
 
+def encoder_of(nbytes: int) -> ThreadPoolExecutor:
+    """Returns the thread that writes slow responses with outputs of `nbytes`."""
+    return _ENCODER if nbytes <= GIANT_BYTES else _GIANT_ENCODER
+
+
 def is_slow(nbytes: int, plan: OutputPlan) -> bool:
-    """Returns whether a response with outputs of `nbytes` is to be written in the thread of `ENCODER`."""
+    """Returns whether a response with outputs of `nbytes` is to be written in a thread (`encoder_of`)."""
     is_binary = all(plan.overrides.values()) if plan.overrides else plan.binary
     return nbytes > (LARGE_BYTES if is_binary else JSON_BYTES)
 

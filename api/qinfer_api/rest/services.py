@@ -36,7 +36,6 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.cycle import BORROWER, CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
-    ENCODER,
     JSON_LENGTH_HEADER,
     TIMEOUT_HEADER,
     HttpReply,
@@ -44,6 +43,7 @@ from qinfer_api.http.infer import (
     UrlTarget,
     decompress,
     encode_list,
+    encoder_of,
     error_reply,
     event_text,
     failure_reply,
@@ -431,7 +431,7 @@ async def encoded(nbytes: int, plan: OutputPlan, encode: Callable[[*Ts], T], *ar
     """Encodes outputs of `nbytes`, in a thread if slow."""
     if not is_slow(nbytes, plan):
         return encode(*arguments)
-    return await asyncio.get_running_loop().run_in_executor(ENCODER, encode, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(encoder_of(nbytes), encode, *arguments)
 
 
 async def send_outputs(

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
-from qinfer_api.buffered import READ_BYTES, buffer_reads
+from qinfer_api.buffered import READ_BYTES, SwitchingConnection
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionFault, ConnectionLimits, Malformed
 from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
@@ -60,7 +60,7 @@ class Service(Protocol):
         """Creates the stream of a request; `GrpcStream.opened` follows."""
 
 
-class Http2Connection(asyncio.Protocol):
+class Http2Connection(SwitchingConnection):
     """One connection; `output` writes its frames."""
 
     def __init__(self, service: Service) -> None:
@@ -74,7 +74,6 @@ class Http2Connection(asyncio.Protocol):
         # The decoder's table may have fields that requests must not use.
         self._is_tainted = False
         self._rest = b""
-        self._is_buffered = False
         self._buffer = _NO_BUFFER
         # The connection waits for its turn to read `_rest`.
         self._awaits_turn = False
@@ -109,9 +108,7 @@ class Http2Connection(asyncio.Protocol):
     def read_into_buffers(self) -> None:
         """Reads into `get_buffer` from now on."""
         output = self.output
-        if not self._is_buffered and not output.transport.is_closing():
-            self._is_buffered = True
-            buffer_reads(output.transport, self, is_paused=self._awaits_turn or output.is_paused)
+        self._buffer_reads(output.transport, is_paused=self._awaits_turn or output.is_paused)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections, behind the rest of this one's last read."""

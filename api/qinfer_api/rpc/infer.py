@@ -153,7 +153,7 @@ class Infer:
         if (landing := call.landing) is not None:
             call.landing = None
             known = self._repetitions.decode(blob)
-            if known is not None:
+            if known is not None and not self.dispatcher.reads_all(known.request.model):
                 sink.wait(self._submit_known(known, call, sink, landing))
                 return
             blob = bytes(blob)

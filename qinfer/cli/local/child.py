@@ -17,7 +17,10 @@ from qinfer.core.processes import protect_process
 ORPHAN_DRAIN_S = 60.0
 """An orphan's drain limit."""
 GC_THRESHOLD = 50_000
-"""Imports make many objects and little garbage: Python's 700 would cost a seventh of their time."""
+"""Imports make many objects and little garbage: Python's 700 would cost a seventh of their time.
+
+Gateways and workers set their own when they have started; bulk workers keep this one.
+"""
 
 
 def main() -> None:

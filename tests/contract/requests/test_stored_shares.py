@@ -216,7 +216,7 @@ async def test_outputs_beside_the_reply_streams_count_until_they_are_read_or_dro
 
 
 async def test_results_in_files_share_the_disk(object_queue: RedisQueue, disk: SimpleNamespace) -> None:
-    """They take as much as is free beyond the reserve at most; the others store theirs meanwhile."""
+    """A tenant's files take at most what is free beyond the reserve; other tenants store theirs meanwhile."""
     queue = await object_queue.connect()
 
     assert await fill(queue) == 3

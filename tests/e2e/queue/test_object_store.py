@@ -78,7 +78,7 @@ def test_a_tensor_of_40_mib_goes_in_and_out(stack: Stack, storage: ObjectStorage
 
 
 def test_an_asynchronous_result_stays_in_the_store(stack: Stack, storage: ObjectStorage) -> None:
-    """And can be read again and again; it is lost where somebody deleted it there."""
+    """A result can be read again and again, and is lost if somebody deletes it in the store."""
     data = np.arange(ELEMENTS // 4, dtype="<f4").tobytes()
     before = set(storage.names())
 

@@ -114,7 +114,7 @@ def test_large_tensors_and_results_are_files(up: Up, repository: Path, data_dir:
 
 
 def test_a_lost_file_is_an_error_that_says_so(up: Up, data_dir: Path) -> None:
-    """Of the request, or of its result; nothing else is lost. Its dead letter says that it can't be replayed."""
+    """A request or result is lost with its file, and nothing else; its dead letter says that it can't be replayed."""
     for damage in ("removed", "cut"):
         lose(up, data_dir, damage)
 

@@ -186,6 +186,19 @@ async def test_connections_read_less_while_much_is_unparsed() -> None:
         assert port.held_bytes == MOST_HELD_BYTES
 
 
+async def test_idle_connections_read_less_once_much_is_unparsed() -> None:
+    flood = get("/v2/health/live") * 8000
+    async with running_gateway() as running, connected(running) as client:
+        connection = await the_one_connection(running)
+        running.gateway._server.port.note_unparsed(MOST_HELD_BYTES)  # of others
+        cast(asyncio.Transport, client.writer.transport).pause_reading()
+        client.send(flood)
+        await until_paused(connection)
+
+        assert 0 < len(connection._unparsed) <= LESS_READ_BYTES < len(flood)
+        client.writer.transport.abort()
+
+
 async def until_paused(connection: QinferHttpProtocol) -> None:
     """Waits until a connection reads no more."""
     async with asyncio.timeout(TIMEOUT_S):

@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import hpack
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+from qinfer.submission.response_cache import inputs_digest
+from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.http2 import Http2Connection
 from tests.integration.worker.test_shared_tensors import IMAGE, held, no_copies, scene, ways
+from tests.support.ensembles import scale
 from tests.support.http2 import (
     DATA,
     HEADERS,
@@ -230,3 +234,28 @@ async def test_what_is_left_of_a_read_without_a_turn_is_read_later(
             assert np.array_equal(await one.values(number), (IMAGE[0] + number) * 2)
     assert turns.waits > 4
     assert held(known) == 0
+
+
+async def test_a_message_of_a_cached_model_is_hashed_off_the_event_loop(
+    scene: ServedModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message has the size of another model's messages, which are received into memory."""
+    scale(scene.repository, "cached", 2.0, width=-1)
+    file = scene.repository / "cached" / "config.pbtxt"
+    file.write_text(file.read_text() + "response_cache { enable: true }")
+    await scene.http.load_model("cached")
+    on_loop: list[bool] = []
+
+    def hashed(inputs: Iterable[Tensor]) -> bytes:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return inputs_digest(inputs)
+
+    monkeypatch.setattr("qinfer.submission.submit.inputs_digest", hashed)
+    async with caller(scene) as one:
+        models = ["cached", "cached", "double", "double", "cached"]
+        for number, model in zip(range(1, 11, 2), models, strict=True):
+            one.begin(number)
+            await one.send(number, message(IMAGE + number, model))
+            assert np.array_equal(await one.values(number), (IMAGE[0] + number) * 2)
+    assert on_loop == [False] * 3
+    assert held(scene) == 0

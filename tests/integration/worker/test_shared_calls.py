@@ -153,7 +153,7 @@ async def test_a_worker_that_executes_its_own_requests_reads_its_own_memory(tmp_
 async def test_steps_of_a_dead_worker_are_dropped_and_its_requests_taken_over(
     scene: ServedModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends between the submission of a step and its read."""
+    """A worker ends between the submission of a step and its read."""
     pending = scene.workers["front"]._caller._submission.pending
     monkeypatch.setattr(pending, "discard", AsyncMock())  # a dead worker takes nothing out of the queue
     first = scene.workers["back"]._serving["first", 1]

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -92,6 +92,13 @@ async def ask(http: httpx.AsyncClient, model: str, *inputs: dict[str, Any]) -> A
     return np.frombuffer(reply.content[int(reply.headers["inference-header-content-length"]) :], "f4")
 
 
+async def ask_images(http: httpx.AsyncClient, region: np.memmap[Any, Any], model: str, numbers: Iterable[int]) -> None:
+    """Asks for one image after the other, in the same place, and compares the answers."""
+    for number in numbers:
+        region[: IMAGE.size] = IMAGE[0] + number
+        assert np.array_equal(await ask(http, model, source()), (IMAGE[0] + number) * 2)
+
+
 @pytest.fixture
 def one_copy(scene: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails a test in which an input is copied anywhere but into the gateway's memory, or read in a thread."""
@@ -107,9 +114,7 @@ def one_copy(scene: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_image_is_copied_once(
     scene: ServedModels, http: httpx.AsyncClient, region: np.memmap[Any, Any]
 ) -> None:
-    for number in range(3):
-        region[: IMAGE.size] = IMAGE[0] + number
-        assert np.array_equal(await ask(http, "double", source()), (IMAGE[0] + number) * 2)
+    await ask_images(http, region, "double", range(3))
 
     assert await ways(scene) == {"memory": 3}
     assert held(scene) == 0
@@ -132,7 +137,7 @@ async def test_a_request_is_what_it_was_when_it_was_accepted(
     change: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its client may do with the region what it wants."""
+    """A client may do with the region what it wants once its request is accepted."""
     memory = scene.gateway.dispatcher.submission.memory
     assert memory is not None
     await scene.kill("w1")
@@ -233,9 +238,7 @@ async def test_a_cached_request_is_hashed_as_it_was_copied(
     scene: ServedModels, http: httpx.AsyncClient, region: np.memmap[Any, Any]
 ) -> None:
     """Each hit is the answer to the same values."""
-    for number in (0, 1, 0, 1):
-        region[: IMAGE.size] = IMAGE[0] + number
-        assert np.array_equal(await ask(http, "cached", source()), (IMAGE[0] + number) * 2)
+    await ask_images(http, region, "cached", (0, 1, 0, 1))
 
     assert await ways(scene) == {"memory": 2}
     assert held(scene) == 0
@@ -257,7 +260,7 @@ async def test_the_parts_of_a_split_request_are_of_one_copy(
 async def test_a_shadow_gets_what_was_accepted(
     scene: ServedModels, http: httpx.AsyncClient, region: np.memmap[Any, Any]
 ) -> None:
-    """Its answer is compared long after the caller has its own."""
+    """The shadow's answer is compared long after the caller has its own."""
     await declared(http, "e", split(shadow("cached:1"), stable="double:1"))
 
     answer = await ask(http, "e", source())

@@ -13,9 +13,11 @@ from unittest.mock import Mock
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc.aio as over_grpc
 import tritonclient.http.aio as over_http
 
 from qinfer.core.messages import InferRequest, MemoryReference
+from qinfer.core.settings import GrpcSettings, HttpSettings
 from qinfer.core.settings_sections import CacheSettings, SegmentSettings
 from qinfer.queue.entries import Lane, worker_owner
 from qinfer.segments import memory as segments
@@ -27,6 +29,7 @@ from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_referring_request
 from qinfer_api.http.connection import HttpConnection
+from tests.support.certificates import write_certificate
 from tests.support.ensembles import scale
 from tests.support.served_models import ServedModels, models_served, tensor
 
@@ -58,7 +61,11 @@ async def shared(scene: ServedModels, *workers: str) -> None:
 async def ways(scene: ServedModels) -> dict[str, int]:
     """Returns how many requests went which way, from the metrics."""
     async with httpx.AsyncClient(base_url=scene.gateway.url) as client:
-        lines = (await client.get("/metrics")).text.splitlines()
+        return await ways_over(client)
+
+
+async def ways_over(client: httpx.AsyncClient) -> dict[str, int]:
+    lines = (await client.get("/metrics")).text.splitlines()
     found = [line for line in lines if line.startswith("qinfer_segment_requests_total")]
     return {line.partition('way="')[2].partition('"')[0]: int(float(line.rpartition(" ")[2])) for line in found}
 
@@ -466,3 +473,52 @@ async def test_a_secret_that_redis_lost_is_made_again(hasty: None, scene: Served
 
     await shared(scene, "w1", "w2")
     assert await ways(scene) == {"memory": 1}
+
+
+@pytest.mark.usefixtures("no_copies")
+async def test_a_flood_after_a_large_body_is_read_as_any_other(scene: ServedModels) -> None:
+    """The connection makes large reads again, which wait for their turns."""
+    flood = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300
+    reader, writer = await opened(scene)
+    writer.write(body_of(IMAGE))
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    (connection,) = [each for each in scene.gateway._server.port.connections if each._lands]
+
+    writer.write(flood)
+    for _ in range(300):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    assert not connection._lands
+    writer.write(body_of(IMAGE + 1))
+    assert np.array_equal(await answer_of(reader), (IMAGE[0] + 1) * 2)
+    writer.close()
+
+
+async def test_images_over_tls(tmp_path: Path) -> None:
+    """One connection of each protocol sends several images."""
+    scale(tmp_path / "repository", "double", 2.0, width=-1)
+    write_certificate(tmp_path, "server")
+    files = {"tls_certfile": str(tmp_path / "server.pem"), "tls_keyfile": str(tmp_path / "server.key")}
+    segments = SegmentSettings(directory=str(tmp_path / "m"), least_bytes=16_384)
+    sections = {"segments": segments, "http": HttpSettings(port=0, **files), "grpc": GrpcSettings(port=0, **files)}
+    async with (
+        models_served(tmp_path / "repository", sections) as scene,
+        httpx.AsyncClient(base_url=scene.gateway.url, verify=False, timeout=30) as client,
+        over_grpc.InferenceServerClient(
+            scene.grpc_target, ssl=True, root_certificates=str(tmp_path / "server.pem")
+        ) as over_rpc,
+    ):
+        (await client.post("/v2/repository/models/double/load")).raise_for_status()
+        await shared(scene, "w1")
+        for number in range(4):
+            head, _, body = body_of(IMAGE + number).partition(b"\r\n\r\n")
+            length = head.rpartition(b"Content-Length: ")[0].partition(b"Content-Length: ")[2].split()[0]
+            headers = {"Inference-Header-Content-Length": length.decode()}
+            answer = await client.post("/v2/models/double/infer", content=body, headers=headers)
+            tail = answer.content[int(answer.headers["inference-header-content-length"]) :]
+            assert np.array_equal(np.frombuffer(tail, "f4"), (IMAGE[0] + number) * 2)
+
+            reply = await over_rpc.infer("double", [tensor("x", IMAGE - number)])
+            assert np.array_equal(reply.as_numpy("y"), (IMAGE - number) * 2)
+        assert await ways_over(client) == {"memory": 8}
+        assert held(scene) == 0
