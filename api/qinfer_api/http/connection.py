@@ -29,11 +29,11 @@ from qinfer.core.settings import HttpSettings
 from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory
 from qinfer.tensors import Bytes
-from qinfer_api.buffered import READ_BYTES, SwitchingConnection
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
 from qinfer_api.http.infer import LARGE_BYTES, Headers, HttpReply, Writer, error_reply
+from qinfer_api.receiving import READ_BYTES, SwitchingConnection
 from qinfer_api.turns import SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)

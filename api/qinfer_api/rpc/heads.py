@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Mapping
 
 from qinfer.core.messages import IdFactory
-from qinfer_api.buffered import READ_BYTES
 from qinfer_api.http.head import Visitors
-from qinfer_api.receiving import ReceivingBudget
+from qinfer_api.receiving import READ_BYTES, ReceivingBudget
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import Abort, CallHead, Method, choose_packing, read_encoding, read_timeout, trailers_only
 from qinfer_api.rpc.http2 import Http2Connection

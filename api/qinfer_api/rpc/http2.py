@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
-from qinfer_api.buffered import READ_BYTES, SwitchingConnection
+from qinfer_api.receiving import READ_BYTES, SwitchingConnection
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionFault, ConnectionLimits, Malformed
 from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
