@@ -39,7 +39,7 @@ TIMES, WARM_UPS = 3, 100
 KEPT_CALLS = 2_000_000
 READY_WITHIN_S, STOP_WITHIN_S, IDLE_S = 60.0, 20.0, 6.0
 SETTLED_WITHIN_S = 0.5
-SOCKETS = {"HttpConnection.buffer_updated", "RedisConnection.data_received", "RedisConnection._flush"}
+SOCKETS = {"QinferHttpProtocol.data_received", "RedisConnection.data_received", "RedisConnection._flush"}
 WAITING = {"online": {*SOCKETS, "Worker._fetch_loop", "Queue.listen"}, "stored": {*SOCKETS, "Worker._fetch_loop"}}
 """Roots that are active without a request, and on the way of each: they read a socket or wait for an entry."""
 LATER = {"ControlStore.add_stats"}

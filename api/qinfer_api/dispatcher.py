@@ -170,10 +170,11 @@ class Dispatcher:
         memory = self.submission.memory
         if memory is None or model in self.endpoints.by_name or type(self.traces) is not StoredTraces:
             return None
-        with suppress(QinferError):  # `submit` raises it again
-            if self.submission.asked(model, version).lands:
-                return memory.land(nbytes, begin, model, tenant)
-        return None
+        try:
+            lands = self.submission.asked(model, version).lands
+        except QinferError:  # `submit` raises it again
+            return None
+        return memory.land(nbytes, begin, model, tenant) if lands else None
 
     def reads_all(self, model: str) -> bool:
         """Returns whether requests' tensors may be hashed before they enter the queue."""

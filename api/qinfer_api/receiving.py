@@ -16,7 +16,7 @@ import ctypes
 import gc
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -133,32 +133,28 @@ class _WaitingReservations:
     Later reservations wait behind a huge one, which waits until it is alone.
     """
 
-    def __init__(self, huge_bytes: int, held: Counter[Hashable]) -> None:
+    def __init__(self, huge_bytes: int, held: Mapping[Hashable, int]) -> None:
         self._huge_bytes = huge_bytes
         self._held = held
         self._numbers = count()
         self.bodies: Counter[Hashable] = Counter()
-        self._places: dict[Reservation, tuple[int, int, Reservation]] = {}
-        self._own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
+        self.places: dict[Reservation, tuple[int, int, Reservation]] = {}
+        self.own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
         """The waiting reservations of each owner, by size and arrival."""
         self._firsts: list[tuple[int, int, int, Reservation]] = []
         """The first reservation of each owner, by bytes needed, bytes held, and arrival."""
         self._first: dict[Hashable, tuple[int, int, int, Reservation]] = {}
-        self._behind: OrderedDict[Reservation, None] = OrderedDict()
+        self.behind: OrderedDict[Reservation, None] = OrderedDict()
         """The first huge reservation, and the reservations after it."""
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._behind)
-
-    @property
-    def has_huge(self) -> bool:
-        return bool(self._behind)
+        return len(self.places) + len(self.behind)
 
     def enter(self, one: Reservation) -> None:
         if not one.is_answer:
             self.bodies[one.owner] += 1
-        if self._behind or one.size > self._huge_bytes:
-            self._behind[one] = None
+        if self.behind or one.size > self._huge_bytes:
+            self.behind[one] = None
         else:
             self._put_in_order(one)
 
@@ -167,35 +163,35 @@ class _WaitingReservations:
             self.bodies[one.owner] -= 1
             if not self.bodies[one.owner]:
                 del self.bodies[one.owner]
-        if place := self._places.pop(one, None):
-            own = self._own[one.owner]
+        if place := self.places.pop(one, None):
+            own = self.own[one.owner]
             del own[bisect_left(own, place)]
             self.holds(one.owner)
             return
-        del self._behind[one]
-        while self._behind and (first := next(iter(self._behind))).size <= self._huge_bytes:
-            del self._behind[first]
+        del self.behind[one]
+        while self.behind and (first := next(iter(self.behind))).size <= self._huge_bytes:
+            del self.behind[first]
             self._put_in_order(first)
 
     def first(self) -> Reservation:
-        return self._firsts[0][-1] if self._firsts else next(iter(self._behind))
+        return self._firsts[0][-1] if self._firsts else next(iter(self.behind))
 
     def holds(self, owner: Hashable) -> None:
         if first := self._first.pop(owner, None):
             del self._firsts[bisect_left(self._firsts, first)]
-        if owner not in self._own:
+        if owner not in self.own:
             return
-        if not self._own[owner]:
-            del self._own[owner]
+        if not self.own[owner]:
+            del self.own[owner]
             return
-        size, number, one = self._own[owner][0]
-        held = self._held[owner]
+        size, number, one = self.own[owner][0]
+        held = self._held.get(owner, 0)
         first = self._first[owner] = _needed(size, held), held, number, one
         insort(self._firsts, first)
 
     def _put_in_order(self, one: Reservation) -> None:
-        place = self._places[one] = one.size, next(self._numbers), one
-        insort(self._own.setdefault(one.owner, []), place)
+        place = self.places[one] = one.size, next(self._numbers), one
+        insort(self.own.setdefault(one.owner, []), place)
         self.holds(one.owner)
 
 
@@ -208,7 +204,7 @@ class ReceivingBudget:
         self.held_bytes = 0
         self.watched: dict[Reservation, None] = {}
         self._large = 0
-        self._held: Counter[Hashable] = Counter()
+        self._held: dict[Hashable, int] = {}
         self._waiting = _WaitingReservations(self._max_large_bytes, self._held)
         self._decoding = asyncio.Lock()
         self._becoming = 0  # for a body being decoded
@@ -222,7 +218,7 @@ class ReceivingBudget:
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
         """Reserves memory for a body; `None` = refused."""
         one = Reservation(self, owner, size, granted)
-        if self._fits(one) and (size <= SMALL_BYTES or not self._waiting.has_huge):
+        if self._fits(one) and (size <= SMALL_BYTES or not self._waiting.behind):
             self._grant(one)
         elif size <= SMALL_BYTES or not self._may_wait(owner):
             return None
@@ -285,7 +281,7 @@ class ReceivingBudget:
         turn = asyncio.Event()
         one = Reservation(self, owner, self.counted(ANSWER_BYTES * nbytes), turn.set)
         one.is_answer = True
-        if self._fits(one) and not self._waiting.has_huge:
+        if self._fits(one) and not self._waiting.behind:
             self._grant(one)
             return one
         self._waiting.enter(one)
@@ -356,13 +352,15 @@ class ReceivingBudget:
 
     def _hold(self, owner: Hashable, more: int) -> None:
         self.held_bytes += more
-        self._held[owner] += more
-        if not self._held[owner]:
+        if held := self._held.get(owner, 0) + more:
+            self._held[owner] = held
+        else:
             del self._held[owner]
-        self._waiting.holds(owner)
+        if owner in self._waiting.own:
+            self._waiting.holds(owner)
 
     def _fits(self, one: Reservation) -> bool:
-        needed = _needed(one.size, self._held[one.owner])
+        needed = _needed(one.size, self._held.get(one.owner, 0))
         if one.size <= SMALL_BYTES:
             return needed <= _SHARE * (self._max_bytes + self._becoming - self.held_bytes)
         return not self._large or needed <= _SHARE * (self._max_large_bytes - self.held_bytes)
@@ -378,8 +376,9 @@ class ReceivingBudget:
         self._hold(one.owner, one.size)
 
     def _grant_next(self) -> None:
-        while self._waiting and self._fits(one := self._waiting.first()):
-            self._waiting.take_out(one)
+        waiting = self._waiting
+        while (waiting.places or waiting.behind) and self._fits(one := waiting.first()):
+            waiting.take_out(one)
             self._grant(one)
             one.granted()
 
@@ -389,12 +388,12 @@ class AnswerMemory:
 
     def __init__(self, budget: ReceivingBudget, owner: Hashable) -> None:
         self._budget = budget
-        self._owner = owner
+        self.owner = owner
         self.memory: Reservation | None = None
 
     async def reserve_memory(self, nbytes: int) -> None:
         """Waits for memory before an answer is read."""
-        self.memory = self.memory or await self._budget.lent(self._owner, nbytes)
+        self.memory = self.memory or await self._budget.lent(self.owner, nbytes)
 
     def release(self) -> None:
         """Releases the memory."""
@@ -432,12 +431,8 @@ class SwitchingConnection(asyncio.Protocol):
 class _BufferedReads(asyncio.BufferedProtocol):
     def __init__(self, connection: SwitchingConnection) -> None:
         self._connection = connection
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._connection.get_buffer(sizehint)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._connection.buffer_updated(nbytes)
+        # the loop calls these for each read
+        self.get_buffer, self.buffer_updated = connection.get_buffer, connection.buffer_updated  # type: ignore[method-assign]
 
     def eof_received(self) -> bool | None:
         return self._connection.eof_received()

@@ -352,7 +352,9 @@ class IdFactory:
             self._random = _base32(int.from_bytes(os.urandom(8), "big") >> 4, 12)
         if millisecond != self._millisecond or not counter:
             self._millisecond = millisecond
-            self._prefix = _base32(millisecond, 10) + self._random
+            high, low = divmod(millisecond, 1 << 30)
+            first, second, third = _PAIRS[low >> 20], _PAIRS[low >> 10 & 1023], _PAIRS[low & 1023]
+            self._prefix = f"{_PAIRS[high >> 10]}{_PAIRS[high & 1023]}{first}{second}{third}{self._random}"
         self._counter = (counter + 1) & _LAST
         return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
 

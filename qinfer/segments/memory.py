@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -38,6 +38,7 @@ class OwnSegment(msgspec.Struct, frozen=True):
     size: int
     descriptor: int
     memory: mmap.mmap
+    view: memoryview
 
     def open_for_readers(self) -> int:
         """Returns a descriptor that can't write, which the caller closes."""
@@ -56,7 +57,7 @@ class HeldTensors(msgspec.Struct):
     def view(self) -> memoryview:
         """Returns the bytes of the tensors, to be written."""
         begin = self.place.offset + HEADER_BYTES
-        return memoryview(self.memory.segments[self.place.segment].memory)[begin : begin + self.reference.size]
+        return self.memory.segments[self.place.segment].view[begin : begin + self.reference.size]
 
     def hold(self) -> "HeldTensors":
         """Returns them to one more that holds them: several requests may refer to parts of the same tensors."""
@@ -81,7 +82,8 @@ class OwnMemory:
         self.owner = owner
         self.opened: Callable[[int, OwnSegment], None] = lambda _, __: None
         self._now_s = now_s
-        self._segments: dict[int, OwnSegment] = {}
+        self.segments: dict[int, OwnSegment] = {}
+        """The segments by number."""
         self._slabs = Slabs(most_bytes, SEGMENT_BYTES, now_s, self._drop)
         self._paged: set[Place] = set()
         self._generations = itertools.count(1)
@@ -103,11 +105,6 @@ class OwnMemory:
         """Seconds since the oldest held tensors were written; 0 without any."""
         now_s = self._now_s()
         return now_s - next(iter(self._since_s.values()), now_s)
-
-    @property
-    def segments(self) -> Mapping[int, OwnSegment]:
-        """The segments by number."""
-        return self._segments
 
     def write(self, parts: Sequence[Bytes], nbytes: int, tenant: str) -> HeldTensors | None:
         """Copies `parts`, `nbytes` together, into a slab; `None` without room."""
@@ -137,7 +134,7 @@ class OwnMemory:
     def release(self, held: HeldTensors) -> None:
         """Frees a slab, whose readers know it from now on."""
         place = held.place
-        if (segment := self._segments.get(place.segment)) is not None:
+        if (segment := self.segments.get(place.segment)) is not None:
             _GENERATION.pack_into(segment.memory, place.offset, 0)
         del self._since_s[held.reference.generation]
         self._slabs.free(place, held.tenant)
@@ -154,13 +151,13 @@ class OwnMemory:
 
     def close(self) -> None:
         """Closes the descriptors; the memory ends with its last reader."""
-        for segment in self._segments.values():
+        for segment in self.segments.values():
             os.close(segment.descriptor)
-        self._segments.clear()
+        self.segments.clear()
 
     def _pages_of(self, place: Place) -> mmap.mmap | None:
         """Returns the segment, in which the slab has pages: a write to a page that can't be had would kill us."""
-        segment = self._segments.get(place.segment)
+        segment = self.segments.get(place.segment)
         if place not in self._paged:
             try:
                 if segment is None:
@@ -179,13 +176,13 @@ class OwnMemory:
         except OSError:
             os.close(segment.descriptor)
             raise
-        self._segments[place.segment] = segment
+        self.segments[place.segment] = segment
         return segment
 
     def _drop(self, place: Place) -> None:
         self._paged.discard(place)
         with suppress(OSError):
-            self._segments[place.segment].memory.madvise(mmap.MADV_REMOVE, place.offset, place.size)
+            self.segments[place.segment].memory.madvise(mmap.MADV_REMOVE, place.offset, place.size)
 
 
 def open_segment(size: int) -> OwnSegment:
@@ -194,7 +191,8 @@ def open_segment(size: int) -> OwnSegment:
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return OwnSegment(size, descriptor, mmap.mmap(descriptor, size))
+        memory = mmap.mmap(descriptor, size)
+        return OwnSegment(size, descriptor, memory, memoryview(memory))
     except OSError:
         os.close(descriptor)
         raise

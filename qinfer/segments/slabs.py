@@ -6,6 +6,7 @@ or until another size needs the room; a slab that was never used has no pages.
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 HEADER_BYTES = 64
@@ -29,6 +30,7 @@ class _Idle(NamedTuple):
     since_s: float
 
 
+@lru_cache(maxsize=1024)
 def slab_size(nbytes: int) -> int:
     """Returns the size of the slab for so many bytes of tensors.
 

@@ -8,7 +8,14 @@ from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Payload
 from qinfer.tensors import Tensor
-from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
+from qinfer.wire.frame import (
+    ReferringForm,
+    Repeats,
+    RequestForm,
+    encode_request,
+    encode_request_apart,
+    timeout_width,
+)
 
 MAX_HEAD_BYTES = 2**20
 """The most bytes of a request without its tensors."""
@@ -26,7 +33,8 @@ class Layouts:
 
     def __init__(self, inline_max_bytes: int) -> None:
         self.inline_max_bytes = self.remembered_bytes = inline_max_bytes
-        self._forms: dict[Kind, RequestForm] = {}
+        self._forms: dict[Kind, RequestForm | ReferringForm] = {}
+        self._referring: set[Kind] = set()
         self.find = self._forms.get
         self._repeats = Repeats()
 
@@ -36,10 +44,25 @@ class Layouts:
         if kind is None or payload is not None or tensor_bytes(request) > self.remembered_bytes:
             return frame, payload
         if self._repeats.has(kind):
-            if len(self._forms) >= _MAX_LAYOUTS:
-                self._forms.clear()
-            self._forms[kind] = RequestForm(request)
+            self._learn(kind, RequestForm(request))
         return frame, payload
+
+    def learn_landed(self, kind: Kind, request: OutgoingRequest) -> None:
+        """Makes the layout of requests known whose tensors landed in memory, until `forget_landed`."""
+        if self._repeats.has(kind):
+            self._learn(kind, ReferringForm(request))
+            self._referring.add(kind)
+
+    def forget_landed(self) -> None:
+        """Forgets them, because the memory may no longer be read by all workers."""
+        while self._referring:
+            self._forms.pop(self._referring.pop(), None)
+
+    def _learn(self, kind: Kind, form: RequestForm | ReferringForm) -> None:
+        if len(self._forms) >= _MAX_LAYOUTS:
+            self._forms.clear()
+            self._referring.clear()
+        self._forms[kind] = form
 
 
 def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kind | None:
@@ -56,7 +79,7 @@ def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kin
         return None
     inputs = request.inputs
     spares = request.spares_outputs
-    kind = (entrance, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s))
+    kind = (entrance, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s), request.landed_at)
     if len(inputs) != 1:
         return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
     return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))

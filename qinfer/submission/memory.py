@@ -6,7 +6,7 @@ would have to put the request back.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -77,6 +77,8 @@ class TensorMemory:
         self._catalog = catalog
         self._is_shared: dict[str, bool] = {}
         self._shelf.changed = self.forget
+        self.changed: Callable[[], None] = lambda: None
+        """Called when other workers may read this memory."""
 
     @property
     def held_bytes(self) -> int:
@@ -86,6 +88,7 @@ class TensorMemory:
     def forget(self) -> None:
         """Looks anew for the workers of each model."""
         self._is_shared.clear()
+        self.changed()
 
     def lay_out(self, request: OutgoingRequest, served: ServedVersion) -> tuple[bytes, KeptTensors] | None:
         """Encodes a stamped request, and keeps its tensors; `None` if they are to travel through Redis."""
@@ -127,8 +130,12 @@ class TensorMemory:
     def _landed(self, request: OutgoingRequest, landed: KeptTensors) -> tuple[bytes, KeptTensors]:
         frame = encode_landed_request(request, landed.reference, request.landed_at)
         check_head(len(frame))
+        return frame, self.keep(landed)
+
+    def keep(self, landed: KeptTensors) -> KeptTensors:
+        """Returns tensors that landed here, for a request that refers to them."""
         self.ways[MEMORY] += 1
-        return frame, landed.hold()
+        return landed.hold()
 
     def families(self) -> Iterator[Family]:
         """Yields the metrics."""

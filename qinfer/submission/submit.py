@@ -107,7 +107,7 @@ class Submission:
 
     def set_memory(self, memory: TensorMemory) -> None:
         """Keeps large tensors of requests in memory, and reads outputs in that of workers; before the first refresh."""
-        self.memory, self.pending.kept = memory, memory.others
+        self.memory, self.pending.kept, memory.changed = memory, memory.others, self.layouts.forget_landed
         self.layouts.remembered_bytes = memory.least_bytes - 1
 
     def asked(self, model: str, version: int) -> "Entrance":
@@ -233,6 +233,8 @@ class LaneEntrance(Entrance):
             else:
                 request.timeout_s = timeout_s
                 frame, payload = form.fill(request), None
+                if request.landed is not None and self._memory is not None:
+                    pending.tensors = self._memory.keep(request.landed)
             table.add(pending, now_s + timeout_s)
             done, by = partial(table.submitted, pending), request.moves_by if request.endpoint else ""
             self._queue.submit(lane, frame, done, payload=payload, limit=self._limit, tenant=tenant, endpoint=by)
@@ -321,6 +323,8 @@ class LaneEntrance(Entrance):
     ) -> tuple[bytes, Payload | None]:
         if self._memory is not None and (laid := self._memory.lay_out(request, self.served)) is not None:
             frame, pending.tensors = laid
+            if kind is not None and request.landed is not None:
+                self._layouts.learn_landed(kind, request)
             return frame, None
         return self._layouts.lay_out(request, kind)
 

@@ -29,6 +29,7 @@ from qinfer.core.messages import (
     Failure,
     InferRequest,
     MemoryReference,
+    OutgoingRequest,
     ResourceHolder,
     Response,
     Scalar,
@@ -530,6 +531,33 @@ class RequestForm:
         return b"".join(parts)
 
 
+class ReferringForm:
+    """A frame for similar requests whose tensors landed in memory: they also differ in their place there."""
+
+    __slots__ = ("_begin", "_end", "_mid", "_trace_mark")
+
+    def __init__(self, request: OutgoingRequest) -> None:
+        reference = _landed_at(request)
+        frame, name = encode_landed_request(request, reference, request.landed_at), request.id.encode()
+        position = frame.index(name)
+        timeout, trace = _own_fields(frame, request, reference)
+        end = _PRELUDE.size + int.from_bytes(frame[4:8], "little") - len(_encoder.encode(reference))
+        self._begin, self._mid = frame[_PRELUDE.size : position], frame[position + len(name) : timeout.start]
+        self._trace_mark, self._end = frame[timeout.stop : trace.start], frame[trace.stop : end]
+
+    def fill(self, request: OutgoingRequest) -> bytes:
+        """Encodes a similar request as `encode_landed_request` does."""
+        timeout, place = _encoder.encode(round(request.timeout_s * 1e6)), _encoder.encode(_landed_at(request))
+        trace = request.trace.encode() if request.trace else b""
+        header = (self._begin, request.id.encode(), self._mid, timeout, self._trace_mark, trace, self._end, place)
+        return _join(_REQUEST, b"".join(header), [], FRAME_VERSION)
+
+
+def _landed_at(request: OutgoingRequest) -> MemoryReference:
+    assert request.landed is not None
+    return request.landed.reference
+
+
 def timeout_width(timeout_s: float) -> int:
     """Returns a timeout's bytes in a frame."""
     if _USUAL_FROM_S <= timeout_s <= _USUAL_TO_S:
@@ -537,10 +565,12 @@ def timeout_width(timeout_s: float) -> int:
     return len(_encoder.encode(round(timeout_s * 1e6)))
 
 
-def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
+def _own_fields(frame: bytes, request: InferRequest, memory: MemoryReference | None = None) -> tuple[slice, slice]:
     """Returns the places of the timeout and of the trace text."""
-    long = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
+    long: tuple[Any, ...] = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
     payload = _BESIDE if request.payload else ""
+    if memory is not None:
+        payload, long = _IN_MEMORY, (round(request.queue_timeout_s * 1e6), (), request.spares_outputs, 0, memory)
     last = (request.partition, request.generation, request.attempt, _flags(request.sequence), payload, *long)
     encode, size = _encoder.encode, int.from_bytes(frame[4:8], "little")
     stop = _PRELUDE.size + size - sum(len(encode(field)) for field in last)

@@ -84,7 +84,17 @@ def decode_infer(
     `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
-    document, parsed = _read_text(text, bounds, is_repeated=len(tail) > _BINARY_BYTES)
+    is_repeated = len(tail) > _BINARY_BYTES and len(text) <= _SMALL_TEXT_BYTES
+    known = _known_text(bytes(text), bounds.depth) if is_repeated else None
+    if known is not None and known.nbytes == len(tail):
+        return known.request(model, version, tail)
+    return _decode_parts(text, tail, model, version, bounds, regions)
+
+
+def _decode_parts(
+    text: Bytes, tail: Bytes, model: str, version: int, bounds: JsonBounds, regions: Regions
+) -> tuple[OutgoingRequest, OutputPlan]:
+    document, parsed = _read_text(text, bounds)
     form = _PLAIN
     fields: dict[str, Any] = {}
     if parsed.parameters is not UNSET:
@@ -105,7 +115,7 @@ def decode_infer(
     if document is not None:
         document.check()
     outputs: tuple[str, ...] = ()
-    plan = _BINARY_PLAN if form.binary else _STRICT_PLAN if form.strict else _JSON_PLAN
+    plan = _plan_of(form)
     if parsed.outputs:
         outputs, plan = _plan(parsed.outputs, regions, form)
     request = OutgoingRequest(model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs)
@@ -113,6 +123,46 @@ def decode_infer(
         for name, value in fields.items():
             setattr(request, name, value)
     return request, plan
+
+
+class _KnownText(NamedTuple):
+    """What a text says that clients repeat before large binary tensors."""
+
+    client_id: str
+    inputs: list[tuple[str, str, tuple[int, ...], slice]]
+    nbytes: int
+    outputs: tuple[str, ...]
+    plan: OutputPlan
+
+    def request(self, model: str, version: int, tail: Bytes) -> tuple[OutgoingRequest, OutputPlan]:
+        """Returns a request whose inputs are in `tail`."""
+        inputs = tuple([Tensor(name, datatype, shape, tail[place]) for name, datatype, shape, place in self.inputs])
+        client_id, outputs = self.client_id, self.outputs
+        request = OutgoingRequest(model=model, inputs=inputs, version=version, client_id=client_id, outputs=outputs)
+        return request, self.plan
+
+
+@lru_cache(maxsize=256)
+def _known_text(text: bytes, depth: int) -> _KnownText | None:
+    """Returns `None` for a text with data, shared memory, classes, or parameters of the model."""
+    parsed, fields = _parsed(text, depth), dict[str, Any]()
+    form = _PLAIN if parsed.parameters is UNSET else kserve_exact.apply_parameters(parsed.parameters, fields)
+    if fields:
+        return None
+    inputs, position = [], 0
+    for entry in parsed.inputs:
+        parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
+        size = parameters.binary_data_size
+        if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:
+            return None
+        inputs.append((entry.name, NAMES[type(entry)], entry.shape, slice(position, position + size)))
+        position += size
+    for output in parsed.outputs:
+        asked = output.parameters
+        if asked is not UNSET and (asked.classification, asked.shared_memory_region) != (UNSET, UNSET):
+            return None
+    outputs, plan = _plan(parsed.outputs, NO_REGIONS, form) if parsed.outputs else ((), _plan_of(form))
+    return _KnownText(parsed.id, inputs, position, outputs, plan)
 
 
 def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS) -> InferReply:
@@ -155,11 +205,8 @@ _BINARY_PLAN = OutputPlan(binary=True)
 _PLAIN = kserve_exact.Form()
 
 
-def _read_text(text: Bytes, bounds: JsonBounds, *, is_repeated: bool) -> tuple[Document | None, Request]:
-    if len(text) > LARGE_BYTES:
-        return _parsed_large(text, bounds)
-    read = _parsed_again if is_repeated and len(text) <= _SMALL_TEXT_BYTES else _parsed
-    return None, read(bytes(text), bounds.depth)
+def _read_text(text: Bytes, bounds: JsonBounds) -> tuple[Document | None, Request]:
+    return _parsed_large(text, bounds) if len(text) > LARGE_BYTES else (None, _parsed(bytes(text), bounds.depth))
 
 
 def _parsed(text: bytes, depth: int) -> Request:
@@ -169,10 +216,6 @@ def _parsed(text: bytes, depth: int) -> Request:
         return parse(text)
     except UNPARSABLE:
         return kserve_exact.read(text, depth)
-
-
-_parsed_again = lru_cache(maxsize=256)(_parsed)
-"""Clients repeat the text before large binary tensors."""
 
 
 def _parsed_large(text: Bytes, bounds: JsonBounds) -> tuple[Document, Request]:
@@ -266,6 +309,10 @@ def elements_of(name: str, shape: Sequence[int]) -> int:
                 f"dimension {size} of input '{name}' causes total element count to exceed maximum size of {_MAX_INT64}"
             )
     return count
+
+
+def _plan_of(form: kserve_exact.Form) -> OutputPlan:
+    return _BINARY_PLAN if form.binary else _STRICT_PLAN if form.strict else _JSON_PLAN
 
 
 def _plan(

@@ -1,5 +1,6 @@
 """The turns of bodies and answers that wait for memory, against a list that is looked through at each of them."""
 
+from collections import Counter
 from itertools import takewhile
 
 from hypothesis import given
@@ -34,7 +35,7 @@ class Watched(ReceivingBudget):
         """Returns the one whose turn is next."""
         huge = next((one for one in self.waited if one.size > HUGE_BYTES), None)
         ahead = list(takewhile(lambda one: one is not huge, self.waited)) or self.waited[:1]
-        held = self._held
+        held = Counter(self._held)
         return min(ahead, key=lambda one: (max(2 * one.size, held[one.owner] + one.size), held[one.owner]))
 
     def _grant(self, one: Reservation) -> None:
@@ -79,4 +80,4 @@ def test_turns_come_as_if_all_that_wait_were_looked_at(steps: list[tuple[str, in
         assert not budget.waited or not budget._fits(budget.chosen())
     while known:
         step(budget, known, ("release", 0, "a", 1))
-    assert budget.held_bytes == budget.waiting == len(budget._held) == len(budget._waiting._own) == 0
+    assert budget.held_bytes == budget.waiting == len(budget._held) == len(budget._waiting.own) == 0

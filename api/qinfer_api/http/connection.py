@@ -228,14 +228,15 @@ class HttpConnection(SwitchingConnection):
         self.data_received(self.port.buffer[:nbytes].tobytes())
 
     def _land(self, landing: Landing, parts: Iterable[Bytes]) -> None:
-        """Receives the rest of a body into memory; the parser, which waits for it, is replaced at its end."""
+        """Receives the rest of a body into memory, past the parser."""
         for part in parts:
             landing.add(part)
         self._landing, self._lands = landing, True
-        self.read_into_buffers()
+        if not self._is_buffered:
+            self.read_into_buffers()
 
     def _end_landing(self) -> None:
-        self._landing, self._parser = None, self._new_parser()
+        self._landing = None
         self.on_message_complete()
 
     def data_received(self, data: bytes) -> None:

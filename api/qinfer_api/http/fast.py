@@ -404,6 +404,7 @@ class QinferHttpProtocol(HttpConnection):
         if landing is not None:
             call.landing = landing
             self._land(landing, call.parts)
+            self._parser = self._new_parser()  # the old one waits for the body
             call.parts = []
 
     def _drop(self, call: FastCall, head: RequestHead, error: QinferError) -> None:

@@ -138,6 +138,7 @@ def read_head(
     return RequestHead(target, length, json_length, context, encoding, forwarding, headers, strict, timeout_s)
 
 
+@lru_cache(maxsize=64)
 def json_bytes(json_length: str | None) -> int | None:
     """Returns the bytes of JSON before binary tensors, of which there are few; `None` = another body."""
     if json_length is None or not json_length.isdecimal() or len(json_length) > _MAX_DIGITS:

@@ -185,6 +185,56 @@ async def test_the_readers_are_looked_up_anew_when_they_change(scene: Scene) -> 
     assert not await scene.is_apart()
 
 
+def land(scene: Scene, size: int = 1000) -> PendingCall:
+    """Submits a request whose tensor was received into memory."""
+    landing = scene.tensors.land(size, 0, "m", "")
+    if landing is None:
+        return scene.submit(size)
+    landing.add(bytes([size % 251]) * size)
+    request = OutgoingRequest(model="m", inputs=(Tensor("x", "UINT8", (1, size), landing.body),))
+    landing.enter(request)
+    pending = scene.dispatcher.submit(ANONYMOUS, request, scene)
+    landing.leave()
+    return pending
+
+
+async def test_similar_requests_that_landed_each_refer_to_their_own_tensors(scene: Scene) -> None:
+    """From the third on, their layout is known."""
+    sent = [land(scene, size) for size in (1000, 1000, 1000, 2000, 1000, 2000, 2000)]
+    read = []
+    for pending in sent:
+        with pytest.raises(PayloadApart) as apart:
+            decode_request((await scene.fetch()).frame)
+        reference = apart.value.request.memory
+        assert reference is not None
+        assert pending.tensors is not None
+        assert reference == pending.tensors.reference
+        assert apart.value.request.id == pending.request_id
+        read.append(reference.size)
+
+    assert read == [1000, 1000, 1000, 2000, 1000, 2000, 2000]
+    assert len({pending.tensors.reference.generation for pending in sent if pending.tensors is not None}) == len(sent)
+    assert scene.tensors.ways == {MEMORY: len(sent)}
+    for pending in sent:
+        scene.answer(pending)
+    assert scene.memory.held_bytes == 0
+
+
+async def test_a_known_layout_does_not_outlive_the_readers_of_the_memory(scene: Scene) -> None:
+    for _ in range(3):
+        land(scene)
+        assert await scene.is_apart()
+    scene.shelf.known = set()
+    landing = scene.tensors.land(1000, 0, "m", "")
+    assert landing is not None, "nobody has said so yet"
+    scene.tensors.forget()
+    request = OutgoingRequest(model="m", inputs=(Tensor("x", "UINT8", (1, 1000), landing.body),))
+    landing.enter(request)
+    scene.dispatcher.submit(ANONYMOUS, request, scene)
+
+    assert not await scene.is_apart()
+
+
 async def test_a_request_that_an_endpoint_moves_refers_to_the_same_tensors(scene: Scene) -> None:
     """It moves to another version of its model, which the same workers load."""
     pending = scene.submit(endpoint="e")

@@ -12,8 +12,9 @@ from tritonclient.http import InferenceServerClient, InferInput, InferRequestedO
 from qinfer.core.messages import OutgoingRequest, Response, SequenceFlags
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, pack_bytes, to_numpy
-from qinfer.wire.kserve_json import decode_infer, elements, encode_infer
-from qinfer.wire.outputs import OutputPlan
+from qinfer.wire.json_pieces import JsonBounds
+from qinfer.wire.kserve_json import _decode_parts, decode_infer, elements, encode_infer
+from qinfer.wire.outputs import NO_REGIONS, OutputPlan
 
 JSON_PLAN = OutputPlan()
 
@@ -349,3 +350,56 @@ def test_a_long_output_with_special_numbers() -> None:
 
     assert elements(from_numpy("y", values)).count(b"NaN") == 1
     assert elements(from_numpy("y", values), strict=True).count(b"null") == 1
+
+
+LARGE = 20_000
+
+
+def _binary(size: int = LARGE, **parameters: Any) -> dict[str, Any]:
+    return _input("UINT8", (size,), parameters={"binary_data_size": size, **parameters})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"id": "mine"},
+        {"parameters": {"binary_data_output": True}},
+        {"parameters": {"strict_json": True}},
+        {"parameters": {"priority": 2, "timeout": 5_000_000, "mine": 1}},
+        {"parameters": {"sequence_id": 5, "sequence_start": True}},
+        {"outputs": [{"name": "y"}]},
+        {"outputs": [{"name": "y", "parameters": {"binary_data": True}}, {"name": "z"}]},
+        {"outputs": [{"name": "y", "parameters": {"classification": 3}}]},
+        {"outputs": [{"name": "y", "parameters": {"binary_data": True}}], "parameters": {"binary_data_output": True}},
+    ],
+)
+@pytest.mark.parametrize("inputs", [(_binary(),), (_binary(8), _binary()), (_input(data=[1.0, 2.0]), _binary())])
+def test_a_text_that_is_repeated_before_large_tensors_says_the_same(
+    inputs: tuple[dict[str, Any], ...], said: dict[str, Any]
+) -> None:
+    """Each request has its own bytes; what one does with its fields does not reach the next."""
+    text = _body(*inputs, **said)
+    size = sum(one.get("parameters", {}).get("binary_data_size", 0) for one in inputs)
+    seen = []
+    for number in range(3):
+        tail = bytes([number]) * size
+        request, plan = _decode(text + tail, len(text))
+        expected = _decode_parts(text, tail, "m", 0, JsonBounds(), NO_REGIONS)
+        assert (request, plan) == expected
+        assert request.inputs[-1].data == tail[-LARGE:]
+        assert type(request.sequence) is type(expected[0].sequence)
+        seen.append(request)
+        request.parameters, request.timeout_s = {"left": "behind"}, 3.0
+    assert len({id(one) for one in seen}) == 3
+
+
+@pytest.mark.parametrize("left", [-1, 1])
+def test_a_repeated_text_with_other_bytes_is_refused(left: int) -> None:
+    """Also after it was seen with the right ones."""
+    text = _body(_binary())
+    for _ in range(2):
+        _decode(text + bytes(LARGE), len(text))
+
+    with pytest.raises(InvalidRequest, match="additional"):
+        _decode(text + bytes(LARGE + left), len(text))

@@ -6,15 +6,24 @@ from typing import Any
 
 import pytest
 
-from qinfer.core.messages import CallTraces, IdFactory, OutgoingRequest, ResourceHolder, SequenceFlags
+from qinfer.core.messages import (
+    CallTraces,
+    IdFactory,
+    MemoryReference,
+    OutgoingRequest,
+    ResourceHolder,
+    SequenceFlags,
+)
 from qinfer.errors import QinferError
 from qinfer.tensors import Bytes, Tensor, pack_bytes
 from qinfer.wire import frame as request_form
 from qinfer.wire.frame import (
     PayloadApart,
+    ReferringForm,
     RequestForm,
     RequestReader,
     decode_request,
+    encode_landed_request,
     encode_request,
     encode_request_apart,
 )
@@ -44,6 +53,42 @@ def test_a_filled_form_is_the_frame(sizes: tuple[int, ...]) -> None:
     first, second = request(*sizes, tenant="t", outputs=("y",)), request(*sizes, tenant="t", outputs=("y",))
 
     assert RequestForm(first).fill(second) == encode_request(second)
+
+
+class Kept:
+    """Tensors in memory."""
+
+    def __init__(self, offset: int, generation: int) -> None:
+        self.reference = MemoryReference("api-1", 2, offset, 700_000, generation)
+
+    def hold(self) -> "Kept":
+        """They are not counted here."""
+        return self
+
+    def release(self) -> None:
+        """As `hold`."""
+
+
+def landed(offset: int, generation: int, **changes: Any) -> OutgoingRequest:
+    """A stamped request whose tensors landed in memory."""
+    one = request(13, 5, tenant="t", outputs=("y",), queue_timeout_s=0.5, **changes)
+    one.landed, one.landed_at = Kept(offset, generation), (192, 208)
+    return one
+
+
+@pytest.mark.parametrize("offset", [0, 4096, 655_360, 2**33])
+@pytest.mark.parametrize("generation", [1, 200, 70_000, 2**40])
+@pytest.mark.parametrize("timeout_s", [0.001, 2.0, 5000.0])
+@pytest.mark.parametrize(("first_trace", "trace"), [("", ""), ("00-" + "a" * 52, "00-" + "b" * 52)])
+def test_a_form_of_tensors_in_memory_is_the_frame(
+    offset: int, generation: int, timeout_s: float, first_trace: str, trace: str
+) -> None:
+    """Wherever they lie: the numbers of the place take more or fewer bytes."""
+    form = ReferringForm(landed(655_360, 7, trace=first_trace, timeout_s=timeout_s))
+    one = landed(offset, generation, trace=trace, timeout_s=timeout_s)
+    assert one.landed is not None
+
+    assert form.fill(one) == encode_landed_request(one, one.landed.reference, one.landed_at)
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (8,), (13,), (3, 8, 5), (0, 7), (20_000, 3)])
