@@ -62,15 +62,9 @@ _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class PayloadApart(DeliveryError):
-    """The tensors are in `Queue.payload`, or in memory; `request` lacks only its inputs."""
+class TensorPlace(msgspec.Struct, array_like=True, gc=False):
+    """A tensor without its bytes, and where they lie in its frame, payload or memory."""
 
-    def __init__(self, request: InferRequest) -> None:
-        super().__init__(f"the tensors of request {request.id} are stored beside the stream")
-        self.request = request
-
-
-class _TensorHeader(msgspec.Struct, array_like=True, gc=False):
     name: str
     datatype: str
     shape: tuple[_Natural, ...]
@@ -78,12 +72,20 @@ class _TensorHeader(msgspec.Struct, array_like=True, gc=False):
     size: _Natural
 
 
+class PayloadApart(DeliveryError):
+    """The tensors are in `Queue.payload`, or in memory, at `places`; `request` lacks only its inputs."""
+
+    def __init__(self, request: InferRequest, places: Items[TensorPlace]) -> None:
+        super().__init__(f"the tensors of request {request.id} are stored beside the stream")
+        self.request, self.places = request, places
+
+
 class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
     id: str
     client_id: str
     model: str
     version: _Natural
-    inputs: list[_TensorHeader]
+    inputs: list[TensorPlace]
     outputs: tuple[str, ...]
     parameters: Mapping[str, Scalar]
     priority: _Natural
@@ -125,7 +127,7 @@ class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
     final: bool
     model: str
     version: _Natural
-    outputs: list[_TensorHeader]
+    outputs: list[TensorPlace]
     failure: Failure | None
     timing: Timing | None
 
@@ -153,6 +155,7 @@ class _KeptResponseHeader(_TracedResponseHeader, array_like=True, gc=False):
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(_ReferringRequestHeader)
 _responses_decoder = msgspec.msgpack.Decoder(list[_KeptResponseHeader])
+_reference_decoder = msgspec.msgpack.Decoder(MemoryReference)
 _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
 
@@ -199,14 +202,14 @@ def landed_places(inputs: Items[Tensor], begin: int, end: int) -> tuple[int, ...
 def encode_landed_request(request: InferRequest, memory: MemoryReference, places: Items[int]) -> bytes:
     """Encodes a request whose tensors lie in memory already, at these places."""
     inputs = [
-        _TensorHeader(tensor.name, tensor.datatype, tensor.shape, place, len(tensor.data))
+        TensorPlace(tensor.name, tensor.datatype, tensor.shape, place, len(tensor.data))
         for tensor, place in zip(request.inputs, places, strict=True)
     ]
     return _join(_REQUEST, _encode_header(request, inputs, _IN_MEMORY, memory), [], FRAME_VERSION)
 
 
 def _encode_header(
-    request: InferRequest, inputs: list[_TensorHeader], payload: str, memory: MemoryReference | None = None
+    request: InferRequest, inputs: list[TensorPlace], payload: str, memory: MemoryReference | None = None
 ) -> bytes:
     header = _RequestHeader(
         request.id,
@@ -297,8 +300,13 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     if header.traces:
         request.calls = CallTraces(has_tensors=header.traces > 1)
     if header.payload and payload is None:
-        raise PayloadApart(request)
+        raise PayloadApart(request, header.inputs)
     return request
+
+
+def tensors_at(places: Items[TensorPlace], payload: Bytes) -> tuple[Tensor, ...]:
+    """Returns tensors as views into their payload or memory; raises `CorruptEntry` if they leave it."""
+    return _cut(places, memoryview(payload), 0)[0]
 
 
 def output_parts(response: Response) -> tuple[list[Bytes], int]:
@@ -422,12 +430,12 @@ def _aligned(position: int) -> int:
     return (position + ALIGNMENT - 1) & -ALIGNMENT
 
 
-def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[list[_TensorHeader], int]:
-    headers: list[_TensorHeader] = []
+def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[list[TensorPlace], int]:
+    headers: list[TensorPlace] = []
     for tensor in tensors:
         data = tensor.data
         size = len(data)
-        headers.append(_TensorHeader(tensor.name, tensor.datatype, tensor.shape, cursor, size))
+        headers.append(TensorPlace(tensor.name, tensor.datatype, tensor.shape, cursor, size))
         parts.append(data)
         cursor += size
         if padding := -cursor % ALIGNMENT:
@@ -464,7 +472,7 @@ def tensor_places(frame: Bytes) -> tuple[int, list[tuple[int, int]]]:
     return _aligned(end), [(header.offset, header.offset + header.size) for header in headers]
 
 
-def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[tuple[Tensor, ...], int]:
+def _cut(headers: Items[TensorPlace], area: memoryview, cursor: int) -> tuple[tuple[Tensor, ...], int]:
     tensors: list[Tensor] = []
     size = len(area)
     for header in headers:
@@ -477,8 +485,8 @@ def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[t
     return tuple(tensors), cursor
 
 
-_PLAIN = b"\x01\x00\x00\x00"  # a request's first bytes
 _LONG_ID = b"\xdc\x00\x11\xd9"  # the first bytes of its header: an array of 17, a text of 32 to 255 bytes
+_LONG_ID_REFERRING = b"\xdc\x00\x16\xd9"  # an array of 22
 _ID_AT = 13  # the id is behind these bytes, the size of the header and the size of the text
 _MAX_KNOWN = 1024
 _TIMEOUT_BYTES = 5
@@ -598,6 +606,7 @@ class _KnownRequest(msgspec.Struct, gc=False):
     request: InferRequest
     tensors: list[tuple[str, str, tuple[int, ...], int, int]]
     size: int
+    places: Items[TensorPlace] = ()  # of tensors in memory
 
 
 class RequestReader:
@@ -621,13 +630,14 @@ class RequestReader:
         known = self._known.get(layout.common(frame))
         if known is None:
             return self._learn(frame)
-        begin, timeout, trace, _, area = layout
-        if len(frame) < area + known.size:
-            return decode_request(frame)  # raises the error
+        begin, timeout, trace, end, area = layout
         try:
             name, trace_text = frame[_ID_AT:begin].decode(), frame[trace].decode()
-        except UnicodeDecodeError:
+            memory = _reference_decoder.decode(frame[end:area]) if known.places else None
+        except _UNREADABLE:
             return decode_request(frame)  # raises the error
+        if len(frame) < area + known.size:
+            return decode_request(frame)  # as above
         data = frame if len(frame) <= _SMALL_BYTES else memoryview(frame)
         tensors = []
         for tensor, datatype, shape, first, last in known.tensors:
@@ -636,23 +646,38 @@ class RequestReader:
         request.trace = trace_text
         if timeout.start < timeout.stop:
             request.timeout_s = int.from_bytes(frame[timeout]) / 1e6
+        if memory is not None:
+            request.memory = memory
+            raise PayloadApart(request, known.places)
         return request
 
     def _learn(self, frame: bytes) -> InferRequest:
-        request = decode_request(frame)
+        try:
+            request = decode_request(frame)
+        except PayloadApart as apart:
+            if apart.request.memory is not None and apart.places:
+                self._note(frame, apart.request, apart.places)
+            raise
+        self._note(frame, request, ())
+        return request
+
+    def _note(self, frame: bytes, request: InferRequest, kept: Items[TensorPlace]) -> None:
+        """Remembers the second of similar frames; `kept` has the tensors that are in memory."""
         is_special = request.client_id or request.parameters or request.sequence is not None or request.holders
-        if is_special or frame[:4] != _PLAIN or frame[8:12] != _LONG_ID:
-            return request
+        if is_special or request.calls is not None or frame[8:12] != (_LONG_ID_REFERRING if kept else _LONG_ID):
+            return
         begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
-        timeout, trace = _own_fields(frame, request)
+        timeout, trace = _own_fields(frame, request, request.memory)
         # The first byte gives the size.
         is_usual = timeout.stop - timeout.start == _TIMEOUT_BYTES
         number = slice(timeout.start + 1, timeout.stop) if is_usual else slice(timeout.start, timeout.start)
         area, places = tensor_places(frame)
+        if kept:
+            area, end, places = end, end - len(_encoder.encode(request.memory)), []
         layout = _FrameLayout(begin, number, trace, end, area)
         common = layout.common(frame)
         if not self._repeats.has(common):
-            return request
+            return
         if max(len(self._known), len(self._layouts)) >= _MAX_KNOWN:
             self._known.clear()
             self._layouts.clear()
@@ -660,7 +685,7 @@ class RequestReader:
             (tensor.name, tensor.datatype, tensor.shape, first, last)
             for tensor, (first, last) in zip(request.inputs, places, strict=True)
         ]
-        known = msgspec.structs.replace(request, id="", inputs=(), trace="")
-        self._known[common] = _KnownRequest(known, tensors, max((last for _, last in places), default=0))
+        known = msgspec.structs.replace(request, id="", inputs=(), trace="", memory=None)
+        size = max((last for _, last in places), default=0)
+        self._known[common] = _KnownRequest(known, tensors, size, kept)
         self._layouts[frame[:_ID_AT]] = layout
-        return request

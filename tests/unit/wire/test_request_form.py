@@ -26,6 +26,7 @@ from qinfer.wire.frame import (
     encode_landed_request,
     encode_request,
     encode_request_apart,
+    tensors_at,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -89,6 +90,47 @@ def test_a_form_of_tensors_in_memory_is_the_frame(
     assert one.landed is not None
 
     assert form.fill(one) == encode_landed_request(one, one.landed.reference, one.landed_at)
+
+
+def apart(decode: Any, frame: Bytes) -> Any:
+    """The request and the places of its tensors in memory."""
+    with pytest.raises(PayloadApart) as found:
+        decode(frame)
+    return found.value.request, found.value.places
+
+
+@pytest.mark.parametrize("timeout_s", [0.001, 2.0, 5000.0])
+@pytest.mark.parametrize("trace", ["", "00-" + "a" * 52])
+def test_a_reader_gives_each_its_own_place_in_memory(timeout_s: float, trace: str) -> None:
+    """Generations and offsets take more bytes as they grow."""
+    reader = RequestReader()
+    for generation in (1, 2, 3, 127, 128, 129, 70_000, 70_001, 2**33):
+        for offset in (0, 4096, 655_360):
+            one = landed(offset, generation, trace=trace, timeout_s=timeout_s)
+            assert one.landed is not None
+            frame = encode_landed_request(one, one.landed.reference, one.landed_at)
+            request, places = found = apart(reader.decode, frame)
+
+            assert found == apart(decode_request, frame)
+            assert request.memory == one.landed.reference
+            memory = memoryview(bytes(range(256)))
+            assert tensors_at(places, memory) == decode_request(frame, memory).inputs
+    assert reader._known
+
+
+def test_a_damaged_place_in_memory_is_refused_as_ever() -> None:
+    """Also if frames like it were read before."""
+    reader, one = RequestReader(), landed(4096, 200)
+    assert one.landed is not None
+    frame = encode_landed_request(one, one.landed.reference, one.landed_at)
+    for _ in range(3):
+        apart(reader.decode, frame)
+    end = 8 + int.from_bytes(frame[4:8], "little")
+    for position in range(len(frame)):
+        for byte in (0, 0xC1, 0xFF):
+            damaged = frame[:position] + bytes([byte]) + frame[position + 1 :]
+            if position < 13 or position >= end - 20:
+                assert outcome(reader.decode, damaged) == outcome(decode_request, damaged), position
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (8,), (13,), (3, 8, 5), (0, 7), (20_000, 3)])

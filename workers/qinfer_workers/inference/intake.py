@@ -24,7 +24,7 @@ from qinfer.queue.sequences.records import SequenceId, told_id
 from qinfer.segments.reading import SegmentReader, TensorsGone, TensorsUnreachable
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
-from qinfer.wire.frame import PayloadApart, RequestReader, decode_request, encode_request
+from qinfer.wire.frame import PayloadApart, RequestReader, TensorPlace, decode_request, encode_request, tensors_at
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.publisher import Publisher
@@ -104,10 +104,11 @@ class LeaseIntake:
         """Decodes leases; buries, answers or releases those that can't be executed."""
         taken = IntakeItems([], [])
         for lease in leases:
+            places: Sequence[TensorPlace] = ()
             try:
                 request = self._reader.decode(lease.frame)
             except PayloadApart as external:
-                request = external.request
+                request, places = external.request, external.places
             except CorruptEntry as error:
                 self._unreadable(batcher, lease, error)
                 continue
@@ -117,7 +118,8 @@ class LeaseIntake:
             if request.payload or not (request.sequence is None or self._is_told(batcher, request)):
                 taken.external.append(item)
             elif request.memory is not None:
-                if (tensors := self._shared(batcher, item)) is not None and self._complete(batcher, item, tensors):
+                tensors = self._shared(batcher, item)
+                if tensors is not None and self._complete(batcher, item, tensors, places):
                     taken.ready.append(item)
             elif self._is_ready(batcher, item):
                 taken.ready.append(item)
@@ -290,10 +292,14 @@ class LeaseIntake:
             self._publisher.discard(item)
         return payload
 
-    def _complete(self, batcher: LaneBatcher, item: WorkItem, payload: Bytes) -> bool:
+    def _complete(
+        self, batcher: LaneBatcher, item: WorkItem, payload: Bytes, places: Sequence[TensorPlace] = ()
+    ) -> bool:
         flags = item.request.sequence
         try:
-            if item.request.payload or item.request.memory is not None:
+            if places:
+                item.request.inputs = tensors_at(places, payload)
+            elif item.request.payload or item.request.memory is not None:
                 item.request = decode_request(item.lease.frame, payload)
             item.request.version, item.request.sequence = batcher.model.version, flags
         except CorruptEntry as error:
