@@ -4,7 +4,7 @@ Similar requests are neither checked nor laid out again (`Layouts`). The size of
 limited by entries.
 """
 
-from qinfer.core.messages import OutgoingRequest
+from qinfer.core.messages import MemoryReference, OutgoingRequest
 from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Payload
 from qinfer.tensors import Tensor
@@ -15,6 +15,7 @@ from qinfer.wire.frame import (
     encode_request,
     encode_request_apart,
     timeout_width,
+    usual_places,
 )
 
 MAX_HEAD_BYTES = 2**20
@@ -47,13 +48,13 @@ class Layouts:
             self._learn(kind, RequestForm(request))
         return frame, payload
 
-    def learn_landed(self, kind: Kind, request: OutgoingRequest) -> None:
-        """Makes the layout of requests known whose tensors landed in memory, until `forget_landed`."""
+    def learn_referring(self, kind: Kind, request: OutgoingRequest, memory: MemoryReference) -> None:
+        """Makes the layout of requests known whose tensors are in memory, until `forget_referring`."""
         if self._repeats.has(kind):
-            self._learn(kind, ReferringForm(request))
+            self._learn(kind, ReferringForm(request, memory, places_of(request)))
             self._referring.add(kind)
 
-    def forget_landed(self) -> None:
+    def forget_referring(self) -> None:
         """Forgets them, because the memory may no longer be read by all workers."""
         while self._referring:
             self._forms.pop(self._referring.pop(), None)
@@ -87,6 +88,11 @@ def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kin
 
 def _kind_of(tensor: Tensor) -> Kind:
     return tensor.name, tensor.datatype, tensor.shape, len(tensor.data)
+
+
+def places_of(request: OutgoingRequest) -> tuple[int, ...]:
+    """Returns where a request's tensors are in memory."""
+    return request.landed_at or usual_places(request.inputs)
 
 
 def tensor_bytes(request: OutgoingRequest) -> int:

@@ -6,9 +6,9 @@ would have to put the request back.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest
+from qinfer.core.messages import KeptTensors, OutgoingRequest
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import is_placed
 from qinfer.observe import catalogue
@@ -16,9 +16,9 @@ from qinfer.observe.exposition import Family, family
 from qinfer.queue.entries import worker_owner
 from qinfer.segments.memory import HeldTensors
 from qinfer.segments.reading import SegmentSharing
-from qinfer.submission.layouts import check_head, tensor_bytes
+from qinfer.submission.layouts import check_head, places_of, tensor_bytes
 from qinfer.tensors import Bytes
-from qinfer.wire.frame import encode_landed_request, encode_referring_request, landed_places
+from qinfer.wire.frame import encode_referring_request, landed_places, tensor_parts
 
 ALIGNMENT = 64
 """Tensors of a body that is received into memory begin at a multiple of so many bytes."""
@@ -97,27 +97,27 @@ class TensorMemory:
         if not self._is_read_by_all(served.spec.name):
             self.ways[OLD_WORKER] += 1
             return None
-        if request.landed is not None:
-            return self._landed(request, request.landed)
-        held: HeldTensors | None = None
-
-        def write(parts: Sequence[Bytes], nbytes: int) -> MemoryReference | None:
-            nonlocal held
-            held = self._memory.write(parts, nbytes, request.tenant)
-            return None if held is None else held.reference
-
+        held = self.keep(request)
+        if held is None:
+            return None
         try:
-            frame = encode_referring_request(request, write)
-            if frame is None or held is None:
-                self.ways[NO_MEMORY] += 1
-                return None
+            frame = encode_referring_request(request, held.reference, places_of(request))
             check_head(len(frame))
         except BaseException:
-            if held is not None:
-                held.release()
+            held.release()
             raise
-        self.ways[MEMORY] += 1
         return frame, held
+
+    def keep(self, request: OutgoingRequest) -> KeptTensors | None:
+        """Holds a request's tensors where they landed, or copies them; `None` without room."""
+        held: KeptTensors | None
+        if request.landed is not None:
+            held = request.landed.hold()
+        else:
+            parts, size = tensor_parts(request.inputs)
+            held = self._memory.write(parts, size, request.tenant)
+        self.ways[NO_MEMORY if held is None else MEMORY] += 1
+        return held
 
     def land(self, nbytes: int, begin: int, model: str, tenant: str) -> "Landing | None":
         """Returns memory for a body; `None` if it is to travel through Redis."""
@@ -126,16 +126,6 @@ class TensorMemory:
         before = -begin % ALIGNMENT
         held = self._memory.take(before + nbytes, tenant)
         return None if held is None else Landing(held, before, begin)
-
-    def _landed(self, request: OutgoingRequest, landed: KeptTensors) -> tuple[bytes, KeptTensors]:
-        frame = encode_landed_request(request, landed.reference, request.landed_at)
-        check_head(len(frame))
-        return frame, self.keep(landed)
-
-    def keep(self, landed: KeptTensors) -> KeptTensors:
-        """Returns tensors that landed here, for a request that refers to them."""
-        self.ways[MEMORY] += 1
-        return landed.hold()
 
     def families(self) -> Iterator[Family]:
         """Yields the metrics."""

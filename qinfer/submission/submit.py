@@ -45,6 +45,7 @@ from qinfer.submission.steps import SequenceSteps
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
 from qinfer.traffic.endpoints import why_no_shadow
+from qinfer.wire.frame import ReferringForm, RequestForm
 
 TAKEN_S = 0.2
 """Workers with free slots may take this long before a sequence counts as waiting."""
@@ -107,7 +108,7 @@ class Submission:
 
     def set_memory(self, memory: TensorMemory) -> None:
         """Keeps large tensors of requests in memory, and reads outputs in that of workers; before the first refresh."""
-        self.memory, self.pending.kept, memory.changed = memory, memory.others, self.layouts.forget_landed
+        self.memory, self.pending.kept, memory.changed = memory, memory.others, self.layouts.forget_referring
         self.layouts.remembered_bytes = memory.least_bytes - 1
 
     def asked(self, model: str, version: int) -> "Entrance":
@@ -230,11 +231,11 @@ class LaneEntrance(Entrance):
             if form is None:
                 _stamp(request, served, self._route, timeout_s, self._submission.reply_to)
                 frame, payload = self._laid_out(request, pending, kind)
-            else:
+            elif isinstance(form, RequestForm):
                 request.timeout_s = timeout_s
                 frame, payload = form.fill(request), None
-                if request.landed is not None and self._memory is not None:
-                    pending.tensors = self._memory.keep(request.landed)
+            else:
+                frame, payload = self._referred(request, pending, form, timeout_s)
             table.add(pending, now_s + timeout_s)
             done, by = partial(table.submitted, pending), request.moves_by if request.endpoint else ""
             self._queue.submit(lane, frame, done, payload=payload, limit=self._limit, tenant=tenant, endpoint=by)
@@ -323,10 +324,23 @@ class LaneEntrance(Entrance):
     ) -> tuple[bytes, Payload | None]:
         if self._memory is not None and (laid := self._memory.lay_out(request, self.served)) is not None:
             frame, pending.tensors = laid
-            if kind is not None and request.landed is not None:
-                self._layouts.learn_landed(kind, request)
+            if kind is not None:
+                self._layouts.learn_referring(kind, request, pending.tensors.reference)
             return frame, None
         return self._layouts.lay_out(request, kind)
+
+    def _referred(
+        self, request: OutgoingRequest, pending: PendingCall, form: ReferringForm, timeout_s: float
+    ) -> tuple[bytes, Payload | None]:
+        """Keeps the tensors of a request of a known layout in memory; without room they travel through Redis."""
+        assert self._memory is not None, "it was there for the first of these requests"
+        held = pending.tensors = self._memory.keep(request)
+        if held is None:
+            _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
+            request.generation = self.served.generation
+            return self._layouts.lay_out(request, None)
+        request.timeout_s = timeout_s
+        return form.fill(request, held.reference), None
 
     def _submit_local(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher, *, next_batch: bool

@@ -29,7 +29,6 @@ from qinfer.core.messages import (
     Failure,
     InferRequest,
     MemoryReference,
-    OutgoingRequest,
     ResourceHolder,
     Response,
     Scalar,
@@ -173,18 +172,6 @@ def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
     return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), b"".join(parts)
 
 
-def encode_referring_request(
-    request: InferRequest, write: Callable[[Items[Bytes], int], MemoryReference | None]
-) -> bytes | None:
-    """Encodes a request whose tensors `write` puts into memory, given their parts and bytes; `None` without room."""
-    parts: list[Bytes] = []
-    inputs, size = _lay_out(request.inputs, parts, 0)
-    memory = write(parts, size)
-    if memory is None:
-        return None
-    return _join(_REQUEST, _encode_header(request, inputs, _IN_MEMORY, memory), [], FRAME_VERSION)
-
-
 def landed_places(inputs: Items[Tensor], begin: int, end: int) -> tuple[int, ...]:
     """Returns where tensors lie that were received into memory, one behind the other from `begin` to `end`.
 
@@ -199,8 +186,13 @@ def landed_places(inputs: Items[Tensor], begin: int, end: int) -> tuple[int, ...
     return tuple(places) if position == end else ()
 
 
-def encode_landed_request(request: InferRequest, memory: MemoryReference, places: Items[int]) -> bytes:
-    """Encodes a request whose tensors lie in memory already, at these places."""
+def usual_places(inputs: Items[Tensor]) -> tuple[int, ...]:
+    """Returns where tensors lie whose `tensor_parts` were written."""
+    return tuple([place.offset for place in _lay_out(inputs, [], 0)[0]])
+
+
+def encode_referring_request(request: InferRequest, memory: MemoryReference, places: Items[int]) -> bytes:
+    """Encodes a request whose tensors lie in memory, at these places."""
     inputs = [
         TensorPlace(tensor.name, tensor.datatype, tensor.shape, place, len(tensor.data))
         for tensor, place in zip(request.inputs, places, strict=True)
@@ -309,10 +301,10 @@ def tensors_at(places: Items[TensorPlace], payload: Bytes) -> tuple[Tensor, ...]
     return _cut(places, memoryview(payload), 0)[0]
 
 
-def output_parts(response: Response) -> tuple[list[Bytes], int]:
-    """Returns the outputs' bytes as they lie in memory, in parts, and their size."""
+def tensor_parts(tensors: Items[Tensor]) -> tuple[list[Bytes], int]:
+    """Returns the bytes of tensors as they lie in memory, in parts, and their size."""
     parts: list[Bytes] = []
-    _, size = _lay_out(response.outputs, parts, 0)
+    _, size = _lay_out(tensors, parts, 0)
     return parts, size
 
 
@@ -540,30 +532,24 @@ class RequestForm:
 
 
 class ReferringForm:
-    """A frame for similar requests whose tensors landed in memory: they also differ in their place there."""
+    """A frame for similar requests whose tensors are in memory: they also differ in their place there."""
 
     __slots__ = ("_begin", "_end", "_mid", "_trace_mark")
 
-    def __init__(self, request: OutgoingRequest) -> None:
-        reference = _landed_at(request)
-        frame, name = encode_landed_request(request, reference, request.landed_at), request.id.encode()
+    def __init__(self, request: InferRequest, memory: MemoryReference, places: Items[int]) -> None:
+        frame, name = encode_referring_request(request, memory, places), request.id.encode()
         position = frame.index(name)
-        timeout, trace = _own_fields(frame, request, reference)
-        end = _PRELUDE.size + int.from_bytes(frame[4:8], "little") - len(_encoder.encode(reference))
+        timeout, trace = _own_fields(frame, request, memory)
+        end = _PRELUDE.size + int.from_bytes(frame[4:8], "little") - len(_encoder.encode(memory))
         self._begin, self._mid = frame[_PRELUDE.size : position], frame[position + len(name) : timeout.start]
         self._trace_mark, self._end = frame[timeout.stop : trace.start], frame[trace.stop : end]
 
-    def fill(self, request: OutgoingRequest) -> bytes:
-        """Encodes a similar request as `encode_landed_request` does."""
-        timeout, place = _encoder.encode(round(request.timeout_s * 1e6)), _encoder.encode(_landed_at(request))
+    def fill(self, request: InferRequest, memory: MemoryReference) -> bytes:
+        """Encodes a similar request as `encode_referring_request` does."""
+        timeout, place = _encoder.encode(round(request.timeout_s * 1e6)), _encoder.encode(memory)
         trace = request.trace.encode() if request.trace else b""
         header = (self._begin, request.id.encode(), self._mid, timeout, self._trace_mark, trace, self._end, place)
         return _join(_REQUEST, b"".join(header), [], FRAME_VERSION)
-
-
-def _landed_at(request: OutgoingRequest) -> MemoryReference:
-    assert request.landed is not None
-    return request.landed.reference
 
 
 def timeout_width(timeout_s: float) -> int:

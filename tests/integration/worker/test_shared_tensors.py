@@ -331,8 +331,7 @@ async def test_a_request_whose_dead_gateway_no_worker_knew_ends_at_its_deadline(
         reply_to="reply:gateway-dead",
         inputs=(Tensor("x", "FP32", (1, 5000), bytes(20_000)),),
     )
-    frame = encode_referring_request(request, lambda _, size: MemoryReference("gateway-dead", 1, 0, size, 1))
-    assert frame is not None
+    frame = encode_referring_request(request, MemoryReference("gateway-dead", 1, 0, 20_000, 1), [0])
     submitted = asyncio.Event()
     scene.gateway._delivery.submit(Lane("double", 1), frame, lambda _: submitted.set())
     await submitted.wait()

@@ -12,7 +12,7 @@ from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Lane
 from qinfer.submission.layouts import MAX_HEAD_BYTES, Kind, Layouts, kind_of
 from qinfer.tensors import Tensor, pack_bytes
-from qinfer.wire.frame import decode_request, encode_request
+from qinfer.wire.frame import RequestForm, decode_request, encode_request
 
 LANE = Lane("m", 3, partition=1)
 IDS = IdFactory()
@@ -48,7 +48,7 @@ def test_timeouts_and_traces_of_the_same_length_are_alike(timeout_s: float) -> N
     for _ in range(2):
         layouts.lay_out(first, found)
     form = layouts.find(found)
-    assert form is not None
+    assert isinstance(form, RequestForm)
 
     assert form.fill(second) == encode_request(second)
 
@@ -65,7 +65,7 @@ def test_what_takes_more_or_fewer_bytes_has_another_kind(changes: Mapping[str, A
         layouts.lay_out(one, found)
     assert found is not None
     form = layouts.find(found)
-    assert form is not None
+    assert isinstance(form, RequestForm)
 
     assert form.fill(one) == encode_request(one)
 
@@ -138,7 +138,7 @@ def test_what_was_laid_out_is_known() -> None:
 
     assert layouts.find(unknown) is None
     form = layouts.find(known)
-    assert form is not None
+    assert isinstance(form, RequestForm)
     assert form.fill(small) == encode_request(small)
 
 
@@ -186,7 +186,7 @@ def test_elements_keep_their_own_bytes() -> None:
     layouts.lay_out(request(8), found)
     layouts.lay_out(request(8), found)
     form = layouts.find(found)
-    assert form is not None
+    assert isinstance(form, RequestForm)
 
     frames = [
         form.fill(request(inputs=(Tensor("x0", "UINT8", (1, 8), struct.pack("<Q", value)),))) for value in range(3)

@@ -220,6 +220,25 @@ async def test_similar_requests_that_landed_each_refer_to_their_own_tensors(scen
     assert scene.memory.held_bytes == 0
 
 
+async def test_similar_requests_are_each_copied_to_their_own_place(scene: Scene) -> None:
+    """From the third on, their layout is known; without room, the same requests travel through Redis."""
+    sent = [scene.submit() for _ in range(5)]
+    for _ in sent:
+        assert await scene.is_apart()
+    references = [pending.tensors.reference for pending in sent if pending.tensors is not None]
+    assert len({reference.offset for reference in references}) == len(sent)
+    big = []
+    for _ in range(8):  # the memory has room for three, and one tenant may use it all
+        big.append(scene.submit(MIB))
+        assert await scene.is_apart() == (big[-1].tensors is not None)
+
+    assert [pending.tensors is not None for pending in big] == [True] * 3 + [False] * 5
+    assert scene.tensors.ways == {MEMORY: 8, NO_MEMORY: 5}
+    for pending in [*sent, *big]:
+        scene.answer(pending)
+    assert scene.memory.held_bytes == 0
+
+
 async def test_a_known_layout_does_not_outlive_the_readers_of_the_memory(scene: Scene) -> None:
     for _ in range(3):
         land(scene)

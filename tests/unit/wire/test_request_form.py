@@ -23,7 +23,7 @@ from qinfer.wire.frame import (
     RequestForm,
     RequestReader,
     decode_request,
-    encode_landed_request,
+    encode_referring_request,
     encode_request,
     encode_request_apart,
     tensors_at,
@@ -85,11 +85,13 @@ def test_a_form_of_tensors_in_memory_is_the_frame(
     offset: int, generation: int, timeout_s: float, first_trace: str, trace: str
 ) -> None:
     """Wherever they lie: the numbers of the place take more or fewer bytes."""
-    form = ReferringForm(landed(655_360, 7, trace=first_trace, timeout_s=timeout_s))
+    first = landed(655_360, 7, trace=first_trace, timeout_s=timeout_s)
+    assert first.landed is not None
+    form = ReferringForm(first, first.landed.reference, first.landed_at)
     one = landed(offset, generation, trace=trace, timeout_s=timeout_s)
     assert one.landed is not None
 
-    assert form.fill(one) == encode_landed_request(one, one.landed.reference, one.landed_at)
+    assert form.fill(one, one.landed.reference) == encode_referring_request(one, one.landed.reference, one.landed_at)
 
 
 def apart(decode: Any, frame: Bytes) -> Any:
@@ -108,7 +110,7 @@ def test_a_reader_gives_each_its_own_place_in_memory(timeout_s: float, trace: st
         for offset in (0, 4096, 655_360):
             one = landed(offset, generation, trace=trace, timeout_s=timeout_s)
             assert one.landed is not None
-            frame = encode_landed_request(one, one.landed.reference, one.landed_at)
+            frame = encode_referring_request(one, one.landed.reference, one.landed_at)
             request, places = found = apart(reader.decode, frame)
 
             assert found == apart(decode_request, frame)
@@ -122,7 +124,7 @@ def test_a_damaged_place_in_memory_is_refused_as_ever() -> None:
     """Also if frames like it were read before."""
     reader, one = RequestReader(), landed(4096, 200)
     assert one.landed is not None
-    frame = encode_landed_request(one, one.landed.reference, one.landed_at)
+    frame = encode_referring_request(one, one.landed.reference, one.landed_at)
     for _ in range(3):
         apart(reader.decode, frame)
     end = 8 + int.from_bytes(frame[4:8], "little")

@@ -11,7 +11,7 @@ from qinfer.core.messages import MemoryReference, Response
 from qinfer.queue.entries import reply_address
 from qinfer.segments.memory import HeldTensors, OwnMemory
 from qinfer.segments.shelf import Shelf
-from qinfer.wire.frame import output_parts
+from qinfer.wire.frame import tensor_parts
 
 CONFIRMED_WITHIN_S = 2.0
 
@@ -76,7 +76,7 @@ class ReplyMemory:
             return None
         kept = KeptResponses(self)
         for response in large:
-            parts, size = output_parts(response)
+            parts, size = tensor_parts(response.outputs)
             held = self._memory.write(parts, size, "")
             if held is not None:
                 self._waiting[held.reference.generation] = kept
