@@ -303,6 +303,8 @@ def tensors_at(places: Items[TensorPlace], payload: Bytes) -> tuple[Tensor, ...]
 
 def tensor_parts(tensors: Items[Tensor]) -> tuple[list[Bytes], int]:
     """Returns the bytes of tensors as they lie in memory, in parts, and their size."""
+    if len(tensors) == 1:
+        return [tensors[0].data], len(tensors[0].data)
     parts: list[Bytes] = []
     _, size = _lay_out(tensors, parts, 0)
     return parts, size

@@ -84,7 +84,7 @@ def decode_infer(
     `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
-    is_repeated = len(tail) > _BINARY_BYTES and len(text) <= _SMALL_TEXT_BYTES
+    is_repeated = len(tail) >= _BINARY_BYTES and len(text) <= _SMALL_TEXT_BYTES
     known = _known_text(bytes(text), bounds.depth) if is_repeated else None
     if known is not None and known.nbytes == len(tail):
         return known.request(model, version, tail)
