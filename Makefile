@@ -40,7 +40,7 @@ chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHA
 fuzz: $(STAMP) ## Send damaged input to every part for an hour (QINFER_TEST_FUZZ_S, QINFER_TEST_SEED)
 	@QINFER_TEST_FUZZ_S=$${QINFER_TEST_FUZZ_S:-3600} $(PYTHON) -m pytest tests/fuzz -v
 
-bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (half an hour; ARGS="--quick")
+bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (an hour; ARGS="--quick")
 	@$(PYTHON) benchmarks/run $(ARGS)
 
 bench-bulk: $(STAMP) ## Score data sets beside a hand-written loop and Ray Data; writes its section of RESULTS.md

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.bodies import GRPC, JSON
+from benchmarks.bodies import BINARY, GRPC, JSON, SHM
 from benchmarks.models import MODELS
 from benchmarks.proxied import GRPC_PROXIED, JSON_PROXIED
 from benchmarks.results import BATCH, IN_PROCESS, Row, Rows, Setting
 
-QINFER, TRITON = "qinfer", "triton"
+QINFER, TRITON, CEILING = "qinfer", "triton", "ceiling"
 FASTAPI, FASTAPI_ORJSON = "fastapi_direct", "fastapi_orjson"
 MOSEC, MOSEC_ORJSON = "mosec", "mosec_orjson"
 """A peer as it is documented, and with its JSON replaced: the bars are judged against both."""
@@ -104,7 +104,17 @@ def _faster_than_triton(
     return RateBar(bar=f"{where}: ≥ {factor:g} x Triton", ours=ours, against=(theirs,), factor=factor)
 
 
-_NAMES = {JSON: "JSON", GRPC: "gRPC"}
+_NAMES = {JSON: "JSON", GRPC: "gRPC", BINARY: "binary", SHM: "shared memory"}
+_LARGE = ("embedding", "patch", "image", "frames", "mask")
+_TENSORS = {
+    **{(model, BINARY): 2.0 for model in _LARGE},
+    **{(model, GRPC): 1.5 for model in _LARGE},
+    **{(model, SHM): 2.0 for model in _LARGE},
+    ("embedding", BINARY): 1.2,
+    ("patch", BINARY): 1.5,
+    **{("photo", encoding): 1.1 for encoding in (BINARY, GRPC, SHM)},
+}
+"""How many times Triton's rate is the goal at 16 and 64 connections, by model and encoding."""
 _TINY_64, _TINY_128, _MLP_128 = ("tiny", "json", 64), ("tiny", "json", 128), ("mlp", "json", 128)
 
 RATE_BARS = (
@@ -134,6 +144,23 @@ RATE_BARS = (
     _faster_than_triton("tiny gRPC, 4 connections of 16 calls", 1.2, "tiny", GRPC, 4, 16),
     _faster_than_triton("mlp gRPC, 128 connections", 1.2, "mlp", GRPC, 128),
     _faster_than_triton("tiny gRPC as behind a proxy", 1.0, "tiny", GRPC_PROXIED, 64),
+    _faster_than_triton("conv binary, 32 connections", 1.1, "conv", BINARY, 32),
+    *(
+        _faster_than_triton(f"{model} {_NAMES[encoding]}, {many} connections", factor, model, encoding, many)
+        for (model, encoding), factor in _TENSORS.items()
+        for many in (16, 64)
+    ),
+    *(
+        _bar(
+            f"{model} binary, {many} connections: ≥ 0.6 x the ceiling",
+            0.6,
+            (model, BINARY, many),
+            (model, BINARY, many),
+            CEILING,
+        )
+        for model in ("image", "frames", "mask")
+        for many in (16, 64)
+    ),
     _bar("tiny gRPC, 64 connections: ≥ 0.7 x our JSON", 0.7, ("tiny", GRPC, 64), _TINY_64, QINFER),
     *(
         _bar(
@@ -217,6 +244,17 @@ COST_BARS = (
     _latency_at_one("FastAPI direct", 2.5, JSON, _setting(FASTAPI, "tiny", JSON, 1)),
     _latency_at_one("FastAPI direct with orjson", 2.5, JSON, _setting(FASTAPI_ORJSON, "tiny", JSON, 1)),
     _latency_at_one("our JSON", 1.3, GRPC, _setting(QINFER, "tiny", JSON, 1)),
+    *(
+        CostBar(
+            bar=f"{model} binary, 1 connection: p50 ≤ 0.9 x Triton",
+            ours=_setting(QINFER, model, BINARY, 1),
+            against=_setting(TRITON, model, BINARY, 1),
+            factor=0.9,
+            figure=_p50_ms,
+            unit="ms",
+        )
+        for model in _LARGE
+    ),
     _cost_of_ids(1.3, JSON, JSON_PROXIED),
     _cost_of_ids(1.4, GRPC, GRPC_PROXIED),
 )

@@ -16,8 +16,11 @@ from benchmarks.models import BenchModel, FloatArray
 
 JSON, BINARY, GRPC = "json", "binary", "grpc"
 SHM = "shm"
-"""The input in a shared memory object of the machine, which the server has as `REGION`; the output as in `binary`."""
+"""The input in a shared memory object of the machine, which the server has as `REGION`.
+
+A large output goes there, too, behind the input; a small one comes as in `binary`."""
 REGION = "input"
+LARGE_OUTPUT = 64 * 1024
 LENGTH_HEADER = "Inference-Header-Content-Length"
 GRPC_PATH = "/inference.GRPCInferenceService/ModelInfer"
 GRPC_STREAM_PATH = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -62,16 +65,25 @@ def write_body(model: BenchModel, encoding: str, expected: FloatArray, directory
         expected: The in-process answer, float32[1, *output_dims].
         directory: Where the body file goes.
     """
-    content, headers = encode(model.name, encoding, model.example())
+    into = expected.nbytes if encoding == SHM and expected.nbytes >= LARGE_OUTPUT else 0
+    content, headers = encode(model.name, encoding, model.example(), region_output=into)
     path = directory / f"{model.name}.{encoding}"
     path.write_bytes(content)
     return Body(model=model, encoding=encoding, path=path, headers=headers, expected=expected)
 
 
 def encode(
-    name: str, encoding: str, example: FloatArray, parameters: Mapping[str, int | bool] | None = None
+    name: str,
+    encoding: str,
+    example: FloatArray,
+    parameters: Mapping[str, int | bool] | None = None,
+    *,
+    region_output: int = 0,
 ) -> tuple[bytes, dict[str, str]]:
-    """Returns the body and the headers of a request for a model's input `x`, with its parameters."""
+    """Returns the body and the headers of a request for a model's input `x`, with its parameters.
+
+    For `SHM`, `region_output` is the size of an output that goes into the region; 0 = into the reply.
+    """
     if encoding == GRPC:
         message = _grpc_message(name, example, parameters or {})
         return message, {"content-type": "application/grpc", "te": "trailers"}
@@ -83,14 +95,18 @@ def encode(
         content = json.dumps({**request, "inputs": [tensor]}, separators=(",", ":")).encode()
         return content, {"Content-Type": "application/json"}
     is_shared = encoding == SHM
-    where = {"shared_memory_region": REGION, "shared_memory_byte_size": example.nbytes}
-    tensor["parameters"] = where if is_shared else {"binary_data_size": example.nbytes}
-    output = {"name": "y", "parameters": {"binary_data": True}}
+    tensor["parameters"] = _in_region(example.nbytes) if is_shared else {"binary_data_size": example.nbytes}
+    into = {**_in_region(region_output), "shared_memory_offset": example.nbytes}
+    output = {"name": "y", "parameters": into if region_output else {"binary_data": True}}
     header = json.dumps({**request, "inputs": [tensor], "outputs": [output]}, separators=(",", ":")).encode()
     if is_shared:
         return header, {"Content-Type": "application/json"}
     headers = {"Content-Type": "application/octet-stream", LENGTH_HEADER: str(len(header))}
     return header + example.tobytes(), headers
+
+
+def _in_region(nbytes: int) -> dict[str, object]:
+    return {"shared_memory_region": REGION, "shared_memory_byte_size": nbytes}
 
 
 def _grpc_message(name: str, example: FloatArray, parameters: Mapping[str, int | bool]) -> bytes:
@@ -159,6 +175,8 @@ def answer(url: str, encoding: str, content: bytes, headers: Mapping[str, str]) 
     response = httpx.post(url, content=content, headers=dict(headers), timeout=TIMEOUT_S, trust_env=False)
     if response.status_code != 200:
         raise WrongAnswer(f"{url} answered {response.status_code}: {response.text[:300]}")
+    if encoding == SHM and "shared_memory_offset" in (into := json.loads(content)["outputs"][0]["parameters"]):
+        return _taken(response, into["shared_memory_offset"])
     return _first_output(response)
 
 
@@ -212,3 +230,14 @@ def _first_output(response: httpx.Response) -> FloatArray:
     if length:
         return np.frombuffer(response.content[int(length) :], np.float32).reshape(output["shape"])
     return np.array(output["data"], np.float32).reshape(output["shape"])
+
+
+def _taken(response: httpx.Response, begin: int) -> FloatArray:
+    """Returns the first output, which is in the region, and clears it, so that no later answer can be this one."""
+    status = response.url.copy_with(path=f"/v2/systemsharedmemory/region/{REGION}/status")
+    [region] = httpx.get(status, timeout=TIMEOUT_S, trust_env=False).json()
+    shape = tuple(response.json()["outputs"][0]["shape"])
+    output = np.memmap(f"/dev/shm{region['key']}", np.float32, "r+", begin, shape)
+    taken = np.array(output)
+    output[...] = 0
+    return taken

@@ -65,6 +65,11 @@ class _Graph:
         self._weights.append(numpy_helper.from_array(values, name))
         return name
 
+    def constant(self, *values: int) -> str:
+        name = f"w{len(self._weights)}"
+        self._weights.append(numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
     def node(self, operator: str, *inputs: str, output: str = "", **attributes: object) -> str:
         output = output or f"t{len(self._nodes)}"
         self._nodes.append(helper.make_node(operator, inputs, [output], **attributes))
@@ -113,22 +118,32 @@ def _mean(name: str, dims: Sequence[int], seed: int) -> onnx.ModelProto:
     return graph.finish(name, dims, [8])
 
 
+def _spread(name: str, width: int, dims: Sequence[int], seed: int) -> onnx.ModelProto:
+    """The mean of a small input, times a weight for each element of a large output."""
+    graph = _Graph(seed)
+    mean = graph.node("ReduceMean", "x", axes=[1], keepdims=1)
+    flat = graph.node("Mul", mean, graph.weight(1, prod(dims), fan_in=1))
+    graph.node("Reshape", flat, graph.constant(0, *dims), output="y")
+    return graph.finish(name, [width], dims)
+
+
 def _large(name: str, *dims: int) -> BenchModel:
     return BenchModel(name=name, input_dims=dims, output_dims=(8,), build=lambda: _mean(name, dims, 4))
 
 
-def _conv(name: str, seed: int) -> onnx.ModelProto:
-    """A residual net on 3x64x64 with about 50 M multiply-adds, that is 100 MFLOP, per image."""
+def _conv(name: str, seed: int, side_in: int, stride: int) -> onnx.ModelProto:
+    """A residual net on square images; with a side of 32 after the first layer, 50 M multiply-adds, or 100 MFLOP."""
     graph = _Graph(seed)
-    x = graph.node("Relu", graph.conv("x", (3, 24), 32, stride=2))
-    for channels, side in ((24, 32), (48, 16)):
+    first = side_in // stride
+    x = graph.node("Relu", graph.conv("x", (3, 24), first, stride=stride))
+    for channels, side in ((24, first), (48, first // 2)):
         for _ in range(2):
             inner = graph.node("Relu", graph.conv(x, (channels, channels), side))
             x = graph.node("Relu", graph.node("Add", x, graph.conv(inner, (channels, channels), side)))
         x = graph.node("Relu", graph.conv(x, (channels, 2 * channels), side // 2, stride=2))
     pooled = graph.node("Flatten", graph.node("GlobalAveragePool", x))
     graph.dense(pooled, 96, 10, output="y")
-    return graph.finish(name, [3, 64, 64], [10])
+    return graph.finish(name, [3, side_in, side_in], [10])
 
 
 _TINY = BenchModel(name="tiny", input_dims=(16,), output_dims=(8,), build=lambda: mlp("tiny", (16, 64, 8), 1))
@@ -144,11 +159,18 @@ MODELS = {
         BenchModel(
             name="mlp", input_dims=(512,), output_dims=(256,), build=lambda: mlp("mlp", (512, 2048, 2048, 256), 2)
         ),
-        BenchModel(name="conv", input_dims=(3, 64, 64), output_dims=(10,), build=lambda: _conv("conv", 3)),
+        BenchModel(name="conv", input_dims=(3, 64, 64), output_dims=(10,), build=lambda: _conv("conv", 3, 64, 2)),
+        BenchModel(name="photo", input_dims=(3, 224, 224), output_dims=(10,), build=lambda: _conv("photo", 3, 224, 4)),
         _large("embedding", 64, 64),
         _large("patch", 3, 112, 112),
         _large("image", 3, 224, 224),
         _large("frames", 8, 3, 224, 224),
+        BenchModel(
+            name="mask",
+            input_dims=(16,),
+            output_dims=(3, 224, 224),
+            build=lambda: _spread("mask", 16, (3, 224, 224), 6),
+        ),
     )
 }
 

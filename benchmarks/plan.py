@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from benchmarks import stateful
-from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, TRITON
+from benchmarks.bars import CEILING, FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, TRITON
 from benchmarks.bodies import BINARY, GRPC, JSON, SHM
 from benchmarks.models import SCRIPT, THREADS
 from benchmarks.proxied import CONNECTIONS, GRPC_PROXIED, JSON_PROXIED
@@ -112,18 +112,16 @@ SCENES = (
     ),
     Scene(model="mlp", encoding=GRPC, loads=(Load(connections=128, turns=PAIR),)),
     Scene(model="conv", encoding=BINARY, loads=(Load(connections=32, turns=PAIR, batches=(1, 32, 64)),)),
-    Scene(model="image", encoding=BINARY, loads=tuple(Load(connections=many, turns=FEW) for many in (1, 16, 64))),
-    Scene(model="image", encoding=SHM, loads=tuple(Load(connections=many, turns=FEW) for many in (1, 16))),
-    Scene(model="image", encoding=GRPC, loads=(Load(connections=16, turns=FEW),)),
     *(
-        Scene(model=model, encoding=BINARY, loads=(Load(connections=16, turns=FEW),))
-        for model in ("embedding", "patch", "frames")
+        Scene(model=model, encoding=encoding, loads=tuple(Load(connections=many, turns=turns) for many in (1, 16, 64)))
+        for model in ("embedding", "patch", "image", "frames", "mask", "photo")
+        for encoding, turns in ((BINARY, {**FEW, CEILING: 5}), (GRPC, FEW), (SHM, FEW))
     ),
 )
 GROUPS = stateful.GROUPS
 MODELS = tuple(dict.fromkeys([*(scene.model for scene in SCENES), *GROUPS]))
 ENCODINGS = tuple(dict.fromkeys(scene.encoding for scene in SCENES))
-SERVERS = tuple(dict.fromkeys([*SCENES[0].servers, IN_PROCESS]))
+SERVERS = tuple(dict.fromkeys([*SCENES[0].servers, CEILING, IN_PROCESS]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

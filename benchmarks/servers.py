@@ -38,7 +38,7 @@ class Launch:
         directory: An empty directory for data and logs.
         port: The HTTP port.
         grpc_port: The gRPC port, of those that have one.
-        region: The shared memory object with the example that the server gets; empty = none.
+        region: The shared memory object that the server gets, with the example and room for its output; empty = none.
     """
 
     model: str
@@ -139,7 +139,7 @@ def running(kind: ServerKind, launch: Launch, body: Body) -> Iterator[Server]:
     Raises:
         ServerFailed: It ended, or gave no right answer in time.
     """
-    content = body.model.example().tobytes()
+    content = body.model.example().tobytes() + bytes(body.expected.nbytes)
 
     def check(server: Server) -> None:
         if launch.region:
@@ -272,6 +272,10 @@ def triton_command(launch: Launch, models: Path) -> Command:
     return Command(argv=argv, env={**_peer_env(launch), "PYTHONPATH": path})
 
 
+def _ceiling(launch: Launch) -> list[Command]:
+    return [Command(argv=(sys.executable, "-m", "benchmarks.ceiling"), env=_peer_env(launch))]
+
+
 def why_not(name: str) -> str:
     """Returns why a server can't be measured here; empty where it can."""
     if name == "triton" and not (TRITON / "server/backends/python/triton_python_backend_stub").exists():
@@ -301,6 +305,7 @@ KINDS = {
             commands=_triton,
             roles=(("triton_python_backend_stub", "model"), ("tritonserver", "server")),
         ),
+        ServerKind(name="ceiling", commands=_ceiling, roles=(("", "processes"),)),
         *(
             ServerKind(
                 name=name,

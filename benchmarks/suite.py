@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+import httpx
 import typer
 from rich.console import Console
 
@@ -48,7 +49,7 @@ ENCODINGS = (JSON, BINARY, SHM, GRPC, *proxied.ENCODINGS)
 WARM_UP_CONNECTIONS = 64
 OPEN_FILES = 8192
 """For 1,000 connections: of the load generator, and of each server, which inherits the limit."""
-_FAILURES = (servers.ServerFailed, WrongAnswer, load.LoadFailed)
+_FAILURES = (servers.ServerFailed, WrongAnswer, load.LoadFailed, httpx.HTTPError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,10 @@ def prepare(model: BenchModel, directory: Path) -> Material:
 
 
 def start(kind: servers.ServerKind, material: Material, encoding: str = JSON) -> AbstractContextManager[servers.Server]:
-    """Starts a server with a model; for `SHM`, with the region that the requests name."""
+    """Starts a server with a model; for `SHM`, with the region that the requests name.
+
+    It is ready when it answers one request: in JSON where the encoding is not of plain HTTP.
+    """
     is_shared = encoding == SHM
     launch = servers.Launch(
         model=material.model.name,
@@ -94,7 +98,7 @@ def start(kind: servers.ServerKind, material: Material, encoding: str = JSON) ->
         grpc_port=processes.free_port(),
         region=f"qinfer-bench-{os.getpid()}-{kind.name}" if is_shared else "",
     )
-    return servers.running(kind, launch, material.bodies[SHM if is_shared else JSON])
+    return servers.running(kind, launch, material.bodies[encoding if encoding in (BINARY, SHM) else JSON])
 
 
 def contestant(server: servers.Server, body: Body, setting: Setting, turns: int, seconds: float) -> Contestant:
