@@ -281,5 +281,11 @@ def _outcome(*, passed: bool) -> Outcome:
 
 
 def _invalid(bar: str, *rows: Row) -> Verdict:
-    figures = ", ".join(f"{row.setting.server} had {row.errors} failed requests" for row in rows if not row.valid)
+    figures = ", ".join(
+        f"{row.setting.server} had {row.errors} failed requests"
+        if row.errors
+        else f"{row.setting.server} answered none"
+        for row in rows
+        if not row.valid
+    )
     return Verdict(bar=bar, outcome=Outcome.MISS, figures=figures)

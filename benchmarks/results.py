@@ -119,8 +119,8 @@ class Row:
 
     @property
     def valid(self) -> bool:
-        """Whether the row may be compared: no request failed."""
-        return self.errors == 0
+        """Whether the row may be compared: no request failed, and some were answered."""
+        return self.errors == 0 and self.rate > 0
 
     @property
     def server_cpu_us(self) -> float:
