@@ -29,7 +29,7 @@ from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import is_callers
-from qinfer.submission.memory import Landing
+from qinfer.submission.memory import MOST_BYTES, Landing, TensorMemory
 from qinfer.submission.pending import Counter, PendingCall, ResponseSink
 from qinfer.submission.submit import Entrance, StampedRequest, Submission, check
 from qinfer.traffic.choice import Header, no_header
@@ -165,16 +165,28 @@ class Dispatcher:
             return served
         return self.of_model(*place)
 
-    def landing(self, model: str, version: int, nbytes: int, begin: int, tenant: str) -> Landing | None:
-        """Returns memory for tensors behind `begin` bytes, if they are not needed after the submission."""
+    def landing(
+        self, model: str, version: int, nbytes: int, begin: int, tenant: str, most: int = MOST_BYTES
+    ) -> Landing | None:
+        """Returns memory for at most `most` tensor bytes behind `begin`, if none is needed after the submission."""
+        memory = self._lands(model, version, nbytes - begin)
+        return None if memory is None else memory.land(nbytes, begin, model, tenant, most)
+
+    def may_land(self, model: str, version: int, nbytes: int) -> bool:
+        """Returns whether a body of so many bytes, more than `MOST_BYTES`, is received into memory now."""
+        memory = self._lands(model, version, nbytes)
+        return memory is not None and memory.may_land(nbytes, model)
+
+    def _lands(self, model: str, version: int, nbytes: int) -> TensorMemory | None:
         memory = self.submission.memory
         if memory is None or model in self.endpoints.by_name or type(self.traces) is not StoredTraces:
             return None
         try:
-            lands = self.submission.asked(model, version).lands
+            entrance = self.submission.asked(model, version)
         except QinferError:  # `submit` raises it again
             return None
-        return memory.land(nbytes, begin, model, tenant) if lands else None
+        # Workers would copy all of a large request for each of its parts.
+        return memory if entrance.lands and (nbytes <= MOST_BYTES or not entrance.spec.splits) else None
 
     def reads_all(self, model: str) -> bool:
         """Returns whether requests' tensors may be hashed before they enter the queue."""

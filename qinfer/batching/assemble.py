@@ -1,5 +1,6 @@
 """Assembles batches: the key that requests of a batch share, and its arrays; pure."""
 
+import mmap
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from math import prod
@@ -55,7 +56,7 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
     first = requests[0].inputs
     if len(requests) == 1:
         if requests[0].memory is not None:
-            first = tuple([msgspec.structs.replace(tensor, data=bytes(tensor.data)) for tensor in first])
+            first = tuple([_copied(tensor) for tensor in first])
         return Batch(requests=requests, rows=rows, inputs={t.name: to_numpy(t) for t in first})
     total = sum(rows)
     return Batch(
@@ -68,6 +69,12 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
             for position, t in enumerate(first)
         },
     )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    data = tensor.data
+    is_mapped = isinstance(data, memoryview) and isinstance(data.obj, mmap.mmap)
+    return msgspec.structs.replace(tensor, data=bytes(data)) if is_mapped else tensor
 
 
 def takes_long(requests: Sequence[InferRequest]) -> bool:

@@ -1,16 +1,20 @@
 """Slabs: which bytes of this process's segments are free, and how many each tenant holds; pure.
 
-A slab has one of a few sizes, so that one that is freed fits the next request of its kind. Its pages stay until `trim`
-or until another size needs the room; a slab that was never used has no pages.
+A slab has one of a few sizes, so that one that is freed fits the next request of its kind. Its pages stay until it is
+`worn`, or another size needs the room; a slab that was never used has no pages.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 HEADER_BYTES = 64
 """The generation is in front of the tensors, which begin at a cache line."""
+
+LARGE_BYTES = 8 * 2**20
+"""The pages of larger slabs come and go in pieces, because all at once would take milliseconds."""
 
 _SMALLEST = 4096
 _STEPS = 4
@@ -66,10 +70,14 @@ class Slabs:
         """Bytes with pages: those that are held, and those of free slabs."""
         self._held_by = defaultdict[object, int](int)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Returns whether the bound allows another slab for so many bytes."""
+        return self.held_bytes + slab_size(nbytes) <= self.most_bytes
+
     def take(self, nbytes: int, tenant: str) -> Place | None:
         """Takes a slab for so many bytes of tensors; `None` if the bound or the tenant's share does not allow it."""
         size = slab_size(nbytes)
-        if self.held_bytes + size > self.most_bytes or not self._has_share(size, tenant):
+        if not self.has_room(nbytes) or not self._has_share(size, tenant):
             return None
         if idle := self._idle.get(size):
             place = idle.pop().place
@@ -85,7 +93,8 @@ class Slabs:
     def free(self, place: Place, tenant: str) -> None:
         """Frees a slab."""
         self._let_go(place.size, tenant)
-        self._idle.setdefault(place.size, []).append(_Idle(place, self._now_s()))
+        since_s = self._now_s() if place.size <= LARGE_BYTES else -math.inf
+        self._idle.setdefault(place.size, []).append(_Idle(place, since_s))
 
     def give_up(self, place: Place, tenant: str) -> None:
         """Frees a slab that could get no pages."""
@@ -93,13 +102,16 @@ class Slabs:
         self.paged_bytes -= place.size
         self._bare.setdefault(place.size, []).append(place)
 
-    def trim(self, before_s: float) -> None:
-        """Gives back the pages of slabs that have been free since `before_s`."""
-        for idle in self._idle.values():
-            count = next((number for number, one in enumerate(idle) if one.since_s > before_s), len(idle))
-            for one in idle[:count]:
-                self._strip(one.place)
-            del idle[:count]
+    def worn(self, before_s: float) -> Iterator[Place]:
+        """Takes out the large slabs that are free, and others that have been free since `before_s`, to be stripped."""
+        for idle in list(self._idle.values()):
+            while idle and idle[0].since_s <= before_s:
+                yield idle.pop(0).place
+
+    def stripped(self, place: Place) -> None:
+        """Notes that a slab that was taken out has no pages any more."""
+        self.paged_bytes -= place.size
+        self._bare.setdefault(place.size, []).append(place)
 
     def _let_go(self, size: int, tenant: str) -> None:
         self.held_bytes -= size
@@ -112,15 +124,12 @@ class Slabs:
         return not tenant or not held or held + size <= self.most_bytes // 2
 
     def _make_room(self, size: int) -> None:
-        """Strips free slabs of other sizes until there is room."""
-        for idle in self._idle.values():
-            while idle and self.paged_bytes + size > self.most_bytes:
-                self._strip(idle.pop(0).place)
-
-    def _strip(self, place: Place) -> None:
-        self._drop(place)
-        self.paged_bytes -= place.size
-        self._bare.setdefault(place.size, []).append(place)
+        """Strips free slabs of other sizes until there is room; not large ones, which are about to be."""
+        for of_size, idle in self._idle.items():
+            while of_size <= LARGE_BYTES and idle and self.paged_bytes + size > self.most_bytes:
+                place = idle.pop(0).place
+                self._drop(place)
+                self.stripped(place)
 
     def _cut(self, size: int) -> Place:
         segment, offset, left = self._end

@@ -14,8 +14,9 @@ from qinfer.models.readiness import is_placed
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
 from qinfer.queue.entries import worker_owner
-from qinfer.segments.memory import HeldTensors
+from qinfer.segments.memory import PIECE_BYTES, HeldTensors
 from qinfer.segments.reading import SegmentSharing
+from qinfer.segments.slabs import LARGE_BYTES
 from qinfer.submission.layouts import check_head, places_of, tensor_bytes
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import encode_referring_request, landed_places, tensor_parts
@@ -23,8 +24,8 @@ from qinfer.wire.frame import encode_referring_request, landed_places, tensor_pa
 ALIGNMENT = 64
 """Tensors of a body that is received into memory begin at a multiple of so many bytes."""
 
-MOST_BYTES = 8 * 2**20
-"""Larger requests travel through Redis: pages for them would hold the event loop up for milliseconds."""
+MOST_BYTES = LARGE_BYTES
+"""Larger requests travel through Redis, unless they are received in pieces: a copy would hold the event loop up."""
 
 MEMORY, NO_MEMORY, OLD_WORKER = "memory", "no_memory", "old_worker"
 
@@ -35,16 +36,27 @@ class Landing:
     Attributes:
         body: All of it.
         rest: The part that has not come yet.
+        room: The begin of `rest` that may be written, at most `PIECE_BYTES` if memory is taken `in_pieces`.
     """
 
-    def __init__(self, held: HeldTensors, before: int, begin: int) -> None:
+    def __init__(self, held: HeldTensors, before: int, begin: int, *, in_pieces: bool) -> None:
         self.held = held
-        self.body = self.rest = held.view()[before:]
+        self._in_pieces = in_pieces
+        self.body = self.rest = self.room = held.view()[before:]
         self._tensors_at = before + begin
+        self._before = before
         self._is_left = False
 
+    def has_room(self, nbytes: int = 1) -> bool:
+        """Returns whether there is room for the next bytes, and makes some."""
+        if not self._in_pieces:
+            return True
+        self.room = self.rest[:PIECE_BYTES]
+        came = self._before + len(self.body) - len(self.rest)
+        return self.held.has_pages(came + max(nbytes, len(self.room)))
+
     def add(self, part: Bytes) -> None:
-        """Copies a part that came before."""
+        """Copies a part that came before, for which there is room."""
         self.rest[: len(part)] = part
         self.came(len(part))
 
@@ -55,7 +67,7 @@ class Landing:
 
     def came(self, nbytes: int) -> None:
         """Notes bytes that were received into `rest`."""
-        self.rest = self.rest[nbytes:]
+        self.rest, self.room = self.rest[nbytes:], self.room[nbytes:]
 
     def leave(self) -> None:
         """Gives the memory back, unless a pending request holds it; may be repeated."""
@@ -65,7 +77,7 @@ class Landing:
 
 
 class TensorMemory:
-    """Lays out requests of `least_bytes` to `MOST_BYTES`.
+    """Lays out requests of `least_bytes` to `MOST_BYTES`, and larger ones that were received into memory.
 
     `ways` counts requests: those that are kept in memory, and those that went through Redis, by reason.
     """
@@ -92,7 +104,8 @@ class TensorMemory:
 
     def lay_out(self, request: OutgoingRequest, served: ServedVersion) -> tuple[bytes, KeptTensors] | None:
         """Encodes a stamped request, and keeps its tensors; `None` if they are to travel through Redis."""
-        if not self.least_bytes <= tensor_bytes(request) <= MOST_BYTES:
+        size = tensor_bytes(request)
+        if size < self.least_bytes or (size > MOST_BYTES and request.landed is None):
             return None
         if not self._is_read_by_all(served.spec.name):
             self.ways[OLD_WORKER] += 1
@@ -119,13 +132,18 @@ class TensorMemory:
         self.ways[NO_MEMORY if held is None else MEMORY] += 1
         return held
 
-    def land(self, nbytes: int, begin: int, model: str, tenant: str) -> "Landing | None":
-        """Returns memory for a body; `None` if it is to travel through Redis."""
-        if not self.least_bytes <= nbytes - begin <= MOST_BYTES or not self._is_read_by_all(model):
+    def may_land(self, nbytes: int, model: str) -> bool:
+        """Returns whether there is memory for so many bytes of a body, beside other tenants'."""
+        return self._memory.has_room(nbytes + ALIGNMENT) and self._is_read_by_all(model)
+
+    def land(self, nbytes: int, begin: int, model: str, tenant: str, most: int) -> "Landing | None":
+        """Returns memory for a body whose tensors have `most` bytes; `None` if it is to travel through Redis."""
+        if not self.least_bytes <= nbytes - begin <= most or not self._is_read_by_all(model):
             return None
         before = -begin % ALIGNMENT
-        held = self._memory.take(before + nbytes, tenant)
-        return None if held is None else Landing(held, before, begin)
+        in_pieces = nbytes - begin > MOST_BYTES
+        held = self._memory.take(before + nbytes, tenant, in_pieces=in_pieces)
+        return None if held is None else Landing(held, before, begin, in_pieces=in_pieces)
 
     def families(self) -> Iterator[Family]:
         """Yields the metrics."""

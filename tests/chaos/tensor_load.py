@@ -25,7 +25,7 @@ DIGEST, LONG, SAME, STEPS = "digest", "long", "same", "steps"
 
 _CALLERS = 8
 _LEAST_BYTES, _MOST_BYTES = 1024, 8 * 2**20
-_HUGE_BYTES, _HUGE = 60 * 2**20, 0.01
+_HUGE_BYTES, _HUGE = 60 * 2**20, 0.02
 _PAUSE_S = 0.05
 _AGAIN_S = 0.1
 _PATIENCE_S = 60.0
@@ -103,8 +103,9 @@ class TensorClients:
     async def _ask_on(self, client: httpx.AsyncClient) -> None:
         while not self._is_over.is_set():
             number = next(self._numbers)
-            most = _HUGE_BYTES if self._draw.random() < _HUGE else _MOST_BYTES
-            nbytes = int(math.exp(self._draw.uniform(math.log(_LEAST_BYTES), math.log(most))))
+            is_huge = self._draw.random() < _HUGE
+            least, most = (_MOST_BYTES, _HUGE_BYTES) if is_huge else (_LEAST_BYTES, _MOST_BYTES)
+            nbytes = int(math.exp(self._draw.uniform(math.log(least), math.log(most))))
             model = self._draw.choices([DIGEST, LONG, STEPS], [5, 2, 3])[0]
             await self._ask(client, number, model, tensor_of(number, nbytes))
             await asyncio.sleep(_PAUSE_S * self._draw.uniform(0.5, 1.5))

@@ -30,7 +30,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange
 SETTINGS = {
     "QINFER_WORKER__MAX_DELIVERIES": "1000",  # whatever is killed, no request becomes a dead letter
     "QINFER_SEGMENTS__LEAST_BYTES": "4096",
-    "QINFER_SEGMENTS__MOST_BYTES": str(64 * 2**20),  # less than callers may send at once
+    "QINFER_SEGMENTS__MOST_BYTES": str(128 * 2**20),  # less than callers may send at once
 }
 
 pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 1.5 + 300)]

@@ -33,7 +33,7 @@ from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
 from qinfer_api.http.infer import LARGE_BYTES, Headers, HttpReply, Writer, error_reply
-from qinfer_api.receiving import READ_BYTES, SwitchingConnection
+from qinfer_api.receiving import READ_BYTES, SPENT, SwitchingConnection
 from qinfer_api.turns import SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class HttpConnection(SwitchingConnection):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections: `buffer_updated` copies what was read."""
         if self._landing is not None and not self._refused:
-            return self._landing.rest
+            return self._landing.room
         port = self.port
         if self._reading is None and self._lands:
             return port.head_buffer
@@ -224,15 +224,22 @@ class HttpConnection(SwitchingConnection):
             self._body_left -= nbytes
             if not landing.rest:
                 self._end_landing()
+            elif not (landing.room or landing.has_room()):
+                self._refuse(503, SPENT)
             return
         self.data_received(self.port.buffer[:nbytes].tobytes())
 
     def _land(self, landing: Landing, parts: Iterable[Bytes]) -> None:
         """Receives the rest of a body into memory, past the parser."""
-        for part in parts:
-            landing.add(part)
         self._landing, self._lands = landing, True
-        if not self._is_buffered:
+        for part in parts:
+            if not landing.has_room(len(part)):
+                self._refuse(503, SPENT)
+                return
+            landing.add(part)
+        if not landing.has_room():
+            self._refuse(503, SPENT)
+        elif not self._is_buffered:
             self.read_into_buffers()
 
     def _end_landing(self) -> None:

@@ -164,6 +164,8 @@ class FastCall:
     ) -> tuple[OutgoingRequest, OutputPlan] | None:
         """Decodes the body, unless strings are to be checked, tensors hashed, or much copied."""
         head, codec, land = self.head, self._codec, None
+        if head.length > MAX_BINARY_BYTES and self.landing is None:
+            return None
         if (is_large := head.length > MAX_FAST_BYTES) or codec.shares_memory:
             text = body if isinstance(body, bytes) else bytes(body[: json_bytes(head.json_length)])
             reads_memory = codec.shares_memory and codec.reads_memory(text)
@@ -264,7 +266,7 @@ class FastPath(HttpPort):
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         enabled = http.fast_path and not restrictions.covers("inference")
         max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
-        most_binary = min(MAX_BINARY_BYTES, http.max_input_bytes) if enabled else -1
+        most_binary = http.max_input_bytes if enabled else -1
         self.heads = HeadReader(max_bytes, self.forward, self.visitors, most_binary)
         self.call_type: type[FastCall] = FastCall
 
@@ -338,7 +340,11 @@ class QinferHttpProtocol(HttpConnection):
         begin, target = json_bytes(head.json_length), head.target
         if begin is None:
             return None
-        return self._fast.dispatcher.landing(target.model, target.version, head.length, begin, tenant)
+        return self._fast.dispatcher.landing(target.model, target.version, head.length, begin, tenant, head.length)
+
+    def _may_land(self, head: RequestHead) -> bool:
+        target = head.target
+        return self._fast.dispatcher.may_land(target.model, target.version, head.length)
 
     def _watch(self, memory: Reservation, head: RequestHead) -> None:
         memory.watch(lambda: head.length if self._is_paused else head.length - self._body_left, self._time_out)
@@ -359,7 +365,7 @@ class QinferHttpProtocol(HttpConnection):
         head = None
         if not self._has_cycle() and self._parser.get_method() == b"POST" and not self._is_old():
             head = self._fast.heads.read(self._url, self.headers)
-        if head is None:
+        if head is None or not (head.length <= MAX_BINARY_BYTES or self._may_land(head)):
             super()._dispatch_request()
         else:
             self._reading = self._append(head)

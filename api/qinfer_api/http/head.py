@@ -29,7 +29,7 @@ MAX_FAST_BYTES = 256 * 1024
 """Larger bodies are decoded off the event loop, unless all but `MAX_JSON_BYTES` of them are binary."""
 
 MAX_BINARY_BYTES = 8 * 2**20
-"""Larger binary bodies are, too: to take their memory and to copy them would hold the loop up for milliseconds."""
+"""Larger binary bodies are, too, unless they are received in pieces: a copy would hold the loop up for milliseconds."""
 
 MAX_JSON_BYTES = 64 * 1024
 _MAX_DIGITS = 9

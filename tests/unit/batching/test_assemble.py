@@ -1,5 +1,7 @@
 """Requests → one batch of arrays."""
 
+import mmap
+
 import numpy as np
 import pytest
 
@@ -43,14 +45,24 @@ def test_single_request_is_not_copied() -> None:
 
 def test_single_request_in_memory_of_another_process_is_copied() -> None:
     """The other process may use the memory for another request while a model computes."""
-    array = np.ones((1, 2), dtype="f4")
-    alone = request(x=array)
+    shared = mmap.mmap(-1, mmap.PAGESIZE)
+    array = np.ndarray((1, 2), "f4", shared)
+    array[:] = 1
+    alone = InferRequest(model="m", inputs=(Tensor("x", "FP32", (1, 2), memoryview(shared)[:8]),))
     alone.memory = MemoryReference("gateway", 1, 0, 8, 1)
 
     batch = assemble([alone], [1])
 
     assert not np.shares_memory(batch.inputs["x"], array)
     np.testing.assert_array_equal(batch.inputs["x"], array)
+
+
+def test_single_request_whose_tensors_were_copied_is_not_copied_again() -> None:
+    array = np.ones((1, 2), dtype="f4")
+    alone = request(x=array)
+    alone.memory = MemoryReference("gateway", 1, 0, 8, 1)
+
+    assert np.shares_memory(assemble([alone], [1]).inputs["x"], array)
 
 
 def test_inputs_are_matched_by_name() -> None:

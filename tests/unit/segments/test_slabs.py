@@ -101,9 +101,10 @@ def test_pages_of_idle_slabs_are_given_back() -> None:
     scene.now_s = 4.0
     scene.slabs.free(young, "")
 
-    scene.slabs.trim(before_s=1.0)
+    worn = list(scene.slabs.worn(before_s=1.0))
+    assert worn == [old]
+    scene.slabs.stripped(old)
 
-    assert scene.dropped == [old]
     assert scene.slabs.paged_bytes == young.size
     assert scene.take(MIB) == young
     assert scene.take(MIB) == old

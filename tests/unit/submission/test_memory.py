@@ -187,7 +187,7 @@ async def test_the_readers_are_looked_up_anew_when_they_change(scene: Scene) -> 
 
 def land(scene: Scene, size: int = 1000) -> PendingCall:
     """Submits a request whose tensor was received into memory."""
-    landing = scene.tensors.land(size, 0, "m", "")
+    landing = scene.tensors.land(size, 0, "m", "", MIB)
     if landing is None:
         return scene.submit(size)
     landing.add(bytes([size % 251]) * size)
@@ -244,7 +244,7 @@ async def test_a_known_layout_does_not_outlive_the_readers_of_the_memory(scene: 
         land(scene)
         assert await scene.is_apart()
     scene.shelf.known = set()
-    landing = scene.tensors.land(1000, 0, "m", "")
+    landing = scene.tensors.land(1000, 0, "m", "", MIB)
     assert landing is not None, "nobody has said so yet"
     scene.tensors.forget()
     request = OutgoingRequest(model="m", inputs=(Tensor("x", "UINT8", (1, 1000), landing.body),))

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from qinfer.batching.execution import WorkItem
 from qinfer.core.messages import Failure, InferRequest, Response, ToldSequence
 from qinfer.core.retry import OutageLog
@@ -21,7 +23,9 @@ from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.records import SequenceId, told_id
+from qinfer.segments.memory import PIECE_BYTES
 from qinfer.segments.reading import SegmentReader, TensorsGone, TensorsUnreachable
+from qinfer.segments.slabs import LARGE_BYTES
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import PayloadApart, RequestReader, TensorPlace, decode_request, encode_request, tensors_at
@@ -115,7 +119,7 @@ class LeaseIntake:
             item = self._pending(batcher, lease, request)
             if lease.deliveries > 1 and not self._is_tried(batcher, item):
                 continue
-            if request.payload or not (request.sequence is None or self._is_told(batcher, request)):
+            if _takes_long(request) or not (request.sequence is None or self._is_told(batcher, request)):
                 taken.external.append(item)
             elif request.memory is not None:
                 tensors = self._shared(batcher, item)
@@ -252,7 +256,8 @@ class LeaseIntake:
         try:
             if self._memory is None:
                 raise TensorsUnreachable("QINFER_SEGMENTS__DIRECTORY is not set for this worker")
-            view = self._memory.view(reference) if batcher.model.spec.copies_once else None
+            copies_once = batcher.model.spec.copies_once or _takes_long(item.request)
+            view = self._memory.view(reference) if copies_once else None
             tensors = self._memory.read(reference) if view is None else view.tensors
             item.is_current = None if view is None else view.is_current
             self._unread.over()
@@ -269,6 +274,20 @@ class LeaseIntake:
                 self.put_off([item])
         return None
 
+    async def _copied(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
+        """Copies many tensors in pieces, between which the event loop has other work."""
+        tensors, is_current = self._shared(batcher, item), item.is_current
+        if tensors is None or is_current is None:
+            return None
+        copy, item.is_current = memoryview(np.empty(len(tensors), np.uint8)), None
+        for begin in range(0, len(copy), PIECE_BYTES):
+            copy[begin : begin + PIECE_BYTES] = tensors[begin : begin + PIECE_BYTES]
+            await asyncio.sleep(0)
+        if not is_current():
+            self._publisher.discard(item)
+            return None
+        return copy.toreadonly()
+
     async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
         """Reads an item's tensors, puts it off, finishes it if they are gone, or buries it if the store lacks them."""
         try:
@@ -276,7 +295,7 @@ class LeaseIntake:
                 await self._told.ask(item.request, batcher.model.spec)
             request = item.request
             if request.memory is not None:
-                return self._shared(batcher, item)
+                return await self._copied(batcher, item) if _takes_long(request) else self._shared(batcher, item)
             payload: bytes | None = b""
             if request.payload:
                 payload = await self._queue.payload(item.lease.entry, request.id, request.tenant)
@@ -330,6 +349,11 @@ class LeaseIntake:
             return encode_request(decode_request(item.lease.frame, self._memory.read(reference)))
         except QinferError:
             return b""
+
+
+def _takes_long(request: InferRequest) -> bool:
+    """Returns whether tensors are to be read beside other work: from the store, or many from memory."""
+    return request.payload or (request.memory is not None and request.memory.size > LARGE_BYTES)
 
 
 def _named(request: InferRequest) -> tuple[str, SequenceId]:
