@@ -7,6 +7,7 @@ order.)
 """
 
 import asyncio
+import errno
 import fcntl
 import itertools
 import mmap
@@ -19,6 +20,7 @@ from contextlib import suppress
 import msgspec
 
 from qinfer.core.messages import MemoryReference
+from qinfer.segments.cgroups import has_spare
 from qinfer.segments.slabs import HEADER_BYTES, LARGE_BYTES, Place, Slabs
 from qinfer.tensors import Bytes
 
@@ -229,4 +231,6 @@ def open_segment(size: int) -> OwnSegment:
 
 def allocate(segment: OwnSegment, place: Place) -> None:
     """Gives a slab its pages; raises `OSError`, such as ENOSPC."""
+    if not has_spare(place.size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.posix_fallocate(segment.descriptor, place.offset, place.size)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.chaos.cluster import READY_WITHIN_S, Cluster, running_cluster
 from tests.chaos.member import Member, Role
 from tests.support.images import MODEL, held_bytes, problem_of, request_of, ways_of, write_model
 from tests.support.small_disk import SmallDisk
+from tests.support.small_memory import SmallMemory
 
 pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(240)]
 
@@ -99,10 +101,10 @@ class Site:
 
 
 @asynccontextmanager
-async def served(directory: Path, memory: Path, enter: Sequence[str] = ()) -> AsyncIterator[Site]:
+async def served(directory: Path, memory: Path, enter: Sequence[str] = (), **more: str) -> AsyncIterator[Site]:
     """Runs a gateway without a worker."""
     write_model(directory / "models")
-    settings = {"QINFER_SEGMENTS__DIRECTORY": str(memory), "QINFER_LIMITS__WAIT_FOR_WORKERS_S": "30"}
+    settings = {"QINFER_SEGMENTS__DIRECTORY": str(memory), "QINFER_LIMITS__WAIT_FOR_WORKERS_S": "30", **more}
     async with running_cluster(directory, directory / "models", gateways=0, workers=0, settings=settings) as cluster:
         cluster.enter = enter
         cluster.add(Role.GATEWAY)
@@ -249,6 +251,38 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         await site.worker()
         await eventually(lambda: connections(site.memory) == 2, 10.0, "both connections")
         yield site
+
+
+@pytest.fixture
+def small() -> Iterator[SmallMemory]:
+    memory = SmallMemory(f"qinfer-test-{os.getpid()}", 2**30)
+    yield memory
+    memory.close()
+
+
+async def test_a_gateway_whose_cgroup_is_full_sends_requests_whole(tmp_path: Path, small: SmallMemory) -> None:
+    """At the limit the kernel would kill it; all requests are answered, those of later, too, and in memory."""
+    budget = {"QINFER_LIMITS__MAX_RECEIVING_BYTES": str(8 * 2**20)}
+    async with served(tmp_path, tmp_path / "m", small.enter(), **budget) as site:
+        worker = await site.worker()
+        (gateway,) = site.cluster.of(Role.GATEWAY)
+        await site.goes_by("memory")
+        small.limit(small.used_bytes + 64 * 2**20)
+        worker.send(signal.SIGSTOP)
+        asked = asyncio.create_task(site.ask(90))
+
+        async def are_submitted() -> bool:
+            return sum(ways_of(await site.metrics()).values()) >= 90
+
+        await eventually(are_submitted, 20.0, "90 images in the queue")
+        worker.send(signal.SIGCONT)
+        await asked
+        ways = ways_of(await site.metrics())
+        await site.goes_by("memory")
+        await site.is_empty()
+
+        assert ways["no_memory"] > 0
+        assert (small.killed, gateway.starts) == (0, 1)
 
 
 @pytest.mark.parametrize("limit", ["size", "descriptors"])
