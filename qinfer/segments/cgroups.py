@@ -1,4 +1,4 @@
-"""What the memory cgroups of this process have left: at a limit the kernel refuses no page, it kills a process."""
+"""Memory cgroups: at the limit of one the kernel refuses no page, it kills a process."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,21 +14,24 @@ _FILES = ("inactive_file", "active_file")
 """Pages that the kernel gives back before it kills."""
 
 
-class _Group(NamedTuple):
+class MemoryGroup(NamedTuple):
+    """The files of a group."""
+
     limit: Path
     usage: Path
     pages: Path
 
     def left(self, nbytes: int) -> int:
-        """Returns how many bytes are left behind so many, and behind the spare part; negative = there are too few."""
+        """Returns the bytes that `nbytes` and the spare part leave; negative = there are too few."""
         limit = int(self.limit.read_text())
         left = limit - limit // SPARE_SHARE - int(self.usage.read_text()) - nbytes
         return left if left >= 0 else left + self._of_files()
 
     def _of_files(self) -> int:
-        counts = dict(line.split() for line in self.pages.read_text().splitlines())
+        found = [line.partition(" ") for line in self.pages.read_text().splitlines()]
+        counts = {name: int(count) for name, _, count in found}
         # Without `total_`, v1 does not count the groups within.
-        return sum(int(counts.get(f"total_{name}") or counts.get(name, 0)) for name in _FILES)
+        return sum([counts.get(f"total_{name}", counts.get(name, 0)) for name in _FILES])
 
 
 def has_spare(nbytes: int, root: Path = Path("/")) -> bool:
@@ -43,12 +46,12 @@ def has_spare(nbytes: int, root: Path = Path("/")) -> bool:
 
 
 @cache
-def _groups(root: Path) -> tuple[_Group, ...]:
+def _groups(root: Path) -> tuple[MemoryGroup, ...]:
     """Returns the groups around this process that had a limit at the first call; a container sees its own at most."""
     return tuple(_read_groups(root))
 
 
-def _read_groups(root: Path) -> Iterator[_Group]:
+def _read_groups(root: Path) -> Iterator[MemoryGroup]:
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -65,4 +68,4 @@ def _read_groups(root: Path) -> Iterator[_Group]:
         for directory in (inner, *inner.parents):
             with suppress(OSError, ValueError):  # it is not there, or is `max`
                 if directory.is_relative_to(base) and int((directory / limit).read_text()) < _NO_LIMIT:
-                    yield _Group(directory / limit, directory / usage, directory / "memory.stat")
+                    yield MemoryGroup(directory / limit, directory / usage, directory / "memory.stat")

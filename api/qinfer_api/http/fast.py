@@ -332,8 +332,8 @@ class QinferHttpProtocol(HttpConnection):
         self._reading = call = self._append(head)
         self._memory, call.landing, self._receiving = memory, landing, True
         self._body_left = head.length - len(body)
-        self._land(landing, [body])
         self._watch(memory, head)
+        self._land(landing, [body])
         return True
 
     def _landing_for(self, head: RequestHead, tenant: str) -> Landing | None:

@@ -279,7 +279,7 @@ class LeaseIntake:
         tensors, is_current = self._shared(batcher, item), item.is_current
         if tensors is None or is_current is None:
             return None
-        copy, item.is_current = memoryview(np.empty(len(tensors), np.uint8)), None
+        copy, item.is_current = np.empty(len(tensors), np.uint8).data, None
         for begin in range(0, len(copy), PIECE_BYTES):
             copy[begin : begin + PIECE_BYTES] = tensors[begin : begin + PIECE_BYTES]
             await asyncio.sleep(0)
