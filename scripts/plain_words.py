@@ -18,7 +18,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("qinfer", "api", "workers")
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs", "benchmarks")
-GENERATED = ("qinfer/wire/protos",)
 MANY_MODULES, MAX_MANY = 8, 25
 """At most `MAX_MANY` function names may be defined in `MANY_MODULES` modules or more."""
 
@@ -95,12 +94,12 @@ READERS = {".py": python_prose, ".lua": lua_prose, ".md": markdown_prose}
 
 
 def files(places: tuple[str, ...], suffix: str) -> Iterator[tuple[str, str]]:
-    """Yields path and content of the files with an ending, without generated code."""
+    """Yields path and content of the files with an ending."""
     for place in places:
         path = ROOT / place
         for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
             name = str(each.relative_to(ROOT))
-            if each.suffix == suffix and not name.startswith(GENERATED):
+            if each.suffix == suffix:
                 yield name, each.read_text()
 
 
