@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.terminal_theme import MONOKAI
 
-from qinfer.cli.example import example
+from qinfer.cli import example
 from qinfer.observe import catalogue
 from scripts import demo_bulk
 from scripts.load import Answer, ask_all

@@ -28,7 +28,7 @@ from types import FrameType
 
 import httpx
 
-from qinfer.cli.example import example
+from qinfer.cli import example
 from qinfer.queue.embedded import EmbeddedRedis
 from qinfer.testing import wait_until
 from scripts.features import FOLDERS, ROOT

@@ -1,19 +1,26 @@
-"""The command line's client of a gateway: `qinfer.Client` without retries, because a person waits."""
+"""The command line's client of a gateway, `qinfer.Client` without retries, because a person waits; and its inputs."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from qinfer.client import Client, InferResult
+from qinfer.client import Client, InferResult, TensorMetadata
 from qinfer.client.connection import API_KEY_VARIABLE
+from qinfer.client.model_flows import as_array, numpy_dtype
+from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.client.steps import Send, call
-from qinfer.errors import EndpointNotFound, Unreachable
-from qinfer.tensors import to_numpy
+from qinfer.core.messages import Scalar
+from qinfer.errors import EndpointNotFound, InvalidRequest, Unreachable
+from qinfer.tensors import Tensor, from_numpy, to_numpy
 
 T = TypeVar("T")
 
@@ -99,3 +106,91 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(element) for element in value]
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+Array = npt.NDArray[Any]
+
+
+def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model: str) -> list[Tensor]:
+    """Reads `--input` options: `name=VALUE` with a `.npy` or `.json` file, JSON text, or `zeros`."""
+    known = {i.name: i for i in inputs}
+    allowed = ", ".join(f"{i.name} ({i.datatype} {list(i.shape)})" for i in inputs)
+    tensors: dict[str, Tensor] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if not separator:
+            raise InvalidRequest(f"'{option}' is malformed; expected name=VALUE, such as {inputs[0].name}=zeros")
+        if name not in known:
+            raise InvalidRequest(f"model '{model}' has no input '{name}'; its inputs are: {allowed}")
+        if name in tensors:
+            raise InvalidRequest(f"input '{name}' is given twice")
+        wanted = known[name]
+        array = add_batch_dimension(_read_value(wanted, value), wanted.shape)
+        tensors[name] = from_numpy(name, array, wanted.datatype)
+    if not tensors:
+        raise InvalidRequest(f"model '{model}' needs --input name=VALUE; its inputs are: {allowed}")
+    return list(tensors.values())
+
+
+def read_sequence(sequence_id: str, *, start: bool, end: bool) -> dict[str, Scalar]:
+    """Reads the options of a sequence's step as parameters of its request."""
+    if sequence_id:
+        number = int(sequence_id) if sequence_id.isascii() and sequence_id.isdecimal() else 0
+        return sequence_parameters(number or sequence_id, start=start, end=end)
+    if start or end:
+        raise InvalidRequest("--sequence-start and --sequence-end need --sequence-id, a number > 0 or a text")
+    return {}
+
+
+def fill(inputs: Sequence[TensorMetadata], make: Callable[[str, tuple[int, ...]], Array]) -> list[Tensor]:
+    """Makes a tensor for each input, with 1 for variable dimensions."""
+    return [from_numpy(i.name, make(i.datatype, concrete(i.shape)), i.datatype) for i in inputs]
+
+
+def zeros(name: str, shape: tuple[int, ...]) -> Array:
+    """Returns zeros of a datatype; BYTES are empty strings."""
+    if name == "BYTES":
+        array = np.empty(shape, dtype=object)
+        array.fill(b"")
+        return array
+    return np.zeros(shape, dtype=numpy_dtype(name))
+
+
+def random(name: str, shape: tuple[int, ...]) -> Array:
+    """Returns reproducible random data: floats in [0, 1), else 0 and 1."""
+    generator = np.random.default_rng(0)
+    if name == "BYTES":
+        return zeros(name, shape)
+    if np.issubdtype(numpy_dtype(name), np.floating):
+        return generator.random(shape).astype(numpy_dtype(name))
+    return generator.integers(0, 2, shape).astype(numpy_dtype(name))
+
+
+def concrete(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns a shape with 1 for its variable dimensions."""
+    return tuple(1 if d < 0 else d for d in shape)
+
+
+def add_batch_dimension(array: Array, shape: Sequence[int]) -> Array:
+    """Adds a missing batch dimension; one number gets all dimensions."""
+    if array.ndim == 0 and shape and math.prod(concrete(shape)) == 1:
+        return array.reshape(concrete(shape))
+    return array[np.newaxis] if shape and shape[0] == -1 and array.ndim == len(shape) - 1 else array
+
+
+def _read_value(wanted: TensorMetadata, value: str) -> Array:
+    if value == "zeros":
+        return zeros(wanted.datatype, concrete(wanted.shape))
+    try:
+        if value.endswith(".npy"):
+            return as_array(wanted.name, wanted.datatype, np.load(value, allow_pickle=False))
+        text = Path(value).read_text(encoding="utf-8") if value.endswith(".json") else value
+        return as_array(wanted.name, wanted.datatype, json.loads(text))
+    except OSError as error:
+        raise InvalidRequest(f"input '{wanted.name}': {value} can't be read: {error.strerror or error}") from None
+    # errors of json, numpy, and UTF-8
+    except (ValueError, EOFError) as error:
+        shown = value if value.endswith((".npy", ".json")) else f"'{value[:60]}'"
+        raise InvalidRequest(
+            f"input '{wanted.name}': {shown} is not a .npy file, a .json file or JSON text ({error})"
+        ) from None

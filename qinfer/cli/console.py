@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -50,9 +51,9 @@ def gateway_url(url: str = DEFAULT_URL) -> str:
     """Returns the given gateway URL, else the nearest `qinfer up`'s, else port 8000."""
     if url:
         return url
-    from qinfer.cli.local import runfile
+    from qinfer.cli.local.machine import nearest_run
 
-    run = runfile.nearest()
+    run = nearest_run()
     return "http://127.0.0.1:8000" if run is None else run.url
 
 
@@ -112,12 +113,12 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        from qinfer.cli.local import runfile
+        from qinfer.cli.local.machine import DATA_DIR, nearest_run
         from qinfer.queue import keys
 
         url = str(ctx.params.get("redis") or os.environ.get("QINFER_REDIS__URL") or "")
         if not url:
-            run = runfile.nearest(Path(ctx.params.get("data_dir") or runfile.DATA_DIR))
+            run = nearest_run(Path(ctx.params.get("data_dir") or DATA_DIR))
             if run is None:
                 return []
             url = run.redis_url
@@ -205,10 +206,10 @@ class ErrorsAsText(TyperGroup):
             text = f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'"
             code = fail(text, "not_installed", FAILED, as_json=as_json)
         except _CommandError as error:
-            from qinfer.cli.local.messages import JsonMessages, are_json
-
             error.message = in_words(error.message)
-            if are_json(arguments):
+            if _are_json(arguments):
+                from qinfer.cli.local.deployment import JsonMessages
+
                 JsonMessages().fail(error.format_message())
             else:
                 error.show()
@@ -216,6 +217,16 @@ class ErrorsAsText(TyperGroup):
         except typer.Abort:
             code = fail("aborted", "aborted", FAILED, as_json=as_json)
         sys.exit(code)
+
+
+def _are_json(arguments: Sequence[str]) -> bool:
+    """Returns whether a possibly wrong command line of `qinfer up` asks for JSON messages."""
+    if arguments[:1] != ["up"]:
+        return False
+    chosen = [os.environ.get("QINFER_LOG__FORMAT", "")]
+    chosen += [value for option, value in pairwise(arguments) if option == "--log-format"]
+    chosen += [word.partition("=")[2] for word in arguments if word.startswith("--log-format=")]
+    return chosen[-1] == "json"
 
 
 def _with_remedy(error: QinferError) -> str:

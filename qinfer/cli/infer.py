@@ -59,7 +59,7 @@ def infer(
     Datatypes come from the model's metadata, and a missing batch dimension is added. One number (x=3) gets all
     dimensions of an input with one element.
     """
-    from qinfer.cli.inputs import read_inputs, read_sequence
+    from qinfer.cli.client import read_inputs, read_sequence
 
     parameters = read_sequence(sequence_id, start=sequence_start, end=sequence_end)
 
@@ -130,7 +130,7 @@ def bench(
     With --sequences, each connection sends the steps of one sequence after another. The client runs in one Python
     process: beyond about 20,000 requests per second the client is the bottleneck.
     """
-    from qinfer.cli.inputs import fill, random, read_inputs
+    from qinfer.cli.client import fill, random, read_inputs
     from qinfer.cli.load import batch_counts, mean_batch, run_load
 
     if streaming and sequences:

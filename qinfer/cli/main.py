@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bridge, dlq, endpoints, infer, keys, models, status
+from qinfer.cli import bridge, dlq, endpoints, example, infer, keys, models, status
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
-from qinfer.cli.example import example
 from qinfer.cli.jobs import compare, jobs, label
 from qinfer.cli.local import up
 from qinfer.cli.scaling import autoscale

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 from pydantic import SecretStr
 
-from qinfer.cli.local import runfile
+from qinfer.cli.local.machine import DATA_DIR, nearest_run
 from qinfer.core.settings import LimitSettings, RedisSettings, RepositorySettings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.queue.jobs import Jobs
@@ -173,14 +173,14 @@ def redis_settings(url: str, data_dir: Path) -> RedisSettings:
     """Returns the settings of the Redis at `url`, else of `data_dir`'s `qinfer up`."""
     settings = load_settings().redis
     if not url:
-        run = runfile.nearest(data_dir)
+        run = nearest_run(data_dir)
         named = os.environ.get("QINFER_URL", "")
         if run is None:
             raise SettingsError(
                 f"no `qinfer up` is running with the data directory {data_dir}, here or above, and this command reads "
                 f"Redis{', which QINFER_URL does not name' if named else ''}; start one, or give --data-dir or --redis"
             )
-        if named.rstrip("/") not in {"", run.url.rstrip("/")} and data_dir == runfile.DATA_DIR:
+        if named.rstrip("/") not in {"", run.url.rstrip("/")} and data_dir == DATA_DIR:
             raise SettingsError(
                 f"QINFER_URL names another gateway than the `qinfer up` running here, {run.url}, and this "
                 "command reads Redis; give --data-dir or --redis"
@@ -192,7 +192,7 @@ def redis_settings(url: str, data_dir: Path) -> RedisSettings:
 def payload_limits(url: str, data_dir: Path) -> LimitSettings:
     """Returns the limits, with the payload store of `data_dir`'s `qinfer up`, unless `url` or a setting is given."""
     limits = load_settings().limits
-    run = None if url or "payload_url" in limits.model_fields_set else runfile.nearest(data_dir)
+    run = None if url or "payload_url" in limits.model_fields_set else nearest_run(data_dir)
     if run is None or not run.payload_url:
         return limits
     update = {"payload_url": run.payload_url, "payload_url_min_bytes": run.payload_url_min_bytes}

@@ -20,10 +20,9 @@ from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.frame import Repeats
 from qinfer.wire.kserve_exact import STEP, STRICT_JSON, apply_parameters
 from qinfer.wire.kserve_json import elements_of
-from qinfer.wire.message_fields import FIXED_BYTES, LENGTH, MAX_FIELDS, VARINT, malformed, varint
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
-from qinfer.wire.typed_contents import TYPED, TypedContents
+from qinfer.wire.typed_contents import FIXED_BYTES, LENGTH, MAX_FIELDS, TYPED, VARINT, TypedContents, malformed, varint
 
 
 def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.models.state import ScalerRecord
-from qinfer.scaling.shares import apportion
+from qinfer.scaling.policy import apportion
 
 totals = st.integers(0, 60)
 

@@ -12,7 +12,7 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Scalar
 from qinfer.errors import Forbidden, Unauthorized
 from qinfer.tensors import Bytes
-from qinfer.wire.message_fields import check_fields, malformed
+from qinfer.wire.typed_contents import check_fields, malformed
 from qinfer_api.audit import administrative
 from qinfer_api.auth import CallerContext, Restrictions, caller_of
 from qinfer_api.http.infer import compile_forward

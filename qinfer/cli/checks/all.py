@@ -18,8 +18,7 @@ from pydantic import SecretStr
 from qinfer.cli.checks import redis_server, runtimes
 from qinfer.cli.checks.doctor import Finding, Severity, ok, problem, warning
 from qinfer.cli.checks.healthcheck import gateway_health
-from qinfer.cli.local import runfile
-from qinfer.cli.local.machine import GatewayAddress, claim_ports, gateway_addresses
+from qinfer.cli.local.machine import GatewayAddress, claim_ports, gateway_addresses, nearest_run
 from qinfer.cli.overview import payload_limits, redis_settings
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.settings import RedisSettings, RepositorySettings, Settings, load_settings
@@ -247,7 +246,7 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
         check_exposure(settings.auth, settings.http.host)
     except SettingsError as error:
         yield problem("access", error.message)
-    up = runfile.nearest(data_dir)
+    up = nearest_run(data_dir)
     health = gateway_health(up.url if up else "", ready=False, timeout_s=_GATEWAY_S)
     if health.is_healthy:
         yield ok("gateway", f"`qinfer up` is running: {health.text}" if up else health.text)

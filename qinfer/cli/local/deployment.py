@@ -12,10 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Union
 
-from qinfer.cli.local import runfile
-from qinfer.cli.local.machine import claim_ports, share_cpus, usable_cpus
-from qinfer.cli.local.messages import JsonMessages, Messages
-from qinfer.cli.local.preparer import Ports, Preparer, SupervisionPlan, UpOptions
+from qinfer.cli.local.machine import RunFile, claim_ports, read_run, remove_run, share_cpus, usable_cpus, write_run
 from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
 from qinfer.core.clock import SystemClock
 from qinfer.core.environments import system_environment
@@ -24,6 +21,234 @@ from qinfer.queue.embedded import EmbeddedRedis
 
 if TYPE_CHECKING:
     from qinfer.cli.scaling.scaler import Autoscaler
+import builtins
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from qinfer import errors
+from qinfer.cli.local.machine import GatewayAddress
+from qinfer.errors import QinferError
+
+
+class Messages:
+    """Lines of text, on stderr."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Reports an event."""
+        self._console.print(Text(f"qinfer: {line}"))
+
+    def warn(self, line: str) -> None:
+        """Reports a problem."""
+        self._console.print(Text(f"qinfer: {line}", style="yellow"))
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Shows the summary in rich's markup."""
+        for line in lines:
+            # a wrapped command can't be pasted
+            self._console.print(Text.from_markup(line), soft_wrap=True)
+
+    def progress(self, text: str) -> AbstractContextManager[Status]:
+        """Shows progress during the block."""
+        return self._console.status(text)
+
+
+class JsonMessages(Messages):
+    """JSON objects, one a line, on stderr."""
+
+    def say(self, line: str) -> None:
+        """Reports an event."""
+        self._write_event("INFO", line)
+
+    def warn(self, line: str) -> None:
+        """Reports a problem."""
+        self._write_event("WARNING", line)
+
+    def fail(self, message: str) -> None:
+        """Reports the reason for the end."""
+        self._write_event("ERROR", "qinfer up failed", error=message)
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Shows the summary as one line."""
+        plain = [" ".join(Text.from_markup(line).plain.split()) for line in lines]
+        self._write_event("INFO", "running", summary=[line for line in plain if line])
+
+    def progress(self, text: str) -> AbstractContextManager[Status]:
+        """Shows nothing."""
+        return nullcontext(Status(text, console=Console(quiet=True)))
+
+    def _write_event(self, level: str, event: str, **more: object) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"at": at, "level": level, "logger": "qinfer.up", "event": event, "process": "up", **more}
+        sys.stderr.write(f"{json.dumps(line, ensure_ascii=False)}\n")
+        sys.stderr.flush()
+
+
+T = TypeVar("T")
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""Section of the settings → field → value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """The options of `qinfer up`.
+
+    `settings` replace those of the environment; empty settings of the repository replace nothing. Without `redis_url` a
+    private Redis runs, with at most `redis_memory_bytes` (0 = half of the memory).
+    """
+
+    settings: Sections
+    allow_client_shm: bool
+    data_dir: Path
+    redis_url: str
+    redis_memory_bytes: int
+    workers: int
+    autoscale: tuple[int, int] | None
+    ready_timeout_s: float
+
+
+class Ports(NamedTuple):
+    """The gateway's ports; 0 = off."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisionPlan:
+    """The settings that supervision needs."""
+
+    addresses: Sequence[GatewayAddress]
+    gateway_drain_s: float
+    worker_drain_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The gateway's URL, the programs' environments, why no bulk worker can run, and the payload store."""
+
+    url: str
+    gateway: Mapping[str, str]
+    worker: Mapping[str, str]
+    bulk: Mapping[str, str]
+    no_bulk: str
+    payload_url: str
+    payload_url_min_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartProgress:
+    """The state of a start; `pending` models are loading or unreported."""
+
+    pending: int
+    workers: int
+    is_live: bool
+
+
+class _Answer(msgspec.Struct, omit_defaults=True):
+    """A method's result or error; `module` is the one that an `ImportError` misses."""
+
+    result: Any = None
+    error: str = ""
+    args: list[int | str | None] = []
+    module: str | None = None
+
+    @classmethod
+    def from_error(cls, error: Exception) -> Self:
+        args = [each if isinstance(each, int | str | None) else str(each) for each in error.args]
+        if isinstance(error, OSError) and error.filename is not None:
+            args.append(str(error.filename))
+        known = next(
+            kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__) or _is_builtin(kind)
+        )
+        return cls(error=known, args=args, module=getattr(error, "name", None))
+
+    def raised(self) -> Exception:
+        kind: type[Exception] = getattr(errors, self.error, None) or getattr(builtins, self.error)
+        found = kind.__new__(kind, *self.args)
+        found.args = tuple(self.args)
+        if isinstance(found, ImportError):
+            found.name = self.module
+        return found
+
+
+def _is_builtin(kind: type) -> bool:
+    return kind.__module__ == "builtins"
+
+
+class Preparer:
+    """A `Preparation` in its own process; a context manager."""
+
+    def __init__(self, options: UpOptions) -> None:
+        self._options = options
+
+    def __enter__(self) -> Self:
+        """Starts the process."""
+        context = get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve_pipe, args=(theirs, self._pipe, self._options), daemon=True)
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, at most once."""
+        self._pipe.close()
+        # it may wait for Redis
+        self._process.kill()
+        self._process.join()
+
+    def ask(self, kind: type[T], method: str, *args: str | float) -> T:
+        """Calls a method of the `Preparation`, which returns a value of a kind."""
+        try:
+            self._pipe.send_bytes(msgspec.msgpack.encode((method, args)))
+            answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_Answer)
+        except (EOFError, OSError):
+            raise QinferError("the process that prepares the start ended; its own message is above") from None
+        if answer.error:
+            raise answer.raised()
+        return msgspec.convert(answer.result, kind)
+
+
+def _serve_pipe(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options: UpOptions) -> None:
+    theirs.close()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # the supervisor ends this process
+        signal.signal(number, signal.SIG_IGN)
+    preparation = None
+    with suppress(EOFError, ConnectionError):
+        while True:
+            method, args = msgspec.msgpack.decode(pipe.recv_bytes())
+            try:
+                from qinfer.cli.local.preparation import Preparation
+
+                preparation = preparation or Preparation(options)
+                answer = _Answer(getattr(preparation, method)(*args))
+            except (QinferError, OSError, ImportError) as error:
+                answer = _Answer.from_error(error)
+            pipe.send_bytes(msgspec.msgpack.encode(answer))
+
 
 POLL_S = 0.25
 GATEWAY_POLICY = RestartPolicy(give_up_after=3)
@@ -41,7 +266,7 @@ def run_deployment(options: UpOptions) -> None:
         Preparer(options) as preparer,
         Supervisor(messages.warn) as supervisor,
     ):
-        plan = preparer.check_settings()
+        plan = preparer.ask(SupervisionPlan, "check_settings")
         if options.redis_url:
             LocalDeployment(options, plan, preparer, supervisor, messages).serve(options.redis_url)
             return
@@ -51,14 +276,14 @@ def run_deployment(options: UpOptions) -> None:
             environment=system_environment(os.environ),
             max_memory_bytes=options.redis_memory_bytes,
         )
-        before = runfile.read(options.data_dir)
+        before = read_run(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
             deployment = LocalDeployment(options, plan, preparer, supervisor, messages)
             deployment.serve(redis.url, after_a_kill=before is not None)
         finally:
             supervisor.stop([redis])
-            runfile.remove(options.data_dir)
+            remove_run(options.data_dir)
 
 
 class FixedPool:
@@ -106,10 +331,10 @@ class LocalDeployment:
         """Starts, waits until ready, serves until a signal, drains."""
         options, supervisor = self._options, self._supervisor
         ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
-        launch = self._preparer.write_desired(redis_url, ports)
+        launch = self._preparer.ask(Launch, "write_desired", redis_url, *ports)
         if not options.redis_url:
             payloads = (launch.payload_url, launch.payload_url_min_bytes)
-            runfile.write(options.data_dir, runfile.RunFile(os.getpid(), launch.url, redis_url, *payloads))
+            write_run(options.data_dir, RunFile(os.getpid(), launch.url, redis_url, *payloads))
         gateway = Program("gateway", "qinfer_api", launch.gateway)
         bulk = Program("bulk worker", "qinfer_workers.jobs", launch.bulk)
         pool = self._worker_pool(launch.worker, redis_url)
@@ -117,7 +342,7 @@ class LocalDeployment:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._plan.gateway_drain_s + KILL_MARGIN_S)
             pool.start()
             self._wait_until_settled(pool)
-            lines = [] if supervisor.stop_asked else self._preparer.summary(pool.about)
+            lines = [] if supervisor.stop_asked else self._preparer.ask(list[str], "summary", pool.about)
             self._preparer.close()
             if lines:
                 self._messages.show(lines)
@@ -149,7 +374,7 @@ class LocalDeployment:
                 self._supervisor.wait(POLL_S)
                 pool.step()
                 elapsed_s = self._clock.monotonic_s() - began_s
-                seen = self._preparer.read_progress(pool.least, elapsed_s)
+                seen = self._preparer.ask(StartProgress, "read_progress", pool.least, elapsed_s)
                 settled = seen.workers >= pool.least and not seen.pending and seen.is_live
                 if settled or elapsed_s >= self._options.ready_timeout_s:
                     break

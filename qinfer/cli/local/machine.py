@@ -1,4 +1,7 @@
-"""Checks and preparations on this machine for `qinfer up`: repository, ports, environment."""
+"""This machine's part of `qinfer up`: repository, ports, environment, and the run file, by which it is found.
+
+`up.json` in a data directory tells other commands, and the next `qinfer up`, of a running one.
+"""
 
 import errno
 import os
@@ -14,6 +17,9 @@ from qinfer.errors import SettingsError
 
 if TYPE_CHECKING:
     from qinfer.core.settings import Settings
+import json
+
+import msgspec
 
 CHOSEN_PORTS = range(16384, 32768)
 """The kernel gives higher ports to outgoing connections."""
@@ -125,3 +131,57 @@ def usable_cpus() -> list[int]:
 def child_environment(base: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """Returns an environment with `settings` in place of same-named variables, in any case."""
     return {name: value for name, value in base.items() if name.upper() not in settings} | dict(settings)
+
+
+RUN_FILE = "up.json"
+DATA_DIR = Path(".qinfer")
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """The content of the run file; `payload_url` is a directory that other programs must know, or ''."""
+
+    pid: int
+    url: str
+    redis_url: str
+    payload_url: str = ""
+    payload_url_min_bytes: int = 0
+
+    def is_alive(self) -> bool:
+        """Returns whether that process id exists; maybe as another program."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+
+def read_run(data_dir: Path) -> RunFile | None:
+    """Returns the run file; `None` if missing or unreadable."""
+    try:
+        return msgspec.json.decode((data_dir / RUN_FILE).read_bytes(), type=RunFile)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def nearest_run(data_dir: Path = DATA_DIR) -> RunFile | None:
+    """Returns the run file of the `qinfer up` in this directory or above."""
+    here = Path.cwd()
+    for directory in dict.fromkeys(above / data_dir for above in (here, *here.parents)):
+        run = read_run(directory)
+        if run is not None and run.is_alive():
+            return run
+    return None
+
+
+def write_run(data_dir: Path, run: RunFile) -> None:
+    """Writes the run file atomically."""
+    temporary = data_dir / f"{RUN_FILE}.new"
+    temporary.write_text(json.dumps(msgspec.to_builtins(run)) + "\n", encoding="utf-8")
+    temporary.replace(data_dir / RUN_FILE)
+
+
+def remove_run(data_dir: Path) -> None:
+    """Removes the run file."""
+    (data_dir / RUN_FILE).unlink(missing_ok=True)

@@ -13,8 +13,8 @@ from typing import Any
 from rich.text import Text
 
 from qinfer import __version__
-from qinfer.cli.client import GatewayClient
-from qinfer.cli.inputs import concrete, zeros
+from qinfer.cli.client import GatewayClient, concrete, zeros
+from qinfer.cli.local.deployment import Launch, Ports, Sections, StartProgress, SupervisionPlan, UpOptions
 from qinfer.cli.local.machine import (
     check_repository,
     child_environment,
@@ -22,7 +22,6 @@ from qinfer.cli.local.machine import (
     local_url,
     repository_places,
 )
-from qinfer.cli.local.preparer import Launch, Ports, Sections, StartProgress, SupervisionPlan, UpOptions
 from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.model_flows import model_path

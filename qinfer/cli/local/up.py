@@ -148,8 +148,7 @@ def up(**given: Any) -> None:
     A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
     ends at once. The queue survives both, and kill -9.
     """
-    from qinfer.cli.local.deployment import run_deployment
-    from qinfer.cli.local.preparer import UpOptions
+    from qinfer.cli.local.deployment import UpOptions, run_deployment
 
     _check_plans(given["cache_config"], given["rate_limit_resource"] or ())
     options = UpOptions(
@@ -177,7 +176,7 @@ def up(**given: Any) -> None:
     except QinferError as error:
         if given["log_format"] == "text":
             raise
-        from qinfer.cli.local.messages import JsonMessages
+        from qinfer.cli.local.deployment import JsonMessages
 
         JsonMessages().fail(error.message)
         raise typer.Exit(exit_code(error)) from None

@@ -34,9 +34,19 @@ from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.lanes import Queue
-from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, Throughput, Version
+from qinfer.scaling.policy import (
+    RECORD_TTL_S,
+    Peers,
+    QueueObservation,
+    ScalingPolicy,
+    ScalingState,
+    SharedDecision,
+    Throughput,
+    Version,
+    decide_share,
+    policy_of_all,
+)
 from qinfer.scaling.sequences import SequenceWork, read_sequences
-from qinfer.scaling.shares import RECORD_TTL_S, Peers, SharedDecision, decide_share, policy_of_all
 from qinfer.scaling.work import VersionWork, read_work
 
 logger = logging.getLogger("qinfer.autoscale")

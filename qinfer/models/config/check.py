@@ -16,8 +16,7 @@ from qinfer.models.config.ensembles import ENSEMBLE, ensemble_problems
 from qinfer.models.config.message import ModelConfig, model_config_pb2, preferred_size_problems, tensor_problems
 from qinfer.models.config.ragged import ragged_problems
 from qinfer.models.config.sequences import sequence_problems
-from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems
-from qinfer.models.config.warmup import warmup_problems
+from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems, warmup_problems
 
 SUPPORTED = {
     "name": "The directory's name; may be omitted.",

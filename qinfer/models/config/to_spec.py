@@ -1,15 +1,18 @@
-"""Turns a normalised `ModelConfig` into the `ModelSpec` of gateways and workers; owns qinfer's parameters."""
+"""Turns a normalised `ModelConfig` into the `ModelSpec` of gateways and workers; owns qinfer's parameters.
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+Triton finds the mistakes in `model_warmup` at the load (`GenerateWarmupData` in `backend_model_instance.cc`), does not
+execute a sample without `batch_size`, and lets samples give inputs that the server fills.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import to_steps
 from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json, wire_datatype
 from qinfer.models.config.ragged import scattered_outputs, to_batch_inputs, to_batch_outputs
-from qinfer.models.config.sequences import to_sequence_spec
-from qinfer.models.config.warmup import to_warmup
+from qinfer.models.config.sequences import sequence_problems, to_sequence_spec
 from qinfer.models.spec import (
     MAX_PARTS,
     Accelerator,
@@ -20,6 +23,8 @@ from qinfer.models.spec import (
     QueuePolicy,
     ResourceSpec,
     TensorSpec,
+    WarmupInput,
+    WarmupSpec,
 )
 
 PREFIX = "qinfer."
@@ -256,3 +261,64 @@ def _policy(policy: Any) -> QueuePolicy:
         delay=timeout_us > 0 and policy.timeout_action == model_config_pb2.ModelQueuePolicy.DELAY,
         allow_override=policy.allow_timeout_override,
     )
+
+
+class _Input(NamedTuple):
+    datatype: str
+    dims: Sequence[int]
+
+
+def executed_samples(config: ModelConfig) -> list[Any]:
+    """Returns the samples that are executed."""
+    return [sample for sample in config.model_warmup if sample.batch_size]
+
+
+def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
+    """Returns the samples of a checked configuration."""
+    return tuple(
+        WarmupSpec(
+            name=sample.name,
+            batch_size=sample.batch_size,
+            inputs={
+                name: WarmupInput(
+                    wire_datatype(data.data_type), tuple(data.dims), data.random_data, data.input_data_file
+                )
+                for name, data in sorted(sample.inputs.items())
+            },
+            count=max(sample.count, 1),
+        )
+        for sample in executed_samples(config)
+    )
+
+
+def warmup_problems(config: ModelConfig) -> Iterator[str]:
+    """Yields the mistakes in the samples."""
+    inputs = {i.name: _Input(wire_datatype(i.data_type), i.dims) for i in config.input}
+    if config.HasField("sequence_batching") and not any(sequence_problems(config)):
+        sequences = to_sequence_spec(config)
+        assert sequences is not None
+        inputs |= {control.name: _Input(control.datatype, [1]) for control in sequences.controls}
+        inputs |= {state.input: _Input(state.datatype, state.dims) for state in sequences.states}
+    for sample in executed_samples(config):
+        warmup = f"model warmup '{sample.name}'"
+        if sample.batch_size > max(config.max_batch_size, 1):
+            yield f"{warmup} has batch_size {sample.batch_size} > {max(config.max_batch_size, 1)}"
+        missing = [i.name for i in config.input if not i.optional and i.name not in sample.inputs]
+        if missing:
+            yield f"{warmup} lacks input(s) {', '.join(missing)}"
+        for name in sorted(sample.inputs):
+            if name not in inputs:
+                yield f"{warmup} has input '{name}', which the model does not have"
+            else:
+                yield from (f"{warmup} {wrong}" for wrong in _mistakes(sample.inputs[name], name, inputs[name]))
+
+
+def _mistakes(data: Any, name: str, wanted: _Input) -> Iterator[str]:
+    if data.WhichOneof("input_data_type") is None:
+        yield f"must give input '{name}' zero_data, random_data or an input_data_file"
+    if wire_datatype(data.data_type) != wanted.datatype:
+        yield f"must give input '{name}' the model's data_type, {wanted.datatype}"
+    dims = list(data.dims)
+    is_fixed = all(dim > 0 for dim in dims) and len(dims) == len(wanted.dims)
+    if not is_fixed or any(takes not in (-1, dim) for dim, takes in zip(dims, wanted.dims, strict=False)):
+        yield f"must give input '{name}' fixed dims that the model takes, {list(wanted.dims)}, got {dims}"

@@ -14,12 +14,17 @@ from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import elements, from_json, identify, normalise, parse, place, reshape_scalars, to_json
-from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
+from qinfer.models.config.file_tensors import (
+    OPENVINO_MAX_BYTES,
+    FileTensors,
+    UncertainError,
+    read_onnx,
+    read_openvino,
+    read_torch,
+)
 from qinfer.models.config.message import ModelConfig
 from qinfer.models.config.sequences import own_inputs
-from qinfer.models.config.to_spec import FILES_OF
-from qinfer.models.config.torch_tensors import UncertainError, read_torch
-from qinfer.models.config.warmup import executed_samples
+from qinfer.models.config.to_spec import FILES_OF, executed_samples
 from qinfer.models.dependents import uses_of
 from qinfer.models.repository.files import Blob, Files, Listing, TooFarSpreadError
 from qinfer.models.state import ErrorKind, StoredModel

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from qinfer.cli.local import runfile
+from qinfer.cli.local.machine import RUN_FILE
 from qinfer.testing import wait_until
 from tests.integration.cli.test_up import clean_environment
 from tests.support.python_models import HEADER, write_model
@@ -166,7 +166,7 @@ def spied(tmp_path: Path, **variables: str) -> Iterator[Spied]:
                 found = look()
             yield found
             shown = {"metrics": httpx.get(f"{url}/metrics", timeout=WITHIN_S, trust_env=False).text}
-            shown["run file"] = (tmp_path / "data" / runfile.NAME).read_text()
+            shown["run file"] = (tmp_path / "data" / RUN_FILE).read_text()
             for words in (["doctor"], ["status", "--data-dir", str(tmp_path / "data")]):
                 command = [sys.executable, "-m", "qinfer.cli.main", *words]
                 told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

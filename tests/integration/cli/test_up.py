@@ -21,7 +21,7 @@ import pytest
 import redis
 
 from qinfer.cli.load import batch_counts
-from qinfer.cli.local import runfile
+from qinfer.cli.local.machine import read_run
 from qinfer.core.api_keys import Scope, add_key, revoke_key
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
@@ -158,7 +158,7 @@ def depth(data_dir: Path) -> int:
 
 def is_queued(data_dir: Path) -> bool:
     """Asks Redis itself whether there is a request; a command takes longer to start than a request to run."""
-    run = runfile.read(data_dir)
+    run = read_run(data_dir)
     assert run is not None
     with redis.Redis.from_url(run.redis_url) as client:
         return bool(client.xlen(keys.lane(Lane("add_sub", 1))) == 1)
@@ -265,7 +265,7 @@ def test_second_up_in_one_data_directory_is_refused(server: Up, up: Callable[...
 
     assert second.process.wait(WITHIN_S) == 64
     assert f"(pid {server.process.pid})" in second.log.read_text()
-    assert runfile.read(server.data_dir) is not None
+    assert read_run(server.data_dir) is not None
     assert infer(server.url) == ANSWER
 
 
@@ -295,7 +295,7 @@ def test_it_drains_and_stops_without_a_trace(up: Callable[..., Up], repository: 
     caller.join()
     assert got == [ANSWER]
     assert not any(child.is_running() for child in children)
-    assert runfile.read(one.data_dir) is None
+    assert read_run(one.data_dir) is None
 
 
 def test_durability_is_everybodys(server: Up) -> None:

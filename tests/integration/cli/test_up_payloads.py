@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import redis
 
-from qinfer.cli.local import runfile
+from qinfer.cli.local.machine import read_run
 from qinfer.testing import wait_until
 from tests.integration.cli.test_up import QUICK_LEASES, WITHIN_S, Up, qinfer
 from tests.support import models
@@ -71,7 +71,7 @@ def files(data_dir: Path) -> list[Path]:
 
 
 def sizes_in_redis(data_dir: Path) -> dict[str, int]:
-    run = runfile.read(data_dir)
+    run = read_run(data_dir)
     assert run is not None
     with redis.Redis.from_url(run.redis_url) as client:
         return {key.decode(): client.memory_usage(key, samples=0) or 0 for key in client.scan_iter()}

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples import digits
-from qinfer.cli.example.example import Name, write
+from qinfer.cli.example import Name, write
 from tests.support.servers import object_stores
 
 UP = "qinfer up --model-repository models --allow-store ."

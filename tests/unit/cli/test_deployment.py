@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.local import runfile
+from qinfer.cli.local.deployment import UpOptions
+from qinfer.cli.local.machine import RunFile, write_run
 from qinfer.cli.local.preparation import PAYLOAD_BYTES, allowed_stores, jobs_line, payload_store, why_no_bulk_worker
-from qinfer.cli.local.preparer import UpOptions
 from qinfer.cli.overview import payload_limits, program_variables
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings, StoreSettings, load_settings
 from qinfer.errors import SettingsError
@@ -78,8 +78,8 @@ def test_large_tensors_are_files_of_the_data_directory(tmp_path: Path, monkeypat
 
 def test_other_programs_find_the_payload_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the run file, where they find Redis; a URL or a setting names another."""
-    run = runfile.RunFile(os.getpid(), "http://127.0.0.1:1", "unix:///redis.sock", "file:///data/payloads", 7)
-    runfile.write(tmp_path, run)
+    run = RunFile(os.getpid(), "http://127.0.0.1:1", "unix:///redis.sock", "file:///data/payloads", 7)
+    write_run(tmp_path, run)
 
     found = program_variables("", tmp_path)
     assert found == {

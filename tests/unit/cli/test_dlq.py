@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
-from qinfer.cli import dead_letters
+from qinfer.cli import dlq
 from qinfer.cli.main import app
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings, variable_names
@@ -288,7 +288,7 @@ def test_replay_puts_back_the_named_ones(queue: OwnDatabase) -> None:
 
 def test_replay_all_puts_back_more_than_a_page(queue: OwnDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once."""
-    monkeypatch.setattr(dead_letters, "_PAGE", 2)
+    monkeypatch.setattr(dlq, "_PAGE", 2)
     queue.bury(*[encode_request(request())] * 5)
 
     assert run("replay", "digits", "--all", "--json", *queue.option) == (0, '{"replayed": 5}\n', "")

@@ -8,8 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from qinfer.cli.console import DEFAULT_URL, UrlOption
-from qinfer.cli.local import runfile
-from qinfer.cli.local.runfile import RunFile
+from qinfer.cli.local.machine import RunFile, remove_run, write_run
 from qinfer.cli.overview import redis_settings
 from qinfer.core.settings import unknown_variables
 from qinfer.errors import SettingsError
@@ -28,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns the current directory, two below that of a running `qinfer up`."""
     monkeypatch.delenv("QINFER_URL", raising=False)
     (tmp_path / ".qinfer").mkdir()
-    runfile.write(tmp_path / ".qinfer", RUNNING)
+    write_run(tmp_path / ".qinfer", RUNNING)
     directory = tmp_path / "models" / "gen"
     directory.mkdir(parents=True)
     monkeypatch.chdir(directory)
@@ -50,9 +49,9 @@ def test_the_gateway_is_that_of_the_option_the_variable_or_the_nearest_server(ho
 @pytest.mark.parametrize("pid", [None, 2**22 + 1], ids=["no file", "a server that has ended"])
 def test_without_a_server_nearby_it_is_the_usual_port(home: Path, pid: int | None) -> None:
     if pid is None:
-        runfile.remove(home / ".qinfer")
+        remove_run(home / ".qinfer")
     else:
-        runfile.write(home / ".qinfer", RunFile(pid, RUNNING.url, RUNNING.redis_url))
+        write_run(home / ".qinfer", RunFile(pid, RUNNING.url, RUNNING.redis_url))
 
     assert asked() == "http://127.0.0.1:8000"
 

@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from qinfer.cli.client import as_json_object
-from qinfer.cli.inputs import fill, random, read_inputs, read_sequence, zeros
+from qinfer.cli.client import as_json_object, fill, random, read_inputs, read_sequence, zeros
 from qinfer.client import InferResult, TensorMetadata
-from qinfer.client.lists import as_array
+from qinfer.client.model_flows import as_array
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, from_numpy, to_numpy
 from qinfer.wire.kserve_client import decode_response, encode_request

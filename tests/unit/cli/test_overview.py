@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from qinfer.cli.local.runfile import RunFile, read, remove, write
+from qinfer.cli.local.machine import RunFile, read_run, remove_run, write_run
 from qinfer.cli.overview import ModelRow, SequencesRow, ShareRow, read_overview
 from qinfer.cli.tables import models_tables, overview_tables, queues_tables
 from qinfer.jobs.queue.jobs import Jobs
@@ -157,18 +157,18 @@ def test_run_file_is_read_back(tmp_path: Path) -> None:
     """What `up` writes is what `status` finds; after `remove` there is nothing."""
     run = RunFile(pid=1, url="http://127.0.0.1:1", redis_url="unix:///x")
 
-    write(tmp_path, run)
+    write_run(tmp_path, run)
 
-    assert read(tmp_path) == run
-    remove(tmp_path)
-    assert read(tmp_path) is None
+    assert read_run(tmp_path) == run
+    remove_run(tmp_path)
+    assert read_run(tmp_path) is None
 
 
 def test_torn_run_file_counts_as_none(tmp_path: Path) -> None:
     """Whatever is in the directory, a command says what to do and does not crash."""
     (tmp_path / "up.json").write_text('{"pid": ')
 
-    assert read(tmp_path) is None
+    assert read_run(tmp_path) is None
 
 
 async def test_shares_of_tenants_are_shown_where_a_lane_has_several(store: ControlStore, delivery: Queue) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from qinfer import errors
 from qinfer.cli.console import CommandFailed
-from qinfer.cli.local.preparer import _Answer
+from qinfer.cli.local.deployment import _Answer
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from qinfer.cli.scaling.scaler import Autoscaler, Away, read
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
-from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.shares import RECORD_TTL_S
+from qinfer.scaling.policy import RECORD_TTL_S, ScalingPolicy
 from qinfer.scaling.work import VersionWork
 from qinfer.testing import EmbeddedServer, FakeClock
 from tests.unit.cli.test_scaler import Eyes, Hands

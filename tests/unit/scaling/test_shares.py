@@ -3,8 +3,19 @@
 import pytest
 
 from qinfer.models.state import ScalerRecord
-from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, adopt, decide
-from qinfer.scaling.shares import RECORD_TTL_S, Peers, SharedDecision, apportion, decide_share, policy_of_all
+from qinfer.scaling.policy import (
+    RECORD_TTL_S,
+    Peers,
+    QueueObservation,
+    ScalingPolicy,
+    ScalingState,
+    SharedDecision,
+    adopt,
+    apportion,
+    decide,
+    decide_share,
+    policy_of_all,
+)
 
 POLICY = ScalingPolicy(max_workers=4, target_s=10, down_after_s=60, idle_s=300, cooldown_s=30)
 

@@ -8,9 +8,8 @@ import pytest
 
 from qinfer.errors import InvalidRequest, PayloadTooLarge, QinferError
 from qinfer.tensors import DATATYPES, pack_bytes
-from qinfer.wire.message_fields import MAX_FIELDS, check_fields
 from qinfer.wire.protos import grpc_service_pb2 as pb
-from qinfer.wire.typed_contents import WINDOW_BYTES, TypedContents
+from qinfer.wire.typed_contents import MAX_FIELDS, WINDOW_BYTES, TypedContents, check_fields
 
 MOST = 2**26
 NUMBERS: dict[str, tuple[str, list[Any]]] = {

@@ -1,9 +1,8 @@
 """Warms up loaded model instances.
 
 The samples of `model_warmup` must succeed before READY, as in Triton. Models of built-in runtimes also run a row of
-zeros
-twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no made-up
-data: they may count or send it. A call of another model ends a run without a failure.
+zeros twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no
+made-up data: they may count or send it. A call of another model ends a run without a failure.
 """
 
 import logging
@@ -24,9 +23,10 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
 from qinfer.models.spec import ModelSpec, WarmupInput
 from qinfer.tensors import DATATYPES, Tensor, to_numpy
-from qinfer_workers.inference.model_files import WARMUP_DIRECTORY
 
 logger = logging.getLogger(__name__)
+
+WARMUP_DIRECTORY = "warmup"
 
 _AUTOMATIC = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt", "stub"))
 
