@@ -97,25 +97,10 @@ class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
     attempt: _Natural
     sequence: SequenceFlags | None
     payload: str = ""  # or `_BESIDE`, `_IN_MEMORY`
-
-
-class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
     queue_timeout_us: _Natural = 0
-
-
-class _HeldRequestHeader(_LongRequestHeader, array_like=True, gc=False):
     holders: tuple[ResourceHolder, ...] = ()
-
-
-class _SparingRequestHeader(_HeldRequestHeader, array_like=True, gc=False):
     spares_outputs: bool = False
-
-
-class _TracedRequestHeader(_SparingRequestHeader, array_like=True, gc=False):
     traces: _Natural = 0  # 1 = wanted, 2 = with tensors
-
-
-class _ReferringRequestHeader(_TracedRequestHeader, array_like=True, gc=False):
     memory: MemoryReference | None = None
 
 
@@ -129,31 +114,16 @@ class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
     outputs: list[TensorPlace]
     failure: Failure | None
     timing: Timing | None
-
-
-class _LongResponseHeader(_ResponseHeader, array_like=True, gc=False):
     stored: bool = False
-
-
-class _LongestResponseHeader(_LongResponseHeader, array_like=True, gc=False):
     parameters: Mapping[str, Scalar] = {}
-
-
-class _StreamedResponseHeader(_LongestResponseHeader, array_like=True, gc=False):
     credit_to: str = ""
-
-
-class _TracedResponseHeader(_StreamedResponseHeader, array_like=True, gc=False):
     called: tuple[CallRecord, ...] = ()
-
-
-class _KeptResponseHeader(_TracedResponseHeader, array_like=True, gc=False):
     memory: MemoryReference | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(_ReferringRequestHeader)
-_responses_decoder = msgspec.msgpack.Decoder(list[_KeptResponseHeader])
+_request_decoder = msgspec.msgpack.Decoder(_RequestHeader)
+_responses_decoder = msgspec.msgpack.Decoder(list[_ResponseHeader])
 _reference_decoder = msgspec.msgpack.Decoder(MemoryReference)
 _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
@@ -203,7 +173,7 @@ def encode_referring_request(request: InferRequest, memory: MemoryReference, pla
 def _encode_header(
     request: InferRequest, inputs: list[TensorPlace], payload: str, memory: MemoryReference | None = None
 ) -> bytes:
-    header = _RequestHeader(
+    header: tuple[object, ...] = (
         request.id,
         request.client_id,
         request.model,
@@ -222,23 +192,20 @@ def _encode_header(
         _flags(request.sequence),
         payload,
     )
-    is_traced = request.calls is not None or memory is not None
-    if request.queue_timeout_s or request.holders or request.spares_outputs or is_traced:
-        header = _LongRequestHeader(*msgspec.structs.astuple(header))
-        header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
-    if request.holders or request.spares_outputs or is_traced:
-        header = _HeldRequestHeader(*msgspec.structs.astuple(header))
-        header.holders = request.holders
-    if request.spares_outputs or is_traced:
-        header = _SparingRequestHeader(*msgspec.structs.astuple(header))
-        header.spares_outputs = request.spares_outputs
-    if is_traced:
-        header = _TracedRequestHeader(*msgspec.structs.astuple(header))
-        header.traces = 0 if request.calls is None else 2 if request.calls.has_tensors else 1
-    if memory is not None:
-        header = _ReferringRequestHeader(*msgspec.structs.astuple(header))
-        header.memory = memory
+    calls = request.calls
+    if request.queue_timeout_s or request.holders or request.spares_outputs or calls is not None or memory is not None:
+        traces = 0 if calls is None else 2 if calls.has_tensors else 1
+        wait_us = round(request.queue_timeout_s * 1e6)
+        header += _up_to_last(wait_us, request.holders, request.spares_outputs, traces, memory)
     return _encoder.encode(header)
+
+
+def _up_to_last(*later: object) -> tuple[object, ...]:
+    """Returns the fields up to the last one that is set; earlier readers know fewer fields."""
+    last = len(later)
+    while last and not later[last - 1]:
+        last -= 1
+    return later[:last]
 
 
 def _flags(sequence: SequenceFlags | None) -> Any:
@@ -313,7 +280,7 @@ def tensor_parts(tensors: Items[Tensor]) -> tuple[list[Bytes], int]:
 def encode_responses(responses: Items[Response], kept: Mapping[str, MemoryReference] = NOTHING_KEPT) -> bytes:
     """Encodes one reply stream's responses; `kept` has the request ids of those whose outputs are in memory."""
     parts: list[Bytes] = []
-    headers: list[_ResponseHeader] = []
+    headers: list[tuple[object, ...]] = []
     cursor = 0
     for response in responses:
         memory = kept.get(response.request_id)
@@ -321,7 +288,7 @@ def encode_responses(responses: Items[Response], kept: Mapping[str, MemoryRefere
             outputs, cursor = _lay_out(response.outputs, parts, cursor)
         else:
             outputs, _ = _lay_out(response.outputs, [], 0)
-        header = _ResponseHeader(
+        header: tuple[object, ...] = (
             response.request_id,
             response.attempt,
             response.index,
@@ -332,22 +299,9 @@ def encode_responses(responses: Items[Response], kept: Mapping[str, MemoryRefere
             response.failure,
             response.timing,
         )
-        is_traced = bool(response.called) or memory is not None
-        if response.stored or response.parameters or response.credit_to or is_traced:
-            header = _LongResponseHeader(*msgspec.structs.astuple(header))
-            header.stored = response.stored
-        if response.parameters or response.credit_to or is_traced:
-            header = _LongestResponseHeader(*msgspec.structs.astuple(header))
-            header.parameters = response.parameters
-        if response.credit_to or is_traced:
-            header = _StreamedResponseHeader(*msgspec.structs.astuple(header))
-            header.credit_to = response.credit_to
-        if is_traced:
-            header = _TracedResponseHeader(*msgspec.structs.astuple(header))
-            header.called = response.called
-        if memory is not None:
-            header = _KeptResponseHeader(*msgspec.structs.astuple(header))
-            header.memory = memory
+        if response.stored or response.parameters or response.credit_to or response.called or memory is not None:
+            later = (response.stored, response.parameters, response.credit_to, response.called, memory)
+            header += _up_to_last(*later)
         headers.append(header)
     return _join(_RESPONSES, _encoder.encode(headers), parts, FRAME_VERSION if kept else USUAL_VERSION)
 
@@ -563,10 +517,11 @@ def timeout_width(timeout_s: float) -> int:
 
 def _own_fields(frame: bytes, request: InferRequest, memory: MemoryReference | None = None) -> tuple[slice, slice]:
     """Returns the places of the timeout and of the trace text."""
-    long: tuple[Any, ...] = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
+    wait_us = round(request.queue_timeout_s * 1e6)
+    long: tuple[Any, ...] = (wait_us,) if wait_us else ()
     payload = _BESIDE if request.payload else ""
     if memory is not None:
-        payload, long = _IN_MEMORY, (round(request.queue_timeout_s * 1e6), (), request.spares_outputs, 0, memory)
+        payload, long = _IN_MEMORY, (wait_us, (), request.spares_outputs, 0, memory)
     last = (request.partition, request.generation, request.attempt, _flags(request.sequence), payload, *long)
     encode, size = _encoder.encode, int.from_bytes(frame[4:8], "little")
     stop = _PRELUDE.size + size - sum(len(encode(field)) for field in last)

@@ -22,39 +22,21 @@ from qinfer.wire.kserve_exact import STEP, STRICT_JSON, apply_parameters
 from qinfer.wire.kserve_json import elements_of
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
-from qinfer.wire.typed_contents import FIXED_BYTES, LENGTH, MAX_FIELDS, TYPED, VARINT, TypedContents, malformed, varint
+from qinfer.wire.typed_contents import LENGTH, MAX_FIELDS, TYPED, TypedContents, fields_of, malformed, varint
 
 
 def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
     """Takes a `bytes` field (up to number 15) out of a message."""
-    view, end, position, kept = memoryview(message), len(message), 0, 0
-    wanted = field << 3 | LENGTH
+    view, kept, wanted = memoryview(message), 0, field << 3 | LENGTH
     rest: list[Bytes] = []
     found: list[memoryview] = []
-    count = 0
-    try:
-        while position < end:
-            count += 1
-            if count > MAX_FIELDS:
-                raise InvalidRequest(f"the request has more than {MAX_FIELDS} inputs, outputs and parameters")
-            start = position
-            tag, position = varint(message, position)
-            kind = tag & 7
-            if kind == LENGTH:
-                size, position = varint(message, position)
-            elif kind == VARINT:
-                size, position = 0, varint(message, position)[1]
-            else:
-                size = FIXED_BYTES[kind]
-            if tag == wanted:
-                rest.append(view[kept:start])
-                found.append(view[position : position + size])
-                kept = position + size
-            position += size
-    except (IndexError, KeyError):
-        raise malformed() from None
-    if position != end:
-        raise malformed()
+    for count, (start, tag, begin, end) in enumerate(fields_of(message), 1):
+        if count > MAX_FIELDS:
+            raise InvalidRequest(f"the request has more than {MAX_FIELDS} inputs, outputs and parameters")
+        if tag == wanted:
+            rest.append(view[kept:start])
+            found.append(view[begin:end])
+            kept = end
     if not found:
         return message, found
     rest.append(view[kept:])

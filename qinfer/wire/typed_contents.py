@@ -26,7 +26,7 @@ def malformed() -> InvalidRequest:
     return InvalidRequest("the request is not a message of this call's type; send the message of its .proto file")
 
 
-def varint(message: Bytes, position: int) -> tuple[int, int]:
+def varint(message: Any, position: int) -> tuple[int, int]:
     """Returns a number and the next position, or raises `IndexError`."""
     value = message[position]
     position += 1
@@ -44,34 +44,44 @@ def varint(message: Bytes, position: int) -> tuple[int, int]:
     raise malformed()
 
 
+def fields_of(message: Any, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int, int]]:
+    """Yields start, tag, and the value's place of each field of a part of a message: bytes, or a file's `Ranges`."""
+    position, end = begin, len(message) if end is None else end
+    try:
+        while position < end:
+            start = position
+            tag, position = varint(message, position)
+            kind = tag & 7
+            if kind == LENGTH:
+                size, position = varint(message, position)
+            elif kind == VARINT:
+                size = varint(message, position)[1] - position
+            else:
+                size = FIXED_BYTES[kind]
+            if position + size > end:
+                raise malformed()
+            yield start, tag, position, position + size
+            position += size
+    except (IndexError, KeyError):
+        raise malformed() from None
+
+
 def check_fields(message: Bytes, kind: Any) -> None:
     """Refuses too many fields and list elements."""
     parts, count = [(0, len(message), kind)], 0
-    try:
-        while parts:
-            position, end, kind = parts.pop()
-            while position < end:
-                tag, position = varint(message, position)
-                field, size = kind.fields_by_number.get(tag >> 3), 0
-                count += 1
-                if tag & 7 == LENGTH:
-                    size, position = varint(message, position)
-                    count += _more(memoryview(message)[position : position + size], field)
-                    if field is not None and field.message_type is not None:
-                        parts.append((position, position + size, field.message_type))
-                elif tag & 7 == VARINT:
-                    position = varint(message, position)[1]
-                else:
-                    size = FIXED_BYTES[tag & 7]
-                position += size
-                if count > MAX_FIELDS:
-                    raise PayloadTooLarge(
-                        f"the request of {len(message)} bytes has more than {MAX_FIELDS} fields and elements of lists"
-                    )
-            if position != end:
-                raise malformed()
-    except (IndexError, KeyError):
-        raise malformed() from None
+    while parts:
+        begin, end, kind = parts.pop()
+        for _, tag, at, stop in fields_of(message, begin, end):
+            field = kind.fields_by_number.get(tag >> 3)
+            count += 1
+            if tag & 7 == LENGTH:
+                count += _more(memoryview(message)[at:stop], field)
+                if field is not None and field.message_type is not None:
+                    parts.append((at, stop, field.message_type))
+            if count > MAX_FIELDS:
+                raise PayloadTooLarge(
+                    f"the request of {len(message)} bytes has more than {MAX_FIELDS} fields and elements of lists"
+                )
 
 
 def _more(value: memoryview, field: Any) -> int:
@@ -143,32 +153,20 @@ class TypedContents:
 
     def _joined_lists(self) -> Bytes:
         """Returns the filled field's packed numbers."""
-        text, position, end, count = self._text, 0, len(self._text), 0
         lists: list[memoryview] = []
-        try:
-            while position < end:
-                count += 1
-                if count > MAX_FIELDS:
-                    raise PayloadTooLarge(
-                        f"the contents of an input have more than {MAX_FIELDS} fields; send their numbers packed, as "
-                        "proto3 does, or as raw_input_contents"
-                    )
-                tag, position = varint(text, position)
-                kind, begin = tag & 7, position
-                if kind == LENGTH:
-                    size, begin = varint(text, position)
-                    position = begin + size
-                else:
-                    position = varint(text, position)[1] if kind == VARINT else position + FIXED_BYTES[kind]
-                if tag >> 3 not in TYPED:
-                    continue  # protobuf skips unknown fields
-                self.is_mixed = self.is_mixed or self.field not in (0, tag >> 3)
-                self.field = tag >> 3
-                lists.append(text[begin:position])
-        except (IndexError, KeyError):
-            raise malformed() from None
+        for count, (_, tag, begin, end) in enumerate(fields_of(self._text), 1):
+            if count > MAX_FIELDS:
+                raise PayloadTooLarge(
+                    f"the contents of an input have more than {MAX_FIELDS} fields; send their numbers packed, as "
+                    "proto3 does, or as raw_input_contents"
+                )
+            if tag >> 3 not in TYPED:
+                continue  # protobuf skips unknown fields
+            self.is_mixed = self.is_mixed or self.field not in (0, tag >> 3)
+            self.field = tag >> 3
+            lists.append(self._text[begin:end])
         size = _WIDTHS.get(self.field, 0)
-        if position != end or any(len(one) % size if size else len(one) and one[-1] >= 0x80 for one in lists):
+        if any(len(one) % size if size else len(one) and one[-1] >= 0x80 for one in lists):
             raise malformed()
         return lists[0] if len(lists) == 1 else b"".join(lists)
 

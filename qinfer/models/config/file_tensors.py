@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from xml.parsers import expat
 
-from qinfer.errors import ModelLoadFailed
+from qinfer.errors import InvalidRequest, ModelLoadFailed
 from qinfer.models.repository.files import Blob
+from qinfer.wire.typed_contents import VARINT, fields_of, varint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def read_onnx(blob: Blob, name: str) -> FileTensors:
     """Reads an ONNX file without initializers, or raises `ModelLoadFailed`."""
     try:
         return _read_onnx(blob)
-    except (ValueError, IndexError):
+    except (ValueError, InvalidRequest):
         raise ModelLoadFailed(f"'{name}' can't be read: it is not an ONNX model") from None
 
 
@@ -126,37 +127,8 @@ def _text_field(view: Blob, wanted: int) -> str:
 
 
 def _fields(view: Blob) -> Iterator[tuple[int, int | Blob]]:
-    position, end = 0, len(view)
-    while position < end:
-        key, position = _varint(view, position)
-        wire_type = key & 7
-        if wire_type == 0:
-            value, position = _varint(view, position)
-            yield key >> 3, value
-            continue
-        if wire_type == 2:
-            length, position = _varint(view, position)
-        elif wire_type in (1, 5):
-            length = 8 if wire_type == 1 else 4
-        else:
-            raise ValueError("groups do not occur in ONNX")
-        if position + length > end:
-            raise ValueError("cut off")
-        yield key >> 3, view[position : position + length]
-        position += length
-
-
-def _varint(view: Blob, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = view[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("overlong integer")
+    for _, tag, begin, end in fields_of(view):
+        yield tag >> 3, varint(view, begin)[0] if tag & 7 == VARINT else view[begin:end]
 
 
 OPENVINO_MAX_BYTES = 256 * 2**20
