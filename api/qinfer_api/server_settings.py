@@ -13,10 +13,10 @@ from qinfer.core.messages import IdFactory
 from qinfer.core.settings import LogSettings as LogStart
 from qinfer.errors import InvalidRequest, UnsupportedFeature, ValueRefused
 from qinfer.models.catalog import Catalog
-from qinfer.models.shared_settings import LOGGING, Value, of_group, put_group, switches_of
-from qinfer.models.store import ControlStore
+from qinfer.models.store import LOGGING, ControlStore, of_group, put_group, switches_of
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
+from qinfer.queue.stored_records import SettingValue
 from qinfer_api.json_types import convert_json
 from qinfer_api.observe.trace_file import (
     CHANGE,
@@ -117,7 +117,7 @@ class SharedTraceSettings:
         store: ControlStore,
         catalog: Catalog,
         traces: TraceFile | None = None,
-        start: Mapping[str, Value] = START,
+        start: Mapping[str, SettingValue] = START,
     ) -> None:
         self._store = store
         self._start = start
@@ -164,7 +164,7 @@ def _current_values(switches: Switches) -> LogValues:
     )
 
 
-def _log_values(given: Changes) -> dict[str, Value]:
+def _log_values(given: Changes) -> dict[str, SettingValue]:
     if given.get("log_file") is not None:
         raise UnsupportedFeature("log file location can not be updated through network protocol")
     changes = convert_json(given, LogChanges)
@@ -173,5 +173,5 @@ def _log_values(given: Changes) -> dict[str, Value]:
         raise InvalidRequest(f"'log_verbose_level' must be within 0 and {_MAX_UINT32}, got {level}")
     if log_format is not None and log_format not in _LOG_FORMATS:
         raise ValueRefused(f"invalid argument for log_format, got: {log_format[:100]}; use default or ISO8601")
-    values: dict[str, Value | None] = msgspec.structs.asdict(changes)
+    values: dict[str, SettingValue | None] = msgspec.structs.asdict(changes)
     return {name: value for name, value in values.items() if value is not None}

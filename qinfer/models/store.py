@@ -1,5 +1,7 @@
 """Desired state, configurations, heartbeats and statistics in Redis; nothing here runs once per request.
 
+Settings that clients change while the server runs are one document for each value; `null` = cleared.
+
 Values are JSON, readable in `redis-cli`. Values with several writers are guarded by their generation in scripts.
 Processes read the desired state at start, on reconnect, when woken, and every 10 s.
 """
@@ -12,15 +14,18 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
 from redis.exceptions import ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.pins import Pin
 from qinfer.models.state import DesiredState, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.observe import logs
+from qinfer.observe.logs import Switches
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.router import load_script
-from qinfer.queue.stored_records import StoredRecords, decode_text, translated
+from qinfer.queue.stored_records import SettingValue, StoredRecords, decode_text, translated
 from qinfer.wire.versions import encode_document
 
 T = TypeVar("T")
@@ -333,3 +338,57 @@ def _last_id(streams: Any) -> str:
     """Returns the last entry's id; the reply to XREAD is a map with RESP3."""
     entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
     return decode_text(entries[-1][0])
+
+
+LOGGING = "logging"
+TRACE = "trace"
+"""The trace settings; `trace:<model>` has those of one model."""
+
+FOLLOW_EVERY_S = 2.0
+"""The longest delay of a change through another gateway."""
+
+
+def of_group(stored: Mapping[str, str], group: str) -> dict[str, SettingValue]:
+    """Returns the values of a group, without cleared values."""
+    values: dict[str, SettingValue] = {}
+    prefix = f"{group}/"
+    for name, document in stored.items():
+        if name.startswith(prefix):
+            value: SettingValue = msgspec.json.decode(document, type=SettingValue)
+            if value is not None:
+                values[name.removeprefix(prefix)] = value
+    return values
+
+
+async def put_group(store: ControlStore, group: str, values: Mapping[str, SettingValue]) -> None:
+    """Stores a group's values; `None` clears one."""
+    for name, value in values.items():
+        await store.put_setting(f"{group}/{name}", msgspec.json.encode(value).decode())
+
+
+def switches_of(values: Mapping[str, SettingValue], first: Switches) -> Switches:
+    """Returns the stored log switches, by default the process's own."""
+    verbose = values.get("log_verbose_level", first.verbose_level)
+    return Switches(
+        info=bool(values.get("log_info", first.info)),
+        warning=bool(values.get("log_warning", first.warning)),
+        error=bool(values.get("log_error", first.error)),
+        verbose_level=verbose if isinstance(verbose, int) else first.verbose_level,
+        iso8601=values.get("log_format") == "ISO8601",
+    )
+
+
+async def follow_log_settings(store: ControlStore, first: Switches) -> None:
+    """Applies stored log settings until cancelled."""
+    applied: Switches | None = None
+    while True:
+        try:
+            values = of_group(await store.settings(), LOGGING)
+        except BrokerUnavailable:
+            values = {}
+        if values:
+            wanted = switches_of(values, first)
+            if wanted != applied:
+                logs.apply(wanted)
+                applied = wanted
+        await asyncio.sleep(FOLLOW_EVERY_S)

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -144,14 +145,10 @@ class EmbeddedRedis:
         """Returns the exit code; `None` = running."""
         return self.process.poll() if self.process else 0
 
-    def terminate(self) -> None:
-        """Calls `stop`, for a supervisor."""
-        self.stop()
-
-    kill = terminate
-
-    def reload(self) -> None:
-        """Does nothing."""
+    def send_signal(self, number: int) -> None:
+        """Calls `stop`, for a supervisor; Redis has no files to read again at SIGHUP."""
+        if number != signal.SIGHUP:
+            self.stop()
 
     def __enter__(self) -> Self:
         self.start()

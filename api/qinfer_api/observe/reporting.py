@@ -19,9 +19,8 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
-from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.state import SCALED_DOWN, SCALED_UP
-from qinfer.models.store import ControlStore
+from qinfer.models.store import ControlStore, follow_log_settings
 from qinfer.observe import model_metrics
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render

@@ -22,11 +22,11 @@ from msgspec import UNSET, Meta, UnsetType
 from qinfer.core.messages import CalledTensor
 from qinfer.core.settings_sections import TraceSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, SettingsError, UnsupportedFeature
-from qinfer.models.shared_settings import FOLLOW_EVERY_S, TRACE, Value, of_group
-from qinfer.models.store import ControlStore
+from qinfer.models.store import FOLLOW_EVERY_S, TRACE, ControlStore, of_group
+from qinfer.queue.stored_records import SettingValue
 from qinfer.tensors import DATATYPES, Tensor, iter_bytes, to_numpy
 
-START: dict[str, Value] = {
+START: dict[str, SettingValue] = {
     "trace_level": ["OFF"],
     "trace_rate": "1000",
     "trace_count": "-1",
@@ -83,12 +83,12 @@ def group_of(model: str) -> str:
     return f"{TRACE}:{model}" if model else TRACE
 
 
-def start_of(trace: TraceSettings) -> dict[str, Value]:
+def start_of(trace: TraceSettings) -> dict[str, SettingValue]:
     """Returns the values of the settings when the server starts."""
     return START | {"trace_level": [trace.level], "trace_rate": str(trace.rate), "trace_count": str(trace.count)}
 
 
-def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
+def groups_of(stored: Mapping[str, str], start: Mapping[str, SettingValue]) -> dict[str, dict[str, SettingValue]]:
     """Returns the values of the server (empty name) and of models."""
     server = {**start, **of_group(stored, TRACE)}
     prefix = f"{TRACE}:"
@@ -102,13 +102,13 @@ def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str
     return groups
 
 
-def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
+def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, SettingValue]:
     """Returns the values of an update; refuses unsupported changes."""
     if changes.trace_file is not UNSET:
         raise UnsupportedFeature("trace file location can not be updated through network protocol")
     if changes.trace_mode not in (None, _MODE):
         raise UnsupportedFeature(_OTHER_MODE)
-    values: dict[str, Value] = {}
+    values: dict[str, SettingValue] = {}
     if not isinstance(changes.trace_level, UnsetType):
         values["trace_level"] = levels = _level(changes.trace_level)
         if levels and "OFF" not in levels and not is_written:
@@ -312,7 +312,7 @@ class Sampling:
 class TraceFile:
     """Writes this gateway's traces to `path`, or to `path` with a number added."""
 
-    def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
+    def __init__(self, path: Path, start: Mapping[str, SettingValue] = START) -> None:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
             raise SettingsError(f"QINFER_TRACE__FILE={path} can't be written; name a file in a writable directory")
         self._path = path

@@ -86,16 +86,8 @@ class Process(Protocol):
         """Returns the exit code (negative = signal); `None` = running."""
         ...
 
-    def terminate(self) -> None:
-        """Asks the process to end."""
-        ...
-
-    def kill(self) -> None:
-        """Ends the process at once."""
-        ...
-
-    def reload(self) -> None:
-        """Makes the process read its files again."""
+    def send_signal(self, number: int) -> None:
+        """Asks the process to end (SIGTERM) or to read its files again (SIGHUP), or ends it (SIGKILL)."""
         ...
 
 
@@ -129,20 +121,10 @@ class Program:
             self._popen.stdin.close()
         return code
 
-    def terminate(self) -> None:
-        """Sends SIGTERM."""
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the program has ended."""
         assert self._popen is not None
-        self._popen.terminate()
-
-    def kill(self) -> None:
-        """Sends SIGKILL."""
-        assert self._popen is not None
-        self._popen.kill()
-
-    def reload(self) -> None:
-        """Sends SIGHUP."""
-        assert self._popen is not None
-        self._popen.send_signal(signal.SIGHUP)
+        self._popen.send_signal(number)
 
 
 class GaveUp(QinferError):
@@ -192,7 +174,7 @@ class Supervisor:
         """Restores the signals; kills processes left by an error."""
         for child in self._children:
             if not child.ended and child.restart_at_s is None:
-                child.process.kill()
+                child.process.send_signal(signal.SIGKILL)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
         signal.set_wakeup_fd(self._previous_fd)
@@ -205,7 +187,7 @@ class Supervisor:
         return self._stops_asked > 0
 
     def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
-        """Supervises a process; `stop_s` are between `terminate` and `kill`."""
+        """Supervises a process; `stop_s` are between SIGTERM and SIGKILL."""
         process.start()
         self._children.append(_SupervisedProcess(process, policy, stop_s, started_s=self._clock.monotonic_s()))
 
@@ -247,7 +229,7 @@ class Supervisor:
                     # it has ended already
                     child.restart_at_s, child.kill_at_s, child.ended = None, None, True
                 else:
-                    child.process.terminate()
+                    child.process.send_signal(signal.SIGTERM)
                     self._check_child(child)
 
     def supervises(self, process: Process) -> bool:
@@ -278,7 +260,7 @@ class Supervisor:
             return
         for child in self._children:
             if not (child.ended or child.stopping) and child.restart_at_s is None:
-                child.process.reload()
+                child.process.send_signal(signal.SIGHUP)
 
     def _check_child(self, child: _SupervisedProcess) -> None:
         if child.ended:
@@ -294,7 +276,7 @@ class Supervisor:
                 child.kill_at_s = None
                 why = f": it did not end within {child.stop_s:g} s" if self._stops_asked < 2 else ""
                 self._say(f"{child.process.name} is killed{why}")
-                child.process.kill()
+                child.process.send_signal(signal.SIGKILL)
             return
         if child.stopping:
             child.ended, child.kill_at_s = True, None

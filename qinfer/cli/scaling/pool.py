@@ -4,6 +4,7 @@ Each worker has a *slot*, even while draining: its share of the cores, for the m
 are equally fast.
 """
 
+import signal
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -36,10 +37,10 @@ class PoolWorker(Program):
         self.is_ready = False
         super().start()
 
-    def kill(self) -> None:
-        """Counts, and kills the worker."""
-        self.kills += 1
-        super().kill()
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, and counts kills."""
+        self.kills += number == signal.SIGKILL
+        super().send_signal(number)
 
 
 class ScalingPool:

@@ -68,7 +68,7 @@ class _Broken(ControlStore):
 
 async def test_a_part_that_dies_ends_the_whole(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its error; nobody is accepted any more, by neither protocol."""
-    monkeypatch.setattr("qinfer.models.shared_settings.FOLLOW_EVERY_S", 0.01)
+    monkeypatch.setattr("qinfer.models.store.FOLLOW_EVERY_S", 0.01)
     settings, store = settings_of(grpc={}), database.store(_Broken)
     listener = bind(settings.http)
     gateway = Gateway(settings, await database.delivery(), store, listener, rpc=open_port(settings))
@@ -88,7 +88,7 @@ async def test_a_part_that_dies_ends_the_whole(database: Database, monkeypatch: 
 
 async def test_who_waits_is_told_when_a_part_dies(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """503 instead of a connection that breaks off."""
-    monkeypatch.setattr("qinfer.models.shared_settings.FOLLOW_EVERY_S", 0.01)
+    monkeypatch.setattr("qinfer.models.store.FOLLOW_EVERY_S", 0.01)
     settings, store, delivery = settings_of(), database.store(_Broken), await database.delivery()
     gateway = Gateway(settings, delivery, store, bind(settings.http))
     await declare_models(store, delivery)

@@ -7,7 +7,7 @@ import pytest
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue.sequences.records import SequenceId
 from qinfer.testing import eventually
-from qinfer_workers.inference import version_pins
+from qinfer_workers.inference import models
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.sequence_scene import Sequencing
 
@@ -217,7 +217,7 @@ async def test_a_model_is_unloaded_when_its_sequences_have_ended(sums: Sequencin
 
 async def test_a_sequence_stays_on_its_version_until_it_ends(sums: Sequencing, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next version takes new sequences meanwhile; the old one is pinned, and unloaded afterwards."""
-    monkeypatch.setattr(version_pins, "PIN_EVERY_S", 0.05)
+    monkeypatch.setattr(models, "PIN_EVERY_S", 0.05)
     store = sums.scene.store
     await sums.scene.worker()
     assert value(await (await sums.send(1, start=True))) == 1

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from qinfer.core.settings import LogSettings as LogStart
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError, UnsupportedFeature, ValueRefused
-from qinfer.models.shared_settings import LOGGING, of_group
-from qinfer.models.store import ControlStore
+from qinfer.models.store import LOGGING, ControlStore, of_group
 from qinfer_api.observe.trace_file import TraceFile
 from qinfer_api.server_settings import LogValues, SharedLogSettings, SharedTraceSettings, TraceValues
 from tests.support.stub_catalog import stub_catalog

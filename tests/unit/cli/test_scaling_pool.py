@@ -1,5 +1,6 @@
 """The pool of an autoscaler with real, tiny processes in place of workers."""
 
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_crashes_are_counted(scene: Scene, said: list[str]) -> None:
     (worker,) = scene.workers
     scene.pool.update(scene.beat(worker))
 
-    worker.kill()
+    worker.send_signal(signal.SIGKILL)
     while worker.starts < 2:
         scene.supervisor.wait(5.0)
     scene.pool.update(scene.beat(worker)[:0])

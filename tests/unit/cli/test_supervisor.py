@@ -58,14 +58,8 @@ class Script:
             self.popen.stdout.close()
         return code
 
-    def terminate(self) -> None:
-        self.popen.terminate()
-
-    def kill(self) -> None:
-        self.popen.kill()
-
-    def reload(self) -> None:
-        self.popen.send_signal(signal.SIGHUP)
+    def send_signal(self, number: int) -> None:
+        self.popen.send_signal(number)
 
 
 @pytest.fixture
@@ -84,7 +78,7 @@ def test_crashed_process_is_restarted(supervisor: Supervisor, said: list[str]) -
     script = Script("worker 1", SLEEPS)
     supervisor.add(script, QUICK, stop_s=5)
 
-    script.kill()
+    script.send_signal(signal.SIGKILL)
     while script.starts < 2:
         supervisor.wait(5)
 
@@ -176,9 +170,9 @@ class Worker:
     name = "worker"
     def start(self): pass
     def poll(self): return None
-    def reload(self): print("reload", file=sys.stderr, flush=True)
-    def terminate(self): self.poll = lambda: 0
-    kill = terminate
+    def send_signal(self, number):
+        if number == signal.SIGHUP: print("reload", file=sys.stderr, flush=True)
+        else: self.poll = lambda: 0
 with Supervisor(print) as supervisor:
     worker = Worker()
     supervisor.add(worker, None, stop_s=5)
@@ -246,7 +240,7 @@ def test_others_are_looked_after_while_one_stops(supervisor: Supervisor) -> None
     gateway, worker = Script("gateway", SLEEPS), Script("worker", SLEEPS)
     supervisor.add(gateway, QUICK, stop_s=5)
     supervisor.add(worker, RestartPolicy(first_delay_s=0.0), stop_s=5)
-    worker.kill()
+    worker.send_signal(signal.SIGKILL)
     worker.popen.wait()
 
     supervisor.stop([gateway])

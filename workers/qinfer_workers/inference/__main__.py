@@ -27,8 +27,7 @@ from qinfer.jobs.examiner_pool import READ_SHARES, READERS, ExaminerPool
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.shared_settings import follow_log_settings
-from qinfer.models.store import ControlStore
+from qinfer.models.store import ControlStore, follow_log_settings
 from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue

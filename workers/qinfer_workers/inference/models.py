@@ -1,7 +1,8 @@
 """The models that this worker serves: loads and unloads instances to match the desired state.
 
 Everything is re-read at start, when woken and every 10 s. The old generation serves until the new one is loaded, or
-longer if that fails. A pinned version that its policy has dropped is loaded again only with its pinned hash.
+longer if that fails. A pinned version that its policy has dropped is loaded again only with its pinned hash. A sequence
+pins the version that it began with, an ensemble those that it was loaded with.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.config import config
 from qinfer.models.installation import InstallationState, is_gone
-from qinfer.models.pins import kept_by_pins
+from qinfer.models.pins import Pin, kept_by_pins
 from qinfer.models.readiness import PENDING_REASON, is_placed
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState
@@ -351,3 +353,74 @@ class Models:
                 self._fail((model.model, version), model.generation, error)
             return
         await put_completion(model, completion, self._store)
+
+
+PIN_EVERY_S = 20.0
+
+_PIN_TTL_S = 60.0
+
+
+class VersionPins:
+    """Keeps a worker's pins for one reason; `versions` returns versions → the hash to execute (empty = any)."""
+
+    def __init__(
+        self,
+        store: ControlStore,
+        clock: ServerClock,
+        worker_id: str,
+        reason: str,
+        versions: Callable[[], Mapping[Key, str]],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._holder = worker_id
+        self._reason = reason
+        self._versions = versions
+        self._pinned: set[Key] = set()
+        self._changed = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    def changed(self) -> None:
+        """Triggers a write."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Writes the pins until cancelled."""
+        outage = OutageLog(logger, f"pins of {self._reason} not renewed", f"pins of {self._reason} are renewed again")
+        while True:
+            self._changed.clear()
+            try:
+                await self.write()
+                outage.over()
+            except QinferError as error:
+                outage.failed(error.message)
+            try:
+                async with asyncio.timeout(PIN_EVERY_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def write(self) -> None:
+        """Writes needed pins, removes others, wakes readers."""
+        async with self._writing:
+            versions = self._versions()
+            is_news = versions.keys() != self._pinned
+            for key, content_hash in versions.items():
+                self._pinned.add(key)
+                await self._put(key, content_hash, _PIN_TTL_S)
+            for key in self._pinned - versions.keys():
+                await self._put(key, "", 0.0)
+                self._pinned.discard(key)
+            if is_news:
+                await self._store.wake()
+
+    async def _put(self, key: Key, content_hash: str, ttl_s: float) -> None:
+        pin = Pin(
+            model=key[0],
+            version=key[1],
+            content_hash=content_hash,
+            reason=self._reason,
+            holder=self._holder,
+            expires_at=self._clock.now_s() + ttl_s,
+        )
+        await self._store.put_pin(pin, ttl_s)

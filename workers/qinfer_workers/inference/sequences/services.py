@@ -16,9 +16,8 @@ from qinfer_workers.inference.ensembles.runs import RunParts
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.loader import LoadedVersion
-from qinfer_workers.inference.models import Key
+from qinfer_workers.inference.models import Key, VersionPins
 from qinfer_workers.inference.sequences.service import Parts, SequenceService
-from qinfer_workers.inference.version_pins import VersionPins
 
 StepsBatcher = SequenceBatcher | EnsembleSteps
 

@@ -9,9 +9,8 @@ import pytest
 
 from qinfer.core.settings import LogSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models import shared_settings
-from qinfer.models.shared_settings import LOGGING, follow_log_settings, of_group, put_group, switches_of
-from qinfer.models.store import ControlStore
+from qinfer.models import store as control_store
+from qinfer.models.store import LOGGING, ControlStore, follow_log_settings, of_group, put_group, switches_of
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 from qinfer.testing import eventually
@@ -67,7 +66,7 @@ def test_what_nobody_set_is_as_at_the_start() -> None:
 
 async def test_a_process_follows(database: Database, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     """From the next look on; it goes on when the store was away."""
-    monkeypatch.setattr(shared_settings, "FOLLOW_EVERY_S", 0.001)
+    monkeypatch.setattr(control_store, "FOLLOW_EVERY_S", 0.001)
     store = database.store(Store)
     following = asyncio.create_task(follow_log_settings(store, Switches()))
 
