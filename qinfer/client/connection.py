@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from qinfer import errors
-from qinfer.client.budget import RetryBudget
 from qinfer.client.flows import checked_headers, header_value
 from qinfer.client.steps import Gateways, GatewayUrl, Policy
 from qinfer.core.clock import Clock, SystemClock
+from qinfer.core.retry import RetryBudget
 
 DEFAULT_TIMEOUT_S = 60.0
 

@@ -15,9 +15,8 @@ import httpx
 import msgspec
 
 from qinfer import errors
-from qinfer.client.budget import RetryBudget
 from qinfer.core.clock import Clock
-from qinfer.core.retry import pause_s
+from qinfer.core.retry import RetryBudget, pause_s
 from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, SequenceLost, Unreachable
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from qinfer.observe.logs import Switches
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.router import load_script
-from qinfer.queue.stored_records import SettingValue, StoredRecords, decode_text, translated
+from qinfer.queue.stored_records import SettingValue, StoredRecords, decode_text, entries_of, translated
 from qinfer.wire.versions import encode_document
 
 T = TypeVar("T")
@@ -232,9 +232,8 @@ class ControlStore:
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             block_ms = max(int(min(left_s, _MAX_BLOCK_S) * 1000), 1)
-            streams = await _reply(self.client.xread({keys.control(): last}, block=block_ms))
-            if streams:
-                self._last_wakes[task] = _last_id(streams)
+            if entries := entries_of(await _reply(self.client.xread({keys.control(): last}, block=block_ms))):
+                self._last_wakes[task] = decode_text(entries[-1][0])
                 return True
         return False
 
@@ -332,12 +331,6 @@ def _format_version(version: tuple[str, int]) -> str:
 
 def _speed_field(version: int) -> str:
     return f"speed:{version}"
-
-
-def _last_id(streams: Any) -> str:
-    """Returns the last entry's id; the reply to XREAD is a map with RESP3."""
-    entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
-    return decode_text(entries[-1][0])
 
 
 LOGGING = "logging"

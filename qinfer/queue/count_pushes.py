@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from qinfer.queue import keys
-from qinfer.queue.stored_records import decode_text, translated
+from qinfer.queue.stored_records import decode_text, entries_of, translated
 
 ALL = ""
 
@@ -77,10 +77,7 @@ class CountPushes:
     async def _read_stream(self, key: str, last: str, block_s: float) -> list[tuple[str, Mapping[bytes, bytes]]]:
         with translated():
             streams = await self._client.xread({key: last}, block=max(int(block_s * 1000), 1))
-        if not streams:
-            return []
-        entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
-        return [(decode_text(entry), fields) for entry, fields in entries]
+        return [(decode_text(entry), fields) for entry, fields in entries_of(streams)]
 
 
 def _names(text: bytes) -> list[str]:

@@ -5,7 +5,7 @@ import logging
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
@@ -129,6 +129,13 @@ def _number(value: bytes) -> int:
     if len(value) > _MAX_DIGITS:
         raise ValueError("it has too many digits")
     return int(value)
+
+
+def entries_of(streams: Any) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
+    """Returns the entries of the one stream in a reply to XREAD, which is a map with RESP3."""
+    if not streams:
+        return []
+    return list(next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1])
 
 
 def decode_text(value: bytes | str) -> str:

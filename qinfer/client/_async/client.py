@@ -12,7 +12,6 @@ import httpx
 from qinfer.client import flows, job_flows, model_flows
 from qinfer.client._async import sequences
 from qinfer.client._async.jobs import AsyncJob
-from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
@@ -25,6 +24,7 @@ from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connectio
 from qinfer.client.streams import stream_in_tasks
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
+from qinfer.core.retry import RETRY_SHARE
 from qinfer.errors import QinferError
 from qinfer.wire.bodies import JobEstimate, ModelIndexEntry, ModelMetadata
 

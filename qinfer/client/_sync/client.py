@@ -13,7 +13,6 @@ import httpx
 from qinfer.client import flows, job_flows, model_flows
 from qinfer.client._sync import sequences
 from qinfer.client._sync.jobs import Job
-from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedThreads, Hedging
@@ -26,6 +25,7 @@ from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connectio
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
+from qinfer.core.retry import RETRY_SHARE
 from qinfer.errors import QinferError
 from qinfer.wire.bodies import JobEstimate, ModelIndexEntry, ModelMetadata
 

@@ -1,4 +1,4 @@
-"""What `qinfer up` decides about bulk jobs and large tensors."""
+"""What `qinfer up` decides about bulk jobs and large tensors, and errors that cross the pipe of its preparation."""
 
 import importlib.util
 import os
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.local.deployment import UpOptions
+from qinfer import errors
+from qinfer.cli.console import CommandFailed
+from qinfer.cli.local.deployment import UpOptions, _Answer
 from qinfer.cli.local.machine import RunFile, write_run
 from qinfer.cli.local.preparation import PAYLOAD_BYTES, allowed_stores, jobs_line, payload_store, why_no_bulk_worker
 from qinfer.cli.overview import payload_limits, program_variables
@@ -98,3 +100,28 @@ def test_the_summary_says_where_jobs_may_read_and_write() -> None:
 
     assert jobs_line(allowed, "") == "within file:///data"
     assert jobs_line(allowed, "celery is not installed") == "off; celery is not installed"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.SettingsError("QINFER_HTTP__PORT=70000: too large"),
+        errors.Overloaded("too many"),
+        ModuleNotFoundError("No module named 'redis'", name="redis"),
+        ImportError("no such name"),
+        FileNotFoundError(2, "No such file or directory", "/nowhere"),
+        PermissionError(13, "Permission denied"),
+    ],
+)
+def test_errors_arrive_as_they_were(error: Exception) -> None:
+    """The class decides the exit code, the text and the module are shown."""
+    raised = _Answer.from_error(error).raised()
+
+    assert (type(raised), str(raised)) == (type(error), str(error))
+    assert getattr(raised, "name", None) == getattr(error, "name", None)
+
+
+def test_an_error_of_another_module_arrives_as_the_nearest_that_is_known() -> None:
+    raised = _Answer.from_error(CommandFailed("it failed")).raised()
+
+    assert (type(raised), str(raised)) == (errors.QinferError, "it failed")

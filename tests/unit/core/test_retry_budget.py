@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer import errors
-from qinfer.client.budget import RESERVE_PER_S, WINDOW_S, RetryBudget
+from qinfer.core.retry import RESERVE_PER_S, WINDOW_S, RetryBudget
 from tests.support.scripted_gateway import Server, X, answer, reply
 
 RESERVE = int(RESERVE_PER_S * WINDOW_S)
