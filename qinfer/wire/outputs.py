@@ -6,7 +6,7 @@ Each element of a ranked output is `value:index` or `value:index:label`, with th
 it: integers plain, floats with six decimals (reference §1.9).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.core.messages import Response
-from qinfer.errors import InvalidRequest, OutputMismatch, RegionUnavailable, UnsupportedFeature
+from qinfer.errors import InvalidRequest, OutputMismatch, QinferError, RegionUnavailable, UnsupportedFeature
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes, to_numpy
 
 Array = npt.NDArray[Any]
@@ -128,22 +128,28 @@ class Regions(Protocol):
 
 
 class NoRegions:
-    """The `Regions` of a server without shared memory."""
+    """The `Regions` of a server or message without shared memory; methods raise the error that `refusal` makes."""
+
+    def __init__(self, refusal: Callable[[], QinferError]) -> None:
+        self._refusal = refusal
 
     def view(self, name: str, offset: int, byte_size: int) -> NoReturn:
         """Refuses."""
-        raise no_shared_memory()
+        raise self._refusal()
 
-    def check(self, name: str, offset: int, byte_size: int) -> NoReturn:
-        """Refuses."""
-        raise no_shared_memory()
+    check = view
 
     def write(self, name: str, offset: int, data: Bytes) -> NoReturn:
         """Refuses."""
-        raise no_shared_memory()
+        raise self._refusal()
 
 
-NO_REGIONS = NoRegions()
+def no_shared_memory() -> UnsupportedFeature:
+    """Returns Triton's error for disabled shared memory."""
+    return UnsupportedFeature(_NO_SHARED_MEMORY)
+
+
+NO_REGIONS = NoRegions(no_shared_memory)
 
 
 class Special(msgspec.Struct, frozen=True):
@@ -183,11 +189,6 @@ class PreparedOutputs(NamedTuple):
 
     outputs: tuple[Tensor, ...]
     placed: frozenset[str]
-
-
-def no_shared_memory() -> UnsupportedFeature:
-    """Returns Triton's error for disabled shared memory."""
-    return UnsupportedFeature(_NO_SHARED_MEMORY)
 
 
 def read_special(parameters: Mapping[str, Any], regions: Regions) -> Special | None:

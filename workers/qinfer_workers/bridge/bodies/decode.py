@@ -13,7 +13,7 @@ Replies have the same form, unless the route says otherwise.
 import struct
 from collections.abc import Mapping
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +27,7 @@ from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.json_pieces import JsonBounds
 from qinfer.wire.json_scan import LARGE_BYTES
 from qinfer.wire.kserve_json import decode_infer
-from qinfer.wire.outputs import OutputPlan, bind
+from qinfer.wire.outputs import NoRegions, OutputPlan, bind
 from qinfer_workers.bridge.bodies.content import (
     COMPRESSION_HEADER,
     Content,
@@ -236,22 +236,11 @@ class BodyCodec:
         return _FORMS[wanted]
 
 
-class _NoRegions:
-    def view(self, name: str, offset: int, byte_size: int) -> NoReturn:
-        raise _no_shared_memory()
-
-    def check(self, name: str, offset: int, byte_size: int) -> NoReturn:
-        raise _no_shared_memory()
-
-    def write(self, name: str, offset: int, data: Bytes) -> NoReturn:
-        raise _no_shared_memory()
-
-
-_REGIONS = _NoRegions()
-
-
 def _no_shared_memory() -> InvalidRequest:
     return InvalidRequest("a message can't refer to shared memory; send the tensor's data in its body")
+
+
+_REGIONS = NoRegions(_no_shared_memory)
 
 
 def _looks_like(body: Bytes) -> Kind:
