@@ -281,6 +281,18 @@ class Backend(Protocol):
         ...
 
 
+class Wrapper:
+    """A backend or a context around another, `inner`, which has all attributes that the wrapper lacks."""
+
+    short_on_loop: bool
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 class ManagesModels(Protocol):
     """Loads and unloads models for a model's code: Triton's Model Loading API. Every method blocks its thread."""
 

@@ -1,4 +1,4 @@
-"""The `tensorrt` backend: `model.plan`, or `model.onnx`, whose engine it builds once and caches (`tensorrt_plan`).
+"""The `tensorrt` backend: `model.plan`, or `model.onnx`, whose engine it builds once and caches (`tensorrt_build`).
 
 Each instance has its own CUDA stream, pinned host memory, and buffers. With `optimization { cuda { graphs: true } }`,
 the second execution of each shape is recorded as a CUDA graph, with its copies, and then replayed. Written against the
@@ -21,7 +21,7 @@ import tensorrt as trt
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda, end_if_lost
 from qinfer.backends.parameters import cleaned, engine_cache, model_file, model_variables
-from qinfer.backends.tensorrt_plan import build_of, cache_key
+from qinfer.backends.tensorrt_build import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
 from qinfer.models.config.file_tensors import read_onnx
 from qinfer.models.repository.files import LocalFiles

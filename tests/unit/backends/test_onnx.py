@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from qinfer.backends.base import Array, Batch, Context
 from qinfer.backends.onnx import OnnxBackend
 from qinfer.backends.registry import factory
-from qinfer.backends.reshape import reshaped
+from qinfer.backends.shapes import with_shapes
 from qinfer.backends.stub import StubBackend
 from qinfer.core.messages import InferRequest
 from qinfer.errors import (
@@ -211,7 +211,7 @@ def test_reshape_gives_model_and_client_their_own_shapes(tmp_path: Path) -> None
     )
     scalar = {"datatype": "FP32", "dims": (1,), "reshape": ()}
     model = spec("FP32", inputs=(TensorSpec(name="x", **scalar),), outputs=(TensorSpec(name="y", **scalar),))  # type: ignore[arg-type]
-    backend = reshaped(OnnxBackend(), model)
+    backend = with_shapes(OnnxBackend(), model)
     backend.load(model, tmp_path, Device())
     answers = Answers()
 
@@ -230,7 +230,7 @@ def test_reshape_refuses_an_output_of_another_size(dims: tuple[int, ...], reshap
     """A model that returns more or fewer elements than the client's shape holds, or lacks a dimension, is told so."""
     shape = TensorSpec(name="y", datatype="FP32", dims=dims, reshape=reshape)
     model = spec("FP32", backend="stub", outputs=(shape,))
-    backend = reshaped(StubBackend(), model)
+    backend = with_shapes(StubBackend(), model)
     backend.load(model, Path(), Device())
 
     with pytest.raises(OutputMismatch, match=r"'y' as FP32\[1, 3\]"):
@@ -253,7 +253,7 @@ def test_variable_dimensions_keep_their_order(
     x, y = (TensorSpec(name=name, datatype="FP32", dims=dims, reshape=reshape) for name in "xy")
     model = spec("FP32", backend="stub", inputs=(x,), outputs=(y,))
     stub, answers = _Seeing(), Answers()
-    backend = reshaped(stub, model)
+    backend = with_shapes(stub, model)
     backend.load(model, Path(), Device())
 
     backend.execute(batch(np.ones(sent, "f4"), [sent[0]]), answers)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qinfer.backends.base import Array, Backend, Batch, cut
 from qinfer.backends.onnx import OnnxBackend
-from qinfer.backends.ragged import batch_input, cuts_of, with_ragged_batches
+from qinfer.backends.shapes import batch_input, cuts_of, with_shapes
 from qinfer.backends.torch import TorchBackend
 from qinfer.batching.assemble import assemble, key_function
 from qinfer.core.messages import InferRequest
@@ -44,7 +44,7 @@ def execute(backend: Backend, spec: ModelSpec, requests: Sequence[InferRequest])
 def load(directory: Path) -> tuple[Backend, ModelSpec]:
     text = (directory / "config.pbtxt").read_text()
     spec = config.to_spec(config.normalise(config.parse(text), directory.name, ["model.onnx"]))
-    backend = with_ragged_batches(OnnxBackend(), spec)
+    backend = with_shapes(OnnxBackend(), spec)
     backend.load(spec, directory / "1", CPU)
     return backend, spec
 
@@ -176,7 +176,7 @@ def test_torch(tmp_path: Path) -> None:
         batch_inputs=(BatchInputSpec(BatchInputKind.ELEMENT_COUNT, "sizes", "INT32", "x", 1),),
         batch_outputs=(BatchOutputSpec("y", (-1, -1), "x"),),
     )
-    backend = with_ragged_batches(TorchBackend(), spec)
+    backend = with_shapes(TorchBackend(), spec)
     backend.load(spec, tmp_path / "1", CPU)
 
     answers = execute(backend, spec, [request(np.ones((1, n), "f4")) for n in (3, 1, 2)])
@@ -188,7 +188,7 @@ def test_what_needs_none_is_not_wrapped() -> None:
     backend = OnnxBackend()
     plain = spec_of("onnxruntime", tensors(("x", "FP32", (-1,))), ())
 
-    assert with_ragged_batches(backend, plain) is backend
+    assert with_shapes(backend, plain) is backend
 
 
 def test_python_models_get_each_requests_own_tensors(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_python_models_get_each_requests_own_tensors(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("dims: [ -1 ] }", "dims: [ -1 ] allow_ragged_batch: true }", 1))
     spec = python_spec(directory)
     assert spec.inputs[0].ragged
-    backend = with_ragged_batches(load_python(directory), spec)
+    backend = with_shapes(load_python(directory), spec)
 
     try:
         answers = execute(backend, spec, [request(np.full((1, n), n, "f4")) for n in (3, 1, 2)])

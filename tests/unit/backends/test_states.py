@@ -15,9 +15,9 @@ from onnx import helper
 from qinfer.backends.base import Array, Backend, Batch
 from qinfer.backends.onnx import OnnxBackend
 from qinfer.backends.openvino import OpenvinoBackend
-from qinfer.backends.reshape import reshaped
+from qinfer.backends.shapes import with_shapes
 from qinfer.backends.stub import StubBackend
-from qinfer.backends.tensorrt_plan import profiles
+from qinfer.backends.tensorrt_build import profiles
 from qinfer.backends.torch import TorchBackend
 from qinfer.core.messages import InferRequest
 from qinfer.errors import ModelLoadFailed
@@ -149,7 +149,7 @@ def test_a_state_that_is_answered_too_comes_twice(make: Callable[[], Backend], t
 def test_a_state_is_not_reshaped_as_the_output_of_its_name(tmp_path: Path) -> None:
     answered = TensorSpec(name="STATE_OUT", datatype="FP32", dims=(1, 1), reshape=(1,))
     model = stateful(outputs=(answered,))
-    backend = reshaped(OnnxBackend(), model)
+    backend = with_shapes(OnnxBackend(), model)
     backend.load(model, onnx_file(tmp_path), CPU)
 
     answers = run(backend, columns(INPUT=[1, 2], STATE_IN=[10, 20]), (), ())

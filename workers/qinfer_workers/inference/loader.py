@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qinfer.backends.base import Backend, BackendFactory
-from qinfer.backends.ragged import with_ragged_batches
 from qinfer.backends.registry import CompleteConfig
-from qinfer.backends.reshape import reshaped
+from qinfer.backends.shapes import with_shapes
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.watched import within
 from qinfer.core.clock import ServerClock
@@ -309,7 +308,7 @@ class Loader:
     ) -> Backend:
         """Abandons overdue calls, unless they can be interrupted."""
         spec = loaded.spec
-        instance = self.watchdog.watched(reshaped(with_ragged_batches(backend, spec), spec), spec, loaded.version)
+        instance = self.watchdog.watched(with_shapes(backend, spec), spec, loaded.version)
         clock = instance.clock
 
         def load() -> None:

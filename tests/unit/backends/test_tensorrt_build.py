@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.backends.tensorrt_plan import Build, build_of, cache_key, parse_shapes
+from qinfer.backends.tensorrt_build import Build, build_of, cache_key, parse_shapes
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.spec import Accelerator, BatchingSpec, ModelSpec
