@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.ensembles import runnable
-from qinfer.models.ensemble_checks import check_settings, check_steps, origin_of
+from qinfer.models.config.ensembles import check_settings, check_steps, origin_of, runnable
 from qinfer.models.sequence_spec import of_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec, Reshape, inward, outward
 

@@ -1,6 +1,6 @@
 """The schedulers of sequences against everything that may happen to them, in any order, and a simple model of §3.4."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qinfer.batching.policy import Item
-from qinfer.batching.sequences.controls import control_inputs
+from qinfer.batching.sequences.execution import control_inputs
 from qinfer.batching.sequences.scheduler import SequenceDecision, SequenceScheduler
 from qinfer.batching.sequences.steps import SequenceStep, StepBatch
 from qinfer.errors import Cancelled, DeadlineExceeded, InvalidRequest, SequenceEnded
@@ -65,7 +65,7 @@ class Sequence:
         steps: All of them.
         fates: What became of each that is not here any more.
         open: Steps may follow.
-        broken: A step of it expired, died or was cancelled.
+        broken: A step of it expired or was cancelled.
         place: The instance, and for the strategy `direct` the row, that all its steps have.
     """
 
@@ -277,24 +277,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executing)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """A batch ends; some of its steps go on with another iteration, or die."""
+        """A batch ends; some of its steps go on with another iteration."""
         batch = self.executing[data.draw(st.sampled_from(sorted(self.executing)))]
-        fate = st.sampled_from(["done", "done", "done", "again" if self.spec.iterative else "done", "died"])
+        fate = st.sampled_from(["done", "done", "done", "again" if self.spec.iterative else "done"])
         self.end_with(batch, {step: data.draw(fate) for step in batch.steps})
 
     def end_with(self, batch: StepBatch[Item], fates: Mapping[SequenceStep[Item], str]) -> None:
         """A batch ends, of each step as it is told."""
         del self.executing[batch.instance]
-        by_fate: dict[str, list[SequenceStep[Item]]] = defaultdict(list)
         for step, became in fates.items():
-            by_fate[became].append(step)
             sequence = self.of[step]
             if became != "again":
                 sequence.fates[step] = became
-            if became == "died" or step in self.cancelled:
+            if step in self.cancelled:
                 sequence.broken, sequence.open = True, False
-        self.scheduler.end_batch(batch, self.now_s, by_fate["again"], by_fate["died"])
-        if by_fate["died"] or self.cancelled.intersection(batch.steps):
+        again = [step for step, became in fates.items() if became == "again"]
+        self.scheduler.end_batch(batch, self.now_s, again)
+        if self.cancelled.intersection(batch.steps):
             self.decide()
 
     @precondition(lambda self: self.here)

@@ -12,9 +12,8 @@ from typing import Protocol
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.policy import LatencyModel
-from qinfer.batching.sequences.execution import AnySteps, States
-from qinfer.batching.sequences.runner import StepRunner
-from qinfer.batching.sequences.scheduler import EndReason, SequenceDecision
+from qinfer.batching.sequences.execution import AnySteps, States, StepRunner
+from qinfer.batching.sequences.scheduler import SequenceDecision
 from qinfer.batching.sequences.steps import PendingStep, SequenceStep, StepBatch
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
@@ -174,7 +173,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
     def _report_decision(self, decision: SequenceDecision[PendingStep]) -> None:
         for instance in decision.left:
             self._end(instance)
-        broken = {ended.sequence for ended in decision.ended if ended.ending is not EndReason.RESTARTED}
+        broken = set(decision.ended)
         for refused, error in decision.refused:
             step = refused.item
             self.waiting -= 1

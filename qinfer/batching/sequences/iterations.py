@@ -17,8 +17,7 @@ import msgspec
 from qinfer.batching.batcher import LoadedModel, Outlet
 from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.policy import NEVER_S, LatencyModel
-from qinfer.batching.sequences.execution import AnySteps, States
-from qinfer.batching.sequences.runner import StepRunner
+from qinfer.batching.sequences.execution import AnySteps, States, StepRunner
 from qinfer.batching.sequences.scheduler import SequenceDecision
 from qinfer.batching.sequences.steps import SequenceStep, StepBatch
 from qinfer.core import messages

@@ -4,13 +4,12 @@
 
 Pure; Redis decides the owner. A sequence waits in the backlog for a slot of an instance, and keeps it until it ends.
 The steps of a sequence execute one at a time, in the order of admission. It ends by END, by the START of the next
-sequence of its correlation ID, by `drop`, or when a step expires, is cancelled or dies; later steps are then refused.
+sequence of its correlation ID, by `drop`, or when a step expires or is cancelled; later steps are then refused.
 Sequences past their idle time are only reported, because another step may be on its way.
 """
 
 from collections import Counter, deque
 from collections.abc import Collection, Hashable
-from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from itertools import count, islice, product
 from typing import Generic
@@ -18,8 +17,7 @@ from typing import Generic
 import msgspec
 
 from qinfer.batching.policy import NEVER_S, Latency
-from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep, StepBatch, T
-from qinfer.batching.sequences.strategies import pick_direct, pick_oldest, rules_of
+from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep, StepBatch, T, pick_direct, pick_oldest, rules_of
 from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequences.records import SequenceId, ended_text, start_missing
@@ -27,25 +25,9 @@ from qinfer.queue.sequences.records import SequenceId, ended_text, start_missing
 MOST_REMEMBERED = 10_000
 """The most broken sequences whose reason is remembered."""
 
+_EXPIRED = "the request expired"
 _SLACK = 64
 """The number of obsolete entries that the heap of deadlines may always have."""
-
-
-class EndReason(StrEnum):
-    """The reasons, apart from END, for which a sequence ends."""
-
-    RESTARTED = "restarted"
-    EXPIRED = "expired"
-    CANCELLED = "cancelled"
-    DIED = "died"
-
-
-class EndedSequence(msgspec.Struct, frozen=True):
-    """A sequence's end without END, at step `number`."""
-
-    sequence: SequenceId
-    ending: EndReason
-    number: int
 
 
 class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
@@ -53,6 +35,7 @@ class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
 
     Attributes:
         batches: The batches to execute, at most one for each idle instance.
+        ended: Sequences that a step has ended, because it expired or was cancelled.
         idle: Sequences past their idle time, reported again after as long.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
         left: Surplus instances whose last sequence has ended.
@@ -60,7 +43,7 @@ class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
 
     batches: list[StepBatch[T]]
     refused: list[tuple[SequenceStep[T], QinferError]]
-    ended: list[EndedSequence]
+    ended: list[SequenceId]
     idle: list[SequenceId]
     wake_at_s: float
     left: list[int] = msgspec.field(default_factory=list)
@@ -109,7 +92,7 @@ class SequenceScheduler(Generic[T]):
         self._cancelled: set[SequenceStep[T]] = set()
         self._broken: dict[SequenceId, str] = {}
         self._refused: list[tuple[SequenceStep[T], QinferError]] = []
-        self._ended: list[EndedSequence] = []
+        self._ended: list[SequenceId] = []
         self._numbers = count(1)
 
     @property
@@ -161,8 +144,6 @@ class SequenceScheduler(Generic[T]):
             InvalidRequest: The step has no START, and its correlation ID has no open sequence.
         """
         queue = self._queue_of(step)
-        if step.start and queue.accepts and queue.steps:
-            self._ended.append(EndedSequence(queue.sequence, EndReason.RESTARTED, queue.steps))
         queue.accepts = not (step.end or self._spec.iterative)
         queue.steps = 1 if step.start else queue.steps + 1
         step.number = queue.steps
@@ -188,7 +169,7 @@ class SequenceScheduler(Generic[T]):
         if step is queue.executing:
             self._cancelled.add(step)
             return
-        self._break(queue, step, EndReason.CANCELLED, Cancelled(_CAUSES[EndReason.CANCELLED]))
+        self._break(queue, step, Cancelled(LEFT))
         self._advance_queue(queue, now_s)
 
     def drop(self, sequence: SequenceId, now_s: float) -> list[SequenceStep[T]]:
@@ -203,30 +184,21 @@ class SequenceScheduler(Generic[T]):
         self._advance_queue(queue, now_s)
         return dropped
 
-    def end_batch(
-        self,
-        batch: StepBatch[T],
-        now_s: float,
-        again: Collection[SequenceStep[T]] = (),
-        died: Collection[SequenceStep[T]] = (),
-    ) -> None:
-        """Records an executed batch; a failed step does not end its sequence.
-
-        The steps of `again` run once more; those of `died` ended their process.
-        """
+    def end_batch(self, batch: StepBatch[T], now_s: float, again: Collection[SequenceStep[T]] = ()) -> None:
+        """Records an executed batch; a failed step does not end its sequence. The steps of `again` run once more."""
         self._busy.discard(batch.instance)
         for step in batch.steps:
             queue = self._home[step]
             queue.executing = None
-            ending = EndReason.DIED if step in died else EndReason.CANCELLED if step in self._cancelled else None
-            if step in again and ending is not EndReason.DIED:
+            is_cancelled = step in self._cancelled
+            if step in again:
                 step.start = False
                 queue.waiting.appendleft(step)
                 self._deadlines.add(step, self._home)
             else:
                 self._remove_steps([step])
-            if ending is not None:
-                self._break(queue, step, ending, Cancelled(_CAUSES[EndReason.CANCELLED]))
+            if is_cancelled:
+                self._break(queue, step, Cancelled(LEFT))
             self._advance_queue(queue, now_s)
 
     def decide(self, now_s: float, latency: Latency) -> SequenceDecision[T]:
@@ -351,8 +323,7 @@ class SequenceScheduler(Generic[T]):
             queue = self._home[step]
             if step is queue.executing:
                 continue
-            error = DeadlineExceeded(TIMED_OUT if queue.slot is not None else BACKLOG_TIMED_OUT)
-            self._break(queue, step, EndReason.EXPIRED, error)
+            self._break(queue, step, DeadlineExceeded(TIMED_OUT if queue.slot is not None else BACKLOG_TIMED_OUT))
             self._advance_queue(queue, now_s)
         return step.item.deadline_s - floor_s if step else NEVER_S
 
@@ -368,7 +339,7 @@ class SequenceScheduler(Generic[T]):
     def _next_idle_s(self) -> float:
         return next(iter(self._idle.values()), NEVER_S) + self._spec.max_idle_s
 
-    def _break(self, queue: _Queue[T], step: SequenceStep[T], ending: EndReason, error: QinferError) -> None:
+    def _break(self, queue: _Queue[T], step: SequenceStep[T], error: Cancelled | DeadlineExceeded) -> None:
         """Refuses the sequence's waiting steps from `step` on.
 
         If the step expires in the backlog, earlier steps are refused too, because Triton's timeout is one of the whole
@@ -377,10 +348,11 @@ class SequenceScheduler(Generic[T]):
         steps = list(queue.waiting)
         first = steps.index(step) if step in steps else 0
         last = next((i for i in range(first, len(steps)) if steps[i].start and steps[i] is not step), len(steps))
-        is_timed_out = queue.slot is None and ending is EndReason.EXPIRED
+        has_expired = isinstance(error, DeadlineExceeded)
+        is_timed_out = queue.slot is None and has_expired
         while is_timed_out and first > 0 and not steps[first].start:
             first -= 1
-        cause = ended_text(self._model, queue.sequence.correlation_id, step.number, _CAUSES[ending])
+        cause = ended_text(self._model, queue.sequence.correlation_id, step.number, _EXPIRED if has_expired else LEFT)
         for refused in steps[first:last]:
             self._refused.append((refused, error if refused is step or is_timed_out else SequenceEnded(cause)))
         self._remove_steps(steps[first:last])
@@ -389,7 +361,7 @@ class SequenceScheduler(Generic[T]):
             return
         queue.accepts = False
         if not self._spec.iterative:
-            self._ended.append(EndedSequence(queue.sequence, ending, step.number))
+            self._ended.append(queue.sequence)
             self._remember(queue.sequence, cause)
 
     def _remember(self, sequence: SequenceId, cause: str) -> None:
@@ -401,13 +373,6 @@ class SequenceScheduler(Generic[T]):
         for step in steps:
             del self._home[step]
             self._cancelled.discard(step)
-
-
-_CAUSES = {
-    EndReason.EXPIRED: "the request expired",
-    EndReason.CANCELLED: LEFT,
-    EndReason.DIED: "the request ended the process that executed it",
-}
 
 
 class _Deadlines(Generic[T]):

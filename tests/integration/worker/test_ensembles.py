@@ -16,7 +16,7 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.testing import eventually
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.store import EndpointStore
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher
 from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.worker import Worker
 from tests.support import models, python_models

@@ -11,7 +11,7 @@ from qinfer.backends.base import Array, Batch, Context
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Execution
 from qinfer.batching.sequences.batcher import SequenceBatcher
-from qinfer.batching.sequences.runner import IDLE_SLACK_S
+from qinfer.batching.sequences.execution import IDLE_SLACK_S
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.batching.sequences.strategies import PATIENCE_S, TURN_S, SlotTurn, turns
+from qinfer.batching.sequences.steps import PATIENCE_S, TURN_S, SlotTurn, turns
 from qinfer.queue.sequences.records import SlotShare
 
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from qinfer.batching.policy import Item
-from qinfer.batching.sequences.controls import control_inputs, padded
-from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep
-from qinfer.batching.sequences.strategies import pick_direct, pick_oldest, rules_of
+from qinfer.batching.sequences.execution import control_inputs, padded
+from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep, pick_direct, pick_oldest, rules_of
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec
 from qinfer.queue.sequences.records import SequenceId
 

@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
-from qinfer.models.ensemble_checks import fit, refit
+from qinfer.models.config.ensembles import fit, refit
 from qinfer.models.ensemble_graph import (
     MAX_DECOUPLED,
     MAX_NESTING,

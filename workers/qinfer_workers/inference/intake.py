@@ -30,7 +30,7 @@ from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import PayloadApart, RequestReader, TensorPlace, decode_request, encode_request, tensors_at
 from qinfer.wire.versions import NewerVersion
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.serving import LaneBatcher
 

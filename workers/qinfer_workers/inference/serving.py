@@ -11,7 +11,7 @@ from qinfer.errors import QinferError
 from qinfer.models.spec import LANE_NAMES, lanes_of
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher
 
 LaneBatcher = Batcher | IterativeBatcher | EnsembleBatcher
 

@@ -6,6 +6,10 @@
                                 └─ publish
 
 A batch is in the trace of its first recorded request, a job's `shard` in that of the request that created the job.
+
+A request of an ensemble has a `queue` span until its first steps begin, and an `ensemble` span until the last one has
+ended. Beneath it are a `step` span (submitted → answered; its worker's spans are beneath it) for each step, an
+`ensemble` span for each nested one, and `publish`.
 """
 
 import logging
@@ -14,9 +18,10 @@ from typing import NamedTuple
 
 from qinfer.batching.execution import Execution, WorkItem
 from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Failure, OutgoingRequest
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.models.ensemble_graph import EnsemblePlan
+from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep
 from qinfer.observe.logs import ErrorLogger
 from qinfer.observe.tracing import (
     ATTEMPT,
@@ -35,7 +40,6 @@ from qinfer.observe.tracing import (
     of_lane,
     of_tenant,
 )
-from qinfer_workers.inference.ensembles.traces import RunTrace
 
 _FENCE = ErrorLogger(logging.getLogger(__name__), "spans lost")  # tracing never stops work
 _Work = Callable[[], Awaitable[None]]
@@ -74,7 +78,7 @@ class Spans:
             BATCH_SIZE: execution.batch.size,
             **of_lane(lane.model, lane.version, lane.name, "process"),
         }
-        error = None if execution.error is None else _span_error(execution.error)
+        error = _span_error(execution.error)
         requests = [item.request.trace for item in recorded]
         batch = self._tracer.start("batch", requests[0], begins_s, requests)
         if not execution.apart:  # repeated items waited before
@@ -95,7 +99,7 @@ class Spans:
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
                 queue.end(max(now_s, item.enqueued_s), _about(item), _span_error(error))
 
-    def ensemble(self, item: WorkItem, plan: EnsemblePlan) -> RunTrace | None:
+    def ensemble(self, item: WorkItem, plan: EnsemblePlan) -> "RunTrace | None":
         """Begins spans of an ensemble's request; `None` = not recorded."""
         if not is_sampled(item.request.trace):
             return None
@@ -156,6 +160,64 @@ class Spans:
                 span.end(self._now_s(), about, error)
 
 
+class RunTrace:
+    """The spans of one recorded request."""
+
+    def __init__(self, tracer: Tracer, now_s: Callable[[], float], item: WorkItem, plan: EnsemblePlan) -> None:
+        self._tracer = tracer
+        self._now_s = now_s
+        self._plan = plan
+        self._nested: dict[int, tuple[Span, Attributes]] = {}
+        request, lane, begin_s = item.request, item.lease.entry.lane, now_s()
+        self._about: Attributes = {
+            MODEL: lane.model,
+            VERSION: lane.version,
+            REQUEST_ID: request.id,
+            ATTEMPT: item.lease.deliveries,
+            **of_tenant(request.tenant),
+        }
+        queue = tracer.start("queue", request.trace, item.enqueued_s)
+        self._span = tracer.start("ensemble", request.trace, max(begin_s, item.enqueued_s))
+        queue.end(max(begin_s, item.enqueued_s), self._about)
+        request.trace = self._span.trace
+
+    def close(self, failure: Failure | None) -> None:
+        """Ends the spans."""
+        with _FENCE:
+            now_s, error = self._now_s(), _span_error(failure)
+            for span, about in self._nested.values():
+                span.end(now_s, about, error)
+            self._span.end(now_s, self._about, error)
+
+    def begin(self, step: PlanStep, request: OutgoingRequest) -> "StepSpan | None":
+        """Begins the span of a step and its nested ensembles; the step runs without a lost one."""
+        with _FENCE:
+            parent, now_s = self._span, self._now_s()
+            for position in step.within:
+                if position not in self._nested:
+                    nested = self._plan.nested[position]
+                    about: Attributes = {MODEL: nested.ensemble, VERSION: nested.version}
+                    self._nested[position] = self._tracer.start("ensemble", parent.trace, now_s), about
+                parent = self._nested[position][0]
+            span = self._tracer.start("step", parent.trace, now_s)
+            request.trace = span.trace
+            return StepSpan(span, self._now_s, step)
+        return None
+
+
+class StepSpan(NamedTuple):
+    """The span of a step."""
+
+    span: Span
+    now_s: Callable[[], float]
+    step: PlanStep
+
+    def end(self, failure: Failure | None) -> None:
+        """Ends the span."""
+        with _FENCE:
+            self.span.end(self.now_s(), {MODEL: self.step.model.name, VERSION: self.step.version}, _span_error(failure))
+
+
 def _about(item: WorkItem) -> Attributes:
     lane = item.lease.entry.lane
     return {
@@ -169,5 +231,5 @@ def _about(item: WorkItem) -> Attributes:
     }
 
 
-def _span_error(error: QinferError) -> tuple[str, str]:
-    return error.code.value, error.message
+def _span_error(error: QinferError | Failure | None) -> tuple[str, str] | None:
+    return None if error is None else (str(error.code), error.message)

@@ -14,14 +14,14 @@ from qinfer.backends.python_host.streams import OPEN_STREAMS
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import WorkItem
 from qinfer.batching.sequences.iterations import IterativeBatcher
-from qinfer.batching.sequences.strategies import PATIENCE_S, turns
+from qinfer.batching.sequences.steps import PATIENCE_S, turns
 from qinfer.batching.streams import LEAST_RATE, ItemStream, StreamedExecution
 from qinfer.errors import Cancelled, QinferError, QuotaExceeded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.records import SlotShare
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher
 from qinfer_workers.inference.serving import Serving
 
 _SLOWER = f"the caller took less than {LEAST_RATE // 1024} KiB/s"

@@ -16,7 +16,7 @@ import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch, OneResponse
 from qinfer.batching.policy import LatencyModel
-from qinfer.batching.sequences.controls import control_inputs
+from qinfer.batching.sequences.execution import control_inputs
 from qinfer.batching.sequences.steps import SequenceStep
 from qinfer.core import messages
 from qinfer.core.messages import InferRequest, Response, Scalar

@@ -41,10 +41,9 @@ from qinfer_workers.inference.bulk.arbiter import JobBatcher
 from qinfer_workers.inference.bulk.ensembles import EnsembleParts
 from qinfer_workers.inference.bulk.shard_service import ShardService
 from qinfer_workers.inference.calls.caller import FarSteps, WorkerCaller
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner
-from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher, NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import LeaseIntake

@@ -17,8 +17,7 @@ from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock, stub_spec
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
-from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher, NestedCounts, NoInstances, RunParts
 from tests.support.timers import settle_loop
 
 INPUT = from_numpy("x", np.zeros((1, 2), "<f4"))

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from qinfer.batching.batcher import Batcher
 from qinfer.models.spec import Device
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher
 
 JobBatcher = Batcher | EnsembleBatcher
 

@@ -19,8 +19,9 @@ from qinfer.core.retry import pause_s
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, ErrorCode, QinferError
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.submission.pending import ResponseSink
-from qinfer_workers.inference.ensembles.traces import LEFT, RunTrace, StepSpan
+from qinfer_workers.inference.tracing import RunTrace, StepSpan
 
+LEFT = Failure("cancelled", "the caller has left")
 _FIRST_S, _LAST_S = 0.05, 1.0
 AWAY = frozenset({ErrorCode.BROKER_UNAVAILABLE.value})
 OF_STORED = AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.value}

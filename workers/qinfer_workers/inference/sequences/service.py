@@ -19,8 +19,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.batcher import SequenceBatcher, StepOutlet
 from qinfer.batching.sequences.execution import States
-from qinfer.batching.sequences.steps import PendingStep
-from qinfer.batching.sequences.strategies import SlotTurn, turns
+from qinfer.batching.sequences.steps import PendingStep, SlotTurn, turns
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings

@@ -10,7 +10,7 @@ import pytest
 from qinfer.models.spec import Device
 from qinfer_workers.inference.bulk import arbiter as module
 from qinfer_workers.inference.bulk.arbiter import DeviceArbiter
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.ensembles.runs import EnsembleBatcher
 from tests.support.batching import Bench, Scene
 
 GPU0, GPU1 = Device("gpu", 0), Device("gpu", 1)
