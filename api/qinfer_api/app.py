@@ -45,16 +45,14 @@ from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import PendingCall
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission
-from qinfer.traffic.controller import CanaryController
-from qinfer.traffic.routing import EndpointWatch
-from qinfer.traffic.store import EndpointStore, KeptTargets, TrialStore
+from qinfer.traffic.controller import CanaryController, EndpointWatch
+from qinfer.traffic.store import EndpointStore, KeptTargets
 from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.endpoints.files import EndpointFiles, declared_here
 from qinfer_api.endpoints.routes import endpoint_routes
-from qinfer_api.endpoints.service import EndpointService
+from qinfer_api.endpoints.service import EndpointFiles, EndpointService, declared_here
 from qinfer_api.endpoints.shadows import OnlineShadows, StoredEnds
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
@@ -176,7 +174,6 @@ class Gateway:
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         self.shadows, self._ends = self._watch_endpoints(settings, tally)
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
-        self._trials = TrialStore(store)
         self._files = EndpointFiles(self._endpoints, declared_here(settings))
         self._reporting = self._open_reporting(settings, tally)
         self._tasks = BulkTasks(settings)
@@ -260,11 +257,11 @@ class Gateway:
 
     def _endpoint_service(self) -> EndpointService:
         dispatcher, now_s, check = self.dispatcher, self._delivery.clock.now_s, self.requests.targets.check
-        return EndpointService(self._endpoints, self._trials, dispatcher.targets, now_s, check, self.shadows)
+        return EndpointService(self._endpoints, dispatcher.targets, now_s, check, self.shadows)
 
     def _canaries(self) -> CanaryController:
         view, observed = self.dispatcher.endpoints, self.dispatcher.targets.observed
-        return CanaryController(self._endpoints.store, self._trials, view, observed, self.name, self._delivery)
+        return CanaryController(self._endpoints.store, view, observed, self.name, self._delivery)
 
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
         keys = KeyFile(Path(settings.auth.keys_file), auth) if auth is not None and settings.auth.keys_file else None

@@ -32,8 +32,7 @@ from qinfer.queue.sequences.answers import is_callers
 from qinfer.submission.memory import MOST_BYTES, Landing, TensorMemory
 from qinfer.submission.pending import Counter, PendingCall, ResponseSink
 from qinfer.submission.submit import Entrance, StampedRequest, Submission, check
-from qinfer.traffic.choice import Header, no_header
-from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.routing import Endpoints, Header, no_header
 from qinfer.traffic.tally import TargetTally
 from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_api.auth import ANONYMOUS, Auth, CallerContext, Principal

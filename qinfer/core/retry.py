@@ -4,9 +4,11 @@ import logging
 import math
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 
-from qinfer.errors import InvalidRequest
+from qinfer.errors import InvalidRequest, QinferError
 
 REMIND_S = 60.0
 """Seconds between the log lines of an outage that affects many requests."""
@@ -92,6 +94,16 @@ class OutageLog:
             self._reasons.add(reason)
             self._logged_s = self._failed_s
             self._logger.log(self._level, self._begins, extra={**self._data, "reason": reason}, exc_info=defect)
+
+    @contextmanager
+    def noted(self, kind: type[QinferError] = QinferError) -> Iterator[None]:
+        """Ends a block's error of this kind, and logs it; a whole block is a success. `is_out` says which it was."""
+        try:
+            yield
+        except kind as error:
+            self.failed(error.message)
+        else:
+            self.over()
 
     def over(self) -> None:
         """Records a success; cheap without an outage."""

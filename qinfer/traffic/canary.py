@@ -10,8 +10,8 @@ the start of a step define slow requests, so that load on both targets is no evi
 tenants, no tenant's requests decide alone (`qinfer.traffic.evidence`).
 
 A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
-a decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
-since (`revision`, `step`): a controller that has lost its lease changes nothing.
+a decision, or too many of the canary's requests fail. A transition is stored only if the endpoint has not changed since
+(`revision`): a controller that has lost its lease changes nothing.
 
 The *trial* is the record of it beside the endpoint. A trial begins when the canary target has a READY version other
 than the stable one: its number, or for `latest` the newest. The endpoint has the present step as weights and targets,
@@ -97,21 +97,6 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     without: dict[str, dict[str, Evidence]] = {}
 
 
-class CanaryCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The counts of all gateways since the last decision, at a revision and step.
-
-    Attributes:
-        blocks: Check → stratum → requests; `errors` has all requests, execution times are by batch size.
-        parts: Tenant → its part of them; empty = one tenant sent all.
-    """
-
-    now_s: float
-    revision: int
-    step: int
-    blocks: Blocks
-    parts: Mapping[str, Blocks] = {}
-
-
 class Action(StrEnum):
     """The effect of a decision."""
 
@@ -176,13 +161,12 @@ class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class CanaryDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """An action on a canary, and the stable version from now on."""
+class CanaryDecision(NamedTuple):
+    """An action on a canary, and the state after it; one with another `revision` is a transition."""
 
     action: Action
     reason: str
-    verdicts: tuple[CheckNumbers, ...]
-    stable: int
+    state: CanaryState
 
 
 def initial_state(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
@@ -229,35 +213,22 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
     return own[(len(own) - 1) // 2]
 
 
-Decided = tuple[CanaryDecision, CanaryState]
-
-
-def decide(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> Decided:
-    """Decides after further requests; a state with another `revision` is a transition."""
-    if reason := _why_not_counted(state, seen):
-        return _decision(plan, state, Action.HOLD, reason), state
-    state = _observed(plan, state, seen)
+def decide(plan: CanaryPlan, state: CanaryState, now_s: float, parts: Mapping[str, Blocks]) -> CanaryDecision:
+    """Decides after further requests at this revision and step: those of all gateways, by tenant."""
+    state = _observed(plan, state, now_s, parts or {"": {}})
     verdicts = numbers_of(plan, state)
-    names = bounded(state.tenants, state.since_s, seen.now_s, plan.no_data_s)
+    names = bounded(state.tenants, state.since_s, now_s, plan.no_data_s)
     if guilty := [str(one) for one in verdicts if one.has_decided and _others_agree(plan, state, one.check, names)]:
-        return roll_back(plan, state, "; ".join(guilty))
-    silent_s = seen.now_s - min(state.stable_at_s, state.canary_at_s)
+        return roll_back(state, "; ".join(guilty))
+    silent_s = now_s - min(state.stable_at_s, state.canary_at_s)
     if silent_s >= plan.no_data_s and not state.paused:
         target = "stable" if state.stable_at_s < state.canary_at_s else "the canary"
-        return pause_canary(plan, state, NO_DATA, f"{target} has had no requests for {silent_s:.0f} s")
+        return pause_canary(state, NO_DATA, f"{target} has had no requests for {silent_s:.0f} s")
     if state.paused == NO_DATA and silent_s < plan.no_data_s:
-        return resume_canary(plan, state, "there are requests again")
-    if reason := _why_not_yet(plan, state, seen.now_s, names) or "; ".join(_doubts(plan, state, verdicts, names)):
-        return _decision(plan, state, Action.HOLD, reason), state
-    return promote(plan, state, seen.now_s, f"no check has found the canary worse in {state.requests:,} requests")
-
-
-def _why_not_counted(state: CanaryState, seen: CanaryCounts) -> str:
-    if state.ended:
-        return f"it has ended: {state.ended}"
-    if (seen.revision, seen.step) != (state.revision, state.step):
-        return f"the counts belong to revision {seen.revision}, step {seen.step + 1}"
-    return ""
+        return resume_canary(state, "there are requests again")
+    if reason := _why_not_yet(plan, state, now_s, names) or "; ".join(_doubts(plan, state, verdicts, names)):
+        return CanaryDecision(Action.HOLD, reason, state)
+    return promote(plan, state, now_s, f"no check has found the canary worse in {state.requests:,} requests")
 
 
 def _others_agree(plan: CanaryPlan, state: CanaryState, check: str, names: Collection[str]) -> bool:
@@ -302,12 +273,11 @@ def _doubts(
         )
 
 
-def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> Decided:
+def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> CanaryDecision:
     """Begins the next step; after the last, the canary is stable."""
     if state.step + 1 >= len(plan.steps):
-        return _transition(plan, state, Action.FINISH, reason, stable=state.canary, ended=Action.FINISH.value)
+        return _transition(state, Action.FINISH, reason, stable=state.canary, ended=Action.FINISH.value)
     return _transition(
-        plan,
         state,
         Action.PROMOTE,
         f"to step {state.step + 2} of {len(plan.steps)}: {reason}",
@@ -322,24 +292,23 @@ def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> 
     )
 
 
-def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> Decided:
+def roll_back(state: CanaryState, reason: str) -> CanaryDecision:
     """Ends the canary."""
-    return _transition(plan, state, Action.ROLL_BACK, reason, ended=Action.ROLL_BACK.value)
+    return _transition(state, Action.ROLL_BACK, reason, ended=Action.ROLL_BACK.value)
 
 
-def pause_canary(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> Decided:
+def pause_canary(state: CanaryState, why: str, reason: str) -> CanaryDecision:
     """Keeps the canary in its step; checks go on."""
-    return _transition(plan, state, Action.PAUSE, f"{why}: {reason}" if reason else why, paused=why)
+    return _transition(state, Action.PAUSE, f"{why}: {reason}" if reason else why, paused=why)
 
 
-def resume_canary(plan: CanaryPlan, state: CanaryState, reason: str) -> Decided:
+def resume_canary(state: CanaryState, reason: str) -> CanaryDecision:
     """Ends a pause."""
-    return _transition(plan, state, Action.RESUME, reason, paused="")
+    return _transition(state, Action.RESUME, reason, paused="")
 
 
-def _transition(plan: CanaryPlan, state: CanaryState, action: Action, reason: str, **changes: Any) -> Decided:
-    after = replace(state, revision=state.revision + 1, **changes)
-    return _decision(plan, after, action, reason), after
+def _transition(state: CanaryState, action: Action, reason: str, **changes: Any) -> CanaryDecision:
+    return CanaryDecision(action, reason, replace(state, revision=state.revision + 1, **changes))
 
 
 def _begun(plan: CanaryPlan, evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:
@@ -367,23 +336,23 @@ def _numbers(plan: CanaryPlan, check: Check, known: Evidence) -> CheckNumbers:
     )
 
 
-def _observed(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> CanaryState:
-    parts = told_apart(seen.parts or {"": seen.blocks}, state.tenants)
-    tenants, others = heard(state.tenants, parts, seen.now_s), dict[str, dict[str, Evidence]]()
+def _observed(plan: CanaryPlan, state: CanaryState, now_s: float, found: Mapping[str, Blocks]) -> CanaryState:
+    parts, blocks = told_apart(found, state.tenants), merged(found.values())
+    tenants, others = heard(state.tenants, parts, now_s), dict[str, dict[str, Evidence]]()
     for name in tenants if len(tenants) > 1 else ():
         before = state.without.get(name) or (
             _no_evidence(plan, state.step + 1) if name in state.tenants else state.evidence
         )
         others[name] = _evidence(plan, before, merged(part for other, part in parts.items() if other != name))
-    all_ = sum(seen.blocks.get("errors", {}).values(), EvidenceBlock())
+    all_ = sum(blocks.get("errors", {}).values(), EvidenceBlock())
     return replace(
         state,
-        evidence=_evidence(plan, state.evidence, seen.blocks),
+        evidence=_evidence(plan, state.evidence, blocks),
         tenants=tenants,
         without=others,
         requests=state.requests + all_.canary.requests,
-        stable_at_s=seen.now_s if all_.stable.requests else state.stable_at_s,
-        canary_at_s=seen.now_s if all_.canary.requests else state.canary_at_s,
+        stable_at_s=now_s if all_.stable.requests else state.stable_at_s,
+        canary_at_s=now_s if all_.canary.requests else state.canary_at_s,
     )
 
 
@@ -396,10 +365,6 @@ def _evidence(plan: CanaryPlan, before: Mapping[str, Evidence], seen: Blocks) ->
         else:
             evidence[check.name] = known.against_share(blocks, check.allowed)
     return evidence
-
-
-def _decision(plan: CanaryPlan, state: CanaryState, action: Action, reason: str) -> CanaryDecision:
-    return CanaryDecision(action=action, reason=reason, verdicts=numbers_of(plan, state), stable=state.stable)
 
 
 BEGIN, CONFIRMED = "begin", "rolled back everywhere"
@@ -514,13 +479,10 @@ def advanced(
     """Returns a trial's next state, given all counts of this revision."""
     assert endpoint.canary is not None
     plan, state = endpoint.canary, with_limits(endpoint.canary, trial.state, latencies, now_s)
-    parts = parts_of(_since(counted, trial.counted))
-    blocks = merged(parts.values())
-    seen = CanaryCounts(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks, parts=parts)
-    decision, after = decide(plan, state, seen)
+    decision = decide(plan, state, now_s, parts_of(_since(counted, trial.counted)))
     if decision.action is Action.HOLD:
-        return TrialChange(replace(trial, state=after, counted=dict(counted), reason=decision.reason))
-    return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
+        return TrialChange(replace(trial, state=decision.state, counted=dict(counted), reason=decision.reason))
+    return _change(endpoint, plan, decision.state, decision.action.value, decision.reason, now_s)
 
 
 def by_hand(
@@ -535,8 +497,8 @@ def by_hand(
         if action is Action.RESUME and version and trial is not None and trial.is_rolled_back:
             return _begin_trial(endpoint, plan, version, reason, now_s)
         raise Conflict(f"endpoint '{endpoint.name}' has no canary on trial: {_why_none(endpoint, trial)}")
-    decision, after = _decided_by_hand(plan, trial.state, action, reason, now_s)
-    return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
+    decision = _decided_by_hand(plan, trial.state, action, reason, now_s)
+    return _change(endpoint, plan, decision.state, decision.action.value, decision.reason, now_s)
 
 
 def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
@@ -550,16 +512,16 @@ def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
     return f"the endpoint was put again during the trial of {version}, which restarts within two seconds"
 
 
-def _decided_by_hand(plan: CanaryPlan, state: CanaryState, action: Action, reason: str, now_s: float) -> Decided:
+def _decided_by_hand(plan: CanaryPlan, state: CanaryState, action: Action, reason: str, now_s: float) -> CanaryDecision:
     match action:
         case Action.PROMOTE:
             return promote(plan, state, now_s, reason)
         case Action.ROLL_BACK:
-            return roll_back(plan, state, reason)
+            return roll_back(state, reason)
         case Action.PAUSE if not state.paused:
-            return pause_canary(plan, state, BY_HAND, reason)
+            return pause_canary(state, BY_HAND, reason)
         case Action.RESUME if state.paused:
-            return resume_canary(plan, state, reason)
+            return resume_canary(state, reason)
     raise Conflict(f"the canary is {'paused' if state.paused else 'not paused'} already")
 
 

@@ -1,4 +1,6 @@
-"""The controller of canaries: every gateway has it, and a lease selects the one that decides.
+"""The loops behind endpoints: every gateway follows the declarations, and has the controller of canaries.
+
+A lease selects the controller that decides.
 
 Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease decides
 by all counts, and stores the result by compare-and-set. It also restores trials that Redis has lost: otherwise a bad
@@ -10,21 +12,29 @@ gateway has confirmed the rollback, since earlier choices may be enqueued late.
 
 import asyncio
 import logging
+import math
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from qinfer.core.retry import OutageLog
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.canary import Trial, TrialChange, advanced, begun, belongs, confirmed
 from qinfer.traffic.endpoints import Endpoint
-from qinfer.traffic.routing import Endpoints, EndpointWatch
-from qinfer.traffic.store import EndpointStore, StoredTrial, TrialStore
+from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.store import PIN_TTL_S, DeclaredEndpoints, EndpointStore, StoredTrial
 from qinfer.traffic.tally import ObservedTrials
 
 logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""Seconds between two readings of the store without a wake-up; with little CPU time, some readings are late."""
+
+_RETRY_S = 0.25
 
 EVERY_S = 1.0
 
@@ -32,13 +42,74 @@ MOVES_S = 10.0
 """Seconds after a rollback during which requests are still moved."""
 
 
+class EndpointWatch:
+    """Keeps a gateway's view current, and the targets loaded."""
+
+    def __init__(self, store: EndpointStore, view: Endpoints, now_s: Callable[[], float]) -> None:
+        self.store = store
+        self.view = view
+        self._now_s = now_s
+        self._pinned: dict[str, Endpoint] = {}
+        self._pinned_s = 0.0
+        self._looking = asyncio.Lock()  # the later of two looks must not be overtaken
+        self._looked_s = -math.inf
+
+    async def refresh_endpoints(self) -> None:
+        """Reads the declarations, and restores lost declarations."""
+        async with self._looking:
+            began_s = time.monotonic()  # the look may miss later changes
+            declared = await self.store.read()
+            if declared.revision < self.view.revision:
+                declared = await self._restored(declared)
+            if declared.revision != self.view.revision:
+                is_first = self.view.revision < 0 and not declared.endpoints
+                about = {"revision": declared.revision, "endpoints": len(declared.endpoints)}
+                logger.log(logging.DEBUG if is_first else logging.INFO, "endpoints read", extra=about)
+            self.view.show(declared)
+            self._looked_s = began_s
+            await self._pin(declared.endpoints)
+
+    async def run(self) -> None:
+        """Follows the declarations until cancelled."""
+        outage = OutageLog(logger, "endpoints can't be read", "endpoints can be read again")
+        self.view.heard_s = self._looked_s
+        while True:
+            with outage.noted(BrokerUnavailable):
+                await self.store.wait(LOOK_EVERY_S)
+                await self.refresh_endpoints()
+                self.view.heard_s = self._looked_s
+            if outage.is_out:
+                await asyncio.sleep(_RETRY_S)  # the store can't wake it
+
+    async def _restored(self, declared: DeclaredEndpoints) -> DeclaredEndpoints:
+        lost = self.view.by_name.keys() - declared.endpoints.keys()
+        for name in lost:
+            try:
+                await self.store.put(self.view.by_name[name].endpoint, 0, self.view.revision)
+            except (Conflict, EndpointNotFound):
+                continue
+        logger.warning("endpoints restored, Redis had lost them", extra={"endpoints": len(lost)})
+        return await self.store.read()
+
+    async def _pin(self, endpoints: Mapping[str, Endpoint]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        is_due = now_s - self._pinned_s >= PIN_TTL_S / 4
+        for name, endpoint in endpoints.items():
+            if is_due or self._pinned.get(name) != endpoint:
+                await self.store.pin(endpoint, self._now_s())
+        for name, before in self._pinned.items():
+            if endpoints.get(name) != before:
+                await self.store.unpin(before, endpoints.get(name))
+        self._pinned = dict(endpoints)
+        self._pinned_s = now_s if is_due else self._pinned_s
+
+
 class CanaryController:
     """Counts, confirms, and if `decides`, decides about canaries."""
 
-    def __init__(  # noqa: PLR0913 - what a round reads and writes
+    def __init__(
         self,
         store: EndpointStore,
-        trials: TrialStore,
         view: Endpoints,
         observed: ObservedTrials,
         owner: str,
@@ -47,7 +118,7 @@ class CanaryController:
         decides: bool = True,
     ) -> None:
         self._store = store
-        self._trials = trials
+        self._trials = store.trials
         self._view = view
         self._observed = observed
         self._owner = owner
@@ -69,12 +140,8 @@ class CanaryController:
     async def _work(self) -> None:
         outage = OutageLog(logger, "canaries not checked", "canaries checked again")
         while True:
-            try:
+            with outage.noted(BrokerUnavailable):
                 await self.round()
-            except BrokerUnavailable as error:
-                outage.failed(error.message)
-            else:
-                outage.over()
             await asyncio.sleep(EVERY_S)
 
     async def round(self) -> None:
@@ -150,9 +217,9 @@ class EndpointFollower:
         self.owner, self.catalog = owner, catalog
         self.view = Endpoints(catalog)
         self.observed = ObservedTrials()
-        store, trials = EndpointStore(control), TrialStore(control)
+        store = EndpointStore(control)
         self._watch = EndpointWatch(store, self.view, queue.clock.now_s)
-        self._canaries = CanaryController(store, trials, self.view, self.observed, owner, queue, decides=False)
+        self._canaries = CanaryController(store, self.view, self.observed, owner, queue, decides=False)
 
     async def load_endpoints(self) -> None:
         """Reads the declarations for the first time."""

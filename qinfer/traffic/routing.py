@@ -1,33 +1,126 @@
 """A gateway's view of the endpoints: the target of each request, and the model that stands for an endpoint elsewhere.
 
 After two seconds without a look, every request goes to the stable targets: a rollback may have been missed.
+
+Conditions choose a target first, then weights, by a sticky key or by chance. A key chooses by weighted rendezvous
+hashing (ADR 0025; Thaler and Ravishankar 1998; Schindelhauer and Schomaker 2005): each target draws an exponential
+time, whose rate is its weight, from a hash of the key and the target; the first wins.
 """
 
-import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
 from random import random
 from typing import NamedTuple
 
-from qinfer.core.messages import OutgoingRequest
-from qinfer.core.retry import OutageLog
-from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, ModelNotFound
+from qinfer.core.messages import OutgoingRequest, Scalar, SequenceFlags
+from qinfer.errors import BrokerUnavailable, ModelNotFound
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.spec import ModelSpec
 from qinfer.traffic.canary import Trial
-from qinfer.traffic.choice import ChoiceInput, Header, TargetSplit, no_header
-from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit, why_no_shadow, wrong_rules
-from qinfer.traffic.store import DEAF_AFTER_S, PIN_TTL_S, DeclaredEndpoints, EndpointStore
+from qinfer.traffic.endpoints import Condition, Endpoint, Role, Target, misfit, read_sticky, why_no_shadow, wrong_rules
+from qinfer.traffic.store import DEAF_AFTER_S, DeclaredEndpoints
 
-logger = logging.getLogger(__name__)
-
-LOOK_EVERY_S = 0.5
-"""Seconds between two readings of the store without a wake-up; with little CPU time, some readings are late."""
-
-_RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text
+_SPAN = 2**64
+
+Header = Callable[[str], str | None]
+"""Returns a header by its name in lower case."""
+
+
+def no_header(_: str) -> None:
+    """Stands for missing headers."""
+
+
+class ChoiceInput(NamedTuple):
+    """The properties of a request that a choice uses."""
+
+    tenant: str = ""
+    header: Header = no_header
+    parameters: Mapping[str, Scalar] = {}
+    sequence: SequenceFlags | None = None
+
+
+class TargetSplit:
+    """The choice among an endpoint's targets; `chance` is for requests without a key."""
+
+    def __init__(self, endpoint: Endpoint, chance: Callable[[], float] = random) -> None:
+        self._name = endpoint.name
+        self._stable = endpoint.stable
+        online = endpoint.answering
+        self._weights = tuple((target, endpoint.weight_of(target)) for target in online)
+        self._has_shares = any(weight > 0 for target, weight in self._weights if target is not self._stable)
+        self._conditions = tuple((condition, target) for target in online for condition in target.when)
+        self._kind, self._of = read_sticky(endpoint.sticky)
+        self._chance = chance
+
+    def choose(self, asked: ChoiceInput) -> Target:
+        """Returns the target of a request."""
+        for condition, target in self._conditions:
+            if meets(asked, condition):
+                return target
+        if not self._has_shares:
+            return self._stable
+        key = self._sticky_key(asked)
+        return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
+
+    def is_steered(self, asked: ChoiceInput) -> bool:
+        """Tells whether the caller chose its target by a condition."""
+        return any(
+            (condition.headers or condition.parameters) and meets(asked, condition) for condition, _ in self._conditions
+        )
+
+    def _sticky_key(self, asked: ChoiceInput) -> str | None:
+        if asked.sequence is not None:
+            return f"{asked.tenant}\0{asked.sequence.id!r}"
+        match self._kind:
+            case "tenant":
+                return asked.tenant or None  # a server without keys has no tenants
+            case "header":
+                return asked.header(self._of)
+            case "parameter" if self._of in asked.parameters:
+                return str(asked.parameters[self._of])
+        return None
+
+
+def meets(asked: ChoiceInput, condition: Condition) -> bool:
+    """Tells whether a request meets a condition."""
+    if condition.tenant and condition.tenant != asked.tenant:
+        return False
+    for name, value in condition.headers.items():
+        if asked.header(name.lower()) != value:
+            return False
+    return all(
+        name in asked.parameters and asked.parameters[name] == value for name, value in condition.parameters.items()
+    )
+
+
+Weights = tuple[tuple[Target, float], ...]
+"""Each target with its weight; the sum of the weights is 1."""
+
+
+def by_chance(weights: Weights, chance: float) -> Target:
+    """Returns the target at a place in 0 … 1."""
+    for target, weight in weights:
+        chance -= weight
+        if chance < 0:
+            return target
+    return next(target for target, weight in reversed(weights) if weight > 0)  # rounding
+
+
+def by_key(weights: Weights, name: str, key: str) -> Target:
+    """Returns the target of a key, independently for each endpoint."""
+    times = [
+        (_exponential(f"{name}\0{target.label}\0{key}") / weight, target) for target, weight in weights if weight > 0
+    ]
+    return min(times, key=lambda each: each[0])[1]
+
+
+def _exponential(text: str) -> float:
+    """Returns the text's exponentially distributed number, of rate 1."""
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return -math.log((int.from_bytes(digest) + 0.5) / _SPAN)
 
 
 class RoutedEndpoint(NamedTuple):
@@ -219,68 +312,3 @@ def _routed(endpoint: Endpoint) -> RoutedEndpoint:
     return RoutedEndpoint(
         endpoint, endpoint.stable, TargetSplit(endpoint), tuple(each for each in shadows if each[1] > 0)
     )
-
-
-class EndpointWatch:
-    """Keeps a gateway's view current, and the targets loaded."""
-
-    def __init__(self, store: EndpointStore, view: Endpoints, now_s: Callable[[], float]) -> None:
-        self.store = store
-        self.view = view
-        self._now_s = now_s
-        self._pinned: dict[str, Endpoint] = {}
-        self._pinned_s = 0.0
-        self._looking = asyncio.Lock()  # the later of two looks must not be overtaken
-        self._looked_s = -math.inf
-
-    async def refresh_endpoints(self) -> None:
-        """Reads the declarations, and restores lost declarations."""
-        async with self._looking:
-            began_s = time.monotonic()  # the look may miss later changes
-            declared = await self.store.read()
-            if declared.revision < self.view.revision:
-                declared = await self._restored(declared)
-            if declared.revision != self.view.revision:
-                is_first = self.view.revision < 0 and not declared.endpoints
-                about = {"revision": declared.revision, "endpoints": len(declared.endpoints)}
-                logger.log(logging.DEBUG if is_first else logging.INFO, "endpoints read", extra=about)
-            self.view.show(declared)
-            self._looked_s = began_s
-            await self._pin(declared.endpoints)
-
-    async def run(self) -> None:
-        """Follows the declarations until cancelled."""
-        outage = OutageLog(logger, "endpoints can't be read", "endpoints can be read again")
-        self.view.heard_s = self._looked_s
-        while True:
-            try:
-                await self.store.wait(LOOK_EVERY_S)
-                await self.refresh_endpoints()
-            except BrokerUnavailable as error:
-                outage.failed(error.message)
-                await asyncio.sleep(_RETRY_S)  # the store can't wake it
-            else:
-                outage.over()
-                self.view.heard_s = self._looked_s
-
-    async def _restored(self, declared: DeclaredEndpoints) -> DeclaredEndpoints:
-        lost = self.view.by_name.keys() - declared.endpoints.keys()
-        for name in lost:
-            try:
-                await self.store.put(self.view.by_name[name].endpoint, 0, self.view.revision)
-            except (Conflict, EndpointNotFound):
-                continue
-        logger.warning("endpoints restored, Redis had lost them", extra={"endpoints": len(lost)})
-        return await self.store.read()
-
-    async def _pin(self, endpoints: Mapping[str, Endpoint]) -> None:
-        now_s = asyncio.get_running_loop().time()
-        is_due = now_s - self._pinned_s >= PIN_TTL_S / 4
-        for name, endpoint in endpoints.items():
-            if is_due or self._pinned.get(name) != endpoint:
-                await self.store.pin(endpoint, self._now_s())
-        for name, before in self._pinned.items():
-            if endpoints.get(name) != before:
-                await self.store.unpin(before, endpoints.get(name))
-        self._pinned = dict(endpoints)
-        self._pinned_s = now_s if is_due else self._pinned_s

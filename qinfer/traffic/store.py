@@ -47,8 +47,7 @@ _PUT = load_script("put", package="qinfer.traffic")
 _KEEP = load_script("keep", package="qinfer.traffic")
 _TRANSIT = load_script("transit", "now_ms", "deliveries", package="qinfer.traffic").text
 _COUNT = load_script("count", package="qinfer.traffic").text
-_LEAD = load_script("lead", package="qinfer.traffic").text
-_LEAVE = load_script("leave", package="qinfer.traffic").text
+_LEASE = load_script("lease", package="qinfer.traffic").text
 _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
@@ -60,10 +59,11 @@ class DeclaredEndpoints(NamedTuple):
 
 
 class EndpointStore:
-    """The declarations of endpoints."""
+    """The declarations of endpoints, and their `trials`."""
 
     def __init__(self, control: ControlStore) -> None:
         self._control = control
+        self.trials = TrialStore(control)
         self._records = StoredRecords()
         self._last: Mapping[str, Endpoint] = {}
 
@@ -219,11 +219,11 @@ class TrialStore:
 
     async def lead(self, owner: str) -> bool:
         """Takes or renews the lease; returns whether `owner` has it."""
-        return bool(await self._run(_LEAD, [keys.trial_lease()], owner, ttl_ms(LEASE_S)))
+        return bool(await self._run(_LEASE, [keys.trial_lease()], owner, ttl_ms(LEASE_S)))
 
     async def release_lease(self, owner: str) -> None:
         """Gives the lease back."""
-        await self._run(_LEAVE, [keys.trial_lease()], owner)
+        await self._run(_LEASE, [keys.trial_lease()], owner, 0)
 
     async def confirm(self, gateway: str, revision: int) -> None:
         """Reports the revision that a gateway uses."""

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from qinfer.traffic.canary import (
     TRIALS,
     Action,
-    CanaryCounts,
     CanaryDecision,
     CanaryState,
     Trial,
     decide,
     initial_state,
+    numbers_of,
     with_limits,
 )
 from qinfer.traffic.endpoints import CanaryPlan, Check, Step, checked
-from qinfer.traffic.evidence import Counts, EvidenceBlock
+from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock
 
 CANARIES = 200
 FALSE_ROLLBACKS = 0.05
@@ -70,8 +70,9 @@ class Simulation:
         """Returns the decision that ends the canary, or the last before its requests have ended."""
         state = self._limited(initial_state(PLAN, 3, 4, 1, 0.0))
         while True:
-            seen = self._seen(state)
-            decision, after = decide(PLAN, state, seen)
+            blocks = self._seen(state)
+            decision = decide(PLAN, state, float(self.requests), {"": blocks})
+            after = decision.state
             if after.ended:
                 return decision
             state = self._limited(after) if after.step != state.step else after
@@ -80,7 +81,7 @@ class Simulation:
         latencies = {"execution": {"": {"": self._latencies(LATENCIES, self._stable).tolist()}}}
         return with_limits(PLAN, state, latencies, float(self.requests))
 
-    def _seen(self, state: CanaryState) -> CanaryCounts:
+    def _seen(self, state: CanaryState) -> Blocks:
         weight = PLAN.steps[state.step].weight
         canaries = int(self._random.integers(1, 60))
         stables = int(self._random.poisson(canaries * (1 - weight) / weight))
@@ -94,12 +95,7 @@ class Simulation:
         for name, limits in state.limits.items():
             slow = [Counts(len(found), int((found > limits[""]).sum())) for found in latencies]
             blocks[name] = EvidenceBlock(*slow)
-        return CanaryCounts(
-            now_s=float(self.requests),
-            revision=state.revision,
-            step=state.step,
-            blocks={name: {"": block} for name, block in blocks.items()},
-        )
+        return {name: {"": block} for name, block in blocks.items()}
 
     def _block(self, stables: int, canaries: int, share: Callable[[Target], float]) -> EvidenceBlock:
         bad = self._random.binomial([stables, canaries], [min(share(one), 1.0) for one in (self._stable, self._canary)])
@@ -126,7 +122,7 @@ def test_canaries_as_good_as_stable_are_promoted() -> None:
 
     rolled_back = [one.reason for one in decisions if one.action == Action.ROLL_BACK]
     assert len(rolled_back) <= most(CANARIES, FALSE_ROLLBACKS), rolled_back
-    assert all(one.stable == 4 for one in decisions if one.action == Action.FINISH)
+    assert all(one.state.stable == 4 for one in decisions if one.action == Action.FINISH)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,7 +132,7 @@ def test_a_version_that_only_fails_is_found_within_200_requests(seed: int) -> No
     decision = simulation.run()
 
     assert decision.action == Action.ROLL_BACK
-    assert decision.stable == 3
+    assert decision.state.stable == 3
     assert simulation.requests <= 200
 
 
@@ -179,17 +175,18 @@ def sights(draw: st.DrawFn) -> tuple[float, dict[str, dict[str, EvidenceBlock]]]
 def test_every_state_can_be_stored_and_leads_to_another(
     seen: list[tuple[float, dict[str, dict[str, EvidenceBlock]]]],
 ) -> None:
-    """Whatever is counted: transitions raise the revision by one, steps go up, and what has ended stays so."""
+    """Whatever is counted: transitions raise the revision by one, and steps go up."""
     now_s, state = 0.0, initial_state(PLAN, 3, 4, 1, 0.0)
     for after_s, blocks in seen:
         now_s += after_s
-        decision, after = decide(
-            PLAN, state, CanaryCounts(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks)
-        )
+        decision = decide(PLAN, state, now_s, {"": blocks})
+        after = decision.state
 
         assert TRIALS.decode(TRIALS.encode(Trial(state=after))).state == after
         assert after.revision == state.revision + (decision.action != Action.HOLD)
         assert after.step == state.step + (decision.action == Action.PROMOTE)
-        assert bool(after.ended) == bool(state.ended or decision.action in (Action.FINISH, Action.ROLL_BACK))
-        assert all(math.isfinite(verdict.evidence) for verdict in decision.verdicts)
+        assert bool(after.ended) == bool(decision.action in (Action.FINISH, Action.ROLL_BACK))
+        assert all(math.isfinite(verdict.evidence) for verdict in numbers_of(PLAN, after))
+        if after.ended:
+            break
         state = after

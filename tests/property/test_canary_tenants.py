@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from qinfer.traffic.canary import Action, CanaryCounts, CanaryDecision, CanaryState, decide, initial_state
+from qinfer.traffic.canary import Action, CanaryDecision, CanaryState, decide, initial_state
 from qinfer.traffic.endpoints import CanaryPlan, Check, Step, checked
-from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
+from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock
 from tests.property.test_canary import most
 
 CANARIES, ROUNDS = 200, 100
@@ -52,12 +52,13 @@ class Simulation:
     def run(self) -> CanaryDecision:
         """Returns the decision that ends the canary, or the last one."""
         for second in range(1, ROUNDS + 1):
-            decision, self.state = decide(PLAN, self.state, self._seen(self.state, second))
+            decision = decide(PLAN, self.state, float(second), self._seen(self.state))
+            self.state = decision.state
             if self.state.ended:
                 break
         return decision
 
-    def _seen(self, state: CanaryState, second: int) -> CanaryCounts:
+    def _seen(self, state: CanaryState) -> dict[str, Blocks]:
         weight, load = PLAN.steps[state.step].weight, self._random.uniform(0.7, 1.5)
         parts: dict[str, Blocks] = {}
         for name, tenant in self._tenants.items():
@@ -65,8 +66,7 @@ class Simulation:
             at_canary = int(self._random.binomial(requests, weight))
             self.requests += at_canary
             parts[name] = self._part(tenant, requests - at_canary, at_canary, load)
-        fields = {"revision": state.revision, "step": state.step}
-        return CanaryCounts(now_s=float(second), blocks=merged(parts.values()), parts=parts, **fields)
+        return parts
 
     def _part(self, tenant: Tenant, at_stable: int, at_canary: int, load: float) -> Blocks:
         part = {"disagreements": {"": EvidenceBlock(Counts(), self._counts(at_canary, 0.01))}}

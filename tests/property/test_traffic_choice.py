@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.traffic.choice import ChoiceInput, TargetSplit, Weights, by_key
 from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.routing import ChoiceInput, TargetSplit, Weights, by_key
 
 REQUESTS = 100_000
 MOST_DEVIATIONS = 3.2905

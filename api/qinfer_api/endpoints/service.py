@@ -1,17 +1,27 @@
-"""Declarations of endpoints, and decisions about canaries, written by compare-and-set."""
+"""Declarations of endpoints, by the API and by files, and decisions about canaries, written by compare-and-set."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
-from qinfer.errors import Conflict, InvalidRequest
+from qinfer.core.settings import Settings
+from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, InvalidRequest
 from qinfer.traffic.canary import Action, CheckNumbers, Event, Trial, by_hand, numbers_of
+from qinfer.traffic.controller import EndpointWatch
 from qinfer.traffic.differences import Found, OutputDifference, Sample
 from qinfer.traffic.endpoints import Endpoint, Role, Target
-from qinfer.traffic.routing import EndpointWatch
-from qinfer.traffic.store import TrialStore, unknown
+from qinfer.traffic.files import read_directory
+from qinfer.traffic.store import unknown
 from qinfer.traffic.tally import ShadowCounts, TargetTally
 from qinfer_api.endpoints.shadows import OnlineShadows
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 2.0
+"""The pause before the next look for missing models of files."""
 
 _TRIES = 5
 
@@ -123,19 +133,17 @@ class EndpointService:
     def __init__(
         self,
         watch: EndpointWatch,
-        trials: TrialStore,
         tally: TargetTally,
         now_s: Callable[[], float],
         check_url: Callable[[str], Awaitable[object]],
         shadows: OnlineShadows,
     ) -> None:
         self._watch = watch
-        self._trials = trials
         self._shadows = shadows
         self._tally = tally
         self._now_s = now_s
         self._check_url = check_url
-        self._store, self._view = watch.store, watch.view
+        self._store, self._trials, self._view = watch.store, watch.store.trials, watch.view
 
     async def list(self) -> list[EndpointState]:
         """Returns all endpoints, by name."""
@@ -225,6 +233,53 @@ class EndpointService:
             canary=None if trial is None else _canary_of(endpoint, trial),
             events=[*events],
         )
+
+
+def declared_here(settings: Settings) -> list[Endpoint]:
+    """Reads the declarations of this gateway's directory."""
+    return read_directory(settings.endpoints.path) if settings.endpoints.path else []
+
+
+class EndpointFiles:
+    """Declarations of files: a gateway stores each content of a file once, at its start.
+
+    Later changes by the API or a promotion survive a restart; an edited file replaces them. An endpoint outlives its
+    file.
+    """
+
+    def __init__(self, watch: EndpointWatch, declared: Iterable[Endpoint]) -> None:
+        self._watch = watch
+        self._left = {endpoint.name: endpoint for endpoint in declared}
+        self._reasons: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Writes declarations until all are written."""
+        while self._left:
+            await asyncio.sleep(AGAIN_S)
+            with suppress(BrokerUnavailable):  # other tasks log the outage
+                await self.write()
+
+    async def write(self) -> None:
+        """Writes declarations whose models exist, once per file."""
+        for name, endpoint in list(self._left.items()):
+            reason = "; ".join(self._watch.view.refusals(endpoint))
+            if not reason and await self._write_endpoint(endpoint):
+                del self._left[name]
+            elif reason and self._reasons.get(name) != reason:
+                self._reasons[name] = reason
+                logger.error("endpoint of a file can't be used yet", extra={"endpoint": name, "reason": reason})
+        await self._watch.refresh_endpoints()
+
+    async def _write_endpoint(self, endpoint: Endpoint) -> bool:
+        before = (await self._watch.store.read()).endpoints.get(endpoint.name)
+        if before is not None and before.file == endpoint.file:
+            return True
+        try:
+            await self._watch.store.put(endpoint, 0 if before is None else before.revision)
+        except (Conflict, EndpointNotFound):
+            return False
+        logger.info("endpoint of a file written", extra={"endpoint": endpoint.name})
+        return True
 
 
 def _canary_of(endpoint: Endpoint, trial: Trial) -> CanaryView:

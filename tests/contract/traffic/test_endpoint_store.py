@@ -12,8 +12,9 @@ from qinfer.errors import Conflict, EndpointNotFound
 from qinfer.models.catalog import Catalog
 from qinfer.queue import keys
 from qinfer.testing import eventually
+from qinfer.traffic.controller import EndpointWatch
 from qinfer.traffic.endpoints import Endpoint, Role, Target, read_endpoint
-from qinfer.traffic.routing import Endpoints, EndpointWatch
+from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import DEAF_AFTER_S, DeclaredEndpoints, EndpointStore, Kept, KeptTargets, names_of
 from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import Database

@@ -113,7 +113,7 @@ async def test_a_gateway_that_stops_leaves_the_lease_to_the_next(
     pair: Pair, stores: ControlPair, queue: RedisQueue
 ) -> None:
     view = Endpoints(Catalog(stores.one, LimitSettings()))
-    controller = CanaryController(pair.endpoints, pair.one, view, ObservedTrials(), "a", await queue.connect())
+    controller = CanaryController(pair.endpoints, view, ObservedTrials(), "a", await queue.connect())
     assert await pair.one.lead("a")
     running = asyncio.create_task(controller.run())
 
@@ -156,7 +156,7 @@ async def test_a_rollback_waits_for_the_gateway_that_lags(pair: Pair, stores: Co
     delivery, waiting = await queue.connect(), asyncio.get_running_loop().create_future()
     delivery.submit(Lane("m", 4), b"waits", waiting.set_result, endpoint="é")
     await waiting
-    controller = CanaryController(pair.endpoints, pair.one, view, ObservedTrials(), "a", delivery)
+    controller = CanaryController(pair.endpoints, view, ObservedTrials(), "a", delivery)
     assert await pair.one.change(declared, stored, rollback(declared, stored))
     view.show(await pair.endpoints.read())
 
@@ -186,6 +186,6 @@ async def test_what_waits_is_moved_within_a_model(
     back = rollback(declared, stored)
     assert await pair.one.change(declared, stored, back._replace(trial=replace(back.trial, model=model)))
 
-    await CanaryController(pair.endpoints, pair.one, view, ObservedTrials(), "a", delivery).round()
+    await CanaryController(pair.endpoints, view, ObservedTrials(), "a", delivery).round()
 
     assert await delivery.depth(lanes) == waiting

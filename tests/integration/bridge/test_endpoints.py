@@ -140,7 +140,7 @@ async def test_a_version_that_fails_messages_is_rolled_back(gateway: Running, br
             return found.get("state") == "rolled back"
 
         await eventually(state, timeout_s=60, description="a rollback")
-        confirmed = await gateway.gateway._trials.heard()
+        confirmed = await gateway.gateway._endpoints.store.trials.heard()
         assert confirmed[one.process] == gateway.gateway.dispatcher.endpoints.revision
         for number in range(20):
             broker.put(message(told_late=1), message_id=f"late{number}")

@@ -17,9 +17,9 @@ from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.canary import Action, Event
-from qinfer.traffic.controller import CanaryController
+from qinfer.traffic.controller import CanaryController, EndpointWatch
 from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target
-from qinfer.traffic.routing import Endpoints, EndpointWatch
+from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import EndpointStore, TrialStore
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally
 from tests.property.test_canary import most
@@ -103,7 +103,7 @@ class GatewayPart:
         self.watch = EndpointWatch(endpoints, view, queue.clock.now_s)
         tally = TargetTally(view, name)
         self.load = Load(tally, view, random)
-        self.controller = CanaryController(endpoints, self.trials, view, tally.observed, name, queue)
+        self.controller = CanaryController(endpoints, view, tally.observed, name, queue)
 
     async def round(self) -> None:
         """Is what a gateway does once a second."""

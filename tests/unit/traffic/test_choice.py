@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from qinfer.core.messages import SequenceFlags
-from qinfer.traffic.choice import ChoiceInput, TargetSplit, by_chance
 from qinfer.traffic.endpoints import read_endpoint
+from qinfer.traffic.routing import ChoiceInput, TargetSplit, by_chance
 
 STABLE = {"model": "m", "version": 1, "role": "stable"}
 

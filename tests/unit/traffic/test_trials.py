@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from qinfer.errors import Conflict, InvalidRequest
 from qinfer.traffic.canary import Action, Trial, TrialChange, advanced, begun, by_hand, confirmed, count_names, parts_of
-from qinfer.traffic.choice import ChoiceInput, TargetSplit
 from qinfer.traffic.endpoints import Endpoint, Role, read_endpoint
 from qinfer.traffic.evidence import Counts, EvidenceBlock
+from qinfer.traffic.routing import ChoiceInput, TargetSplit
 from qinfer.wire.versions import decode_document, encode_document
 
 STABLE = {"model": "m", "version": 3, "role": "stable"}

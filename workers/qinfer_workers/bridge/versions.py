@@ -10,8 +10,7 @@ from contextlib import suppress
 from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import ModelNotReady, QinferError
 from qinfer.models.catalog import ServedVersion
-from qinfer.traffic.choice import Header
-from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.routing import Endpoints, Header
 from qinfer_workers.bridge.config import RouteOptions
 
 

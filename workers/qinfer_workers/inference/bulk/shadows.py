@@ -54,12 +54,8 @@ class ShadowLoops:
         """Follows the endpoints' declarations until cancelled."""
         outage = OutageLog(logger, "declarations of shadows not read", "declarations of shadows are read again")
         while True:
-            try:
+            with outage.noted():
                 declared = (await self._endpoints.read()).endpoints.values()
-                outage.over()
-            except QinferError as error:
-                outage.failed(error.message)
-            else:
                 targets = [target for endpoint in declared for target in endpoint.targets]
                 self._declared = frozenset(target.place for target in targets if target.role is Role.SHADOW)
                 for key, loop in self._loops.items():
@@ -121,11 +117,9 @@ class ShadowLoop:
         try:
             while True:
                 await self.is_open.wait()
-                try:
+                with self._outage.noted():  # an outage or a refusal, which may pass
                     await self._step()
-                    self._outage.over()
-                except QinferError as error:  # an outage or a refusal, which may pass
-                    self._outage.failed(error.message)
+                if self._outage.is_out:
                     await asyncio.sleep(_RETRY_S)
         finally:
             waiting, self._waiting = [item for item in self._waiting if not item.lost], []
