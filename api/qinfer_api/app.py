@@ -72,9 +72,8 @@ from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.routes import request_routes
 from qinfer_api.requests.service import AsyncRequests
-from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
-from qinfer_api.requests.webhooks import Webhooks, read_secret
+from qinfer_api.requests.webhooks import Targets, Webhooks, read_secret
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.management import (
     model_routes,

@@ -428,20 +428,10 @@ class SwitchingConnection(asyncio.Protocol):
             transport.resume_reading()
 
 
+_OF_TRANSPORT = ("get_buffer", "buffer_updated", "eof_received", "connection_lost", "pause_writing", "resume_writing")
+
+
 class _BufferedReads(asyncio.BufferedProtocol):
     def __init__(self, connection: SwitchingConnection) -> None:
-        self._connection = connection
-        # the loop calls these for each read
-        self.get_buffer, self.buffer_updated = connection.get_buffer, connection.buffer_updated  # type: ignore[method-assign]
-
-    def eof_received(self) -> bool | None:
-        return self._connection.eof_received()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()
+        for name in _OF_TRANSPORT:  # without a call between
+            setattr(self, name, getattr(connection, name))

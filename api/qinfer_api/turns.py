@@ -1,13 +1,19 @@
-"""Fairness between connections: large reads are parsed in slices, and applications start, in turns of the event loop.
+"""Fairness between connections and between tenants.
 
-One read may hold seconds of work, and a hundred clients may begin requests at once. Connections that have just sent go
-first, so that uploads do not wait behind floods.
+Large reads are parsed in slices, and applications start, in turns of the event loop: one read may hold seconds of work,
+and a hundred clients may begin requests at once. Connections that have just sent go first, so that uploads do not wait
+behind floods.
+
+Of a limit that tenants share, a tenant gets a place while it has fewer places than are free (*dynamic thresholds*:
+Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998): one greedy tenant gets
+half of them, two a third each.
 """
 
 import asyncio
+import contextlib
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 
 SMALL_BYTES = 8192
 
@@ -76,3 +82,37 @@ class Turns:
             if time.monotonic() >= self._ends_s:
                 return
             waiting.popleft()()
+
+
+class SharedLimit:
+    """The places in use; for one event loop."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._by_tenant: Counter[str] = Counter()
+
+    def has_room(self, most: int, tenant: str) -> bool:
+        """Returns whether a tenant may take a place; callers without a tenant may take all places."""
+        free = most - self.taken
+        return free > (self._by_tenant[tenant] if tenant else 0)
+
+    def take_place(self, tenant: str) -> None:
+        """Takes a place."""
+        self.taken += 1
+        self._by_tenant[tenant] += 1
+
+    def free_place(self, tenant: str) -> None:
+        """Frees a place of the tenant."""
+        self.taken -= 1
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+    @contextlib.contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Takes a place during the block."""
+        self.take_place(tenant)
+        try:
+            yield
+        finally:
+            self.free_place(tenant)

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch, Context, Shape, Wrapper, item_shapes
-from qinfer.core.messages import Scalar
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.models.spec import (
     BatchInputKind,
@@ -85,25 +85,11 @@ class _Answers(Wrapper):
         self._outward = outward
         self._states = states
 
-    def respond(
-        self,
-        item: int,
-        outputs: tuple[Tensor, ...] | QinferError,
-        *,
-        final: bool = True,
-        parameters: Mapping[str, Scalar] | None = None,
-    ) -> None:
-        self.inner.respond(item, self._reshaped(outputs), final=final, parameters=parameters)
+    def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, **more: Any) -> None:
+        self.inner.respond(item, self._reshaped(outputs), **more)
 
-    def offer(
-        self,
-        item: int,
-        outputs: tuple[Tensor, ...] | QinferError,
-        *,
-        final: bool = True,
-        parameters: Mapping[str, Scalar] | None = None,
-    ) -> None:
-        self.inner.offer(item, self._reshaped(outputs), final=final, parameters=parameters)
+    def offer(self, item: int, outputs: tuple[Tensor, ...] | QinferError, **more: Any) -> None:
+        self.inner.offer(item, self._reshaped(outputs), **more)
 
     def _reshaped(self, outputs: tuple[Tensor, ...] | QinferError) -> tuple[Tensor, ...] | QinferError:
         if isinstance(outputs, QinferError):

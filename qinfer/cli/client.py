@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from qinfer.client import Client, InferResult, TensorMetadata
 from qinfer.client.connection import API_KEY_VARIABLE
+from qinfer.client.flows import sequence_parameters
 from qinfer.client.model_flows import as_array, numpy_dtype
-from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.client.steps import Send, call
 from qinfer.core.messages import Scalar
 from qinfer.errors import EndpointNotFound, InvalidRequest, Unreachable

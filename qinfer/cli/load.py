@@ -23,8 +23,7 @@ import uvloop
 from httptools import HttpResponseParser
 
 from qinfer.cli.console import CommandFailed
-from qinfer.client.flows import header_value
-from qinfer.client.sequence_flows import sequence_parameters
+from qinfer.client.flows import header_value, sequence_parameters
 from qinfer.core.messages import Scalar
 from qinfer.observe.catalogue import BATCH_SIZE
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER

@@ -26,8 +26,7 @@ from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
-from qinfer.scaling.sequences import read_sequences
-from qinfer.scaling.work import VersionWork, read_work
+from qinfer.scaling.work import VersionWork, read_sequences, read_work
 
 T = TypeVar("T")
 

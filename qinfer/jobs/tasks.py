@@ -14,7 +14,7 @@ from redis.connection import parse_url
 
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.queue.address import Sentinels, parse_place
+from qinfer.queue.clients import Sentinels, parse_place
 
 if TYPE_CHECKING:
     from celery import Celery

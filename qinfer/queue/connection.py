@@ -20,7 +20,7 @@ from qinfer.core.retry import Backoff
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, DeliveryError, QinferError, QueueFull, SettingsError
 from qinfer.queue import MINIMUM_VERSION
-from qinfer.queue.address import NodeAddress, Sentinels
+from qinfer.queue.clients import NodeAddress, Sentinels
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)

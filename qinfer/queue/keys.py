@@ -29,10 +29,15 @@ ENDPOINTS = ".endpoints"
 _ENDPOINTS = f"qinfer:{{{ENDPOINTS}#0}}:"
 
 
+def prefix(model: str, number: int) -> str:
+    """Prefix of a partition's keys."""
+    return f"qinfer:{{{model}#{number}}}:"
+
+
 @lru_cache(maxsize=65536)
 def lane(of: "Lane") -> bytes:
     """Stream of a lane."""
-    return f"{_partition(of.model, of.partition)}{of.version}:{of.name}".encode()
+    return f"{prefix(of.model, of.partition)}{of.version}:{of.name}".encode()
 
 
 @lru_cache(maxsize=65536)
@@ -46,44 +51,39 @@ def slot(key: str | bytes) -> int:
     return key_slot(key if isinstance(key, bytes) else key.encode())
 
 
-def prefix(model: str, number: int) -> str:
-    """Prefix of a partition's keys."""
-    return _partition(model, number)
-
-
 def dead_letters(model: str, partition: int = 0) -> str:
     """Stream of dead letters."""
-    return f"{_partition(model, partition)}dlq"
+    return f"{prefix(model, partition)}dlq"
 
 
 def payload(model: str, partition: int, request_id: str) -> str:
     """String, or hash, of a request's tensors."""
-    return f"{_partition(model, partition)}payload:{request_id}"
+    return f"{prefix(model, partition)}payload:{request_id}"
 
 
 def result(model: str, partition: int, request_id: str) -> str:
     """String of an outcome or of large outputs."""
-    return f"{_partition(model, partition)}result:{request_id}"
+    return f"{prefix(model, partition)}result:{request_id}"
 
 
 def stored_responses(model: str, partition: int, request_id: str) -> str:
     """List of a request's stored responses."""
-    return f"{_partition(model, partition)}responses:{request_id}"
+    return f"{prefix(model, partition)}responses:{request_id}"
 
 
 def stored(model: str, partition: int, tenant: str) -> str:
     """Hash of a tenant's stored bytes; the sorted set `stored-until` has their expiry."""
-    return f"{_partition(model, partition)}stored:{tenant}"
+    return f"{prefix(model, partition)}stored:{tenant}"
 
 
 def stored_files(model: str, partition: int, tenant: str) -> str:
     """The same of results in files."""
-    return f"{_partition(model, partition)}file-stored:{tenant}"
+    return f"{prefix(model, partition)}file-stored:{tenant}"
 
 
 def request(model: str, partition: int, request_id: str) -> str:
     """Hash of an asynchronous request."""
-    return f"{_partition(model, partition)}request:{request_id}"
+    return f"{prefix(model, partition)}request:{request_id}"
 
 
 def staged(key: str, nonce: str) -> str:
@@ -93,77 +93,77 @@ def staged(key: str, nonce: str) -> str:
 
 def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
     """String of a request id and, on a second line, its body's hash."""
-    return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
+    return f"{prefix(model, partition)}idem:{tenant}:{key_hash}"
 
 
 def sent(of: "Lane", entry_id: str) -> str:
     """String: a response was sent."""
-    return f"{_partition(of.model, of.partition)}sent:{of.version}:{of.name}:{entry_id}"
+    return f"{prefix(of.model, of.partition)}sent:{of.version}:{of.name}:{entry_id}"
 
 
 def cancels(model: str, partition: int = 0) -> str:
     """Stream of cancelled entries."""
-    return f"{_partition(model, partition)}cancels"
+    return f"{prefix(model, partition)}cancels"
 
 
 def moved(model: str, partition: int = 0) -> str:
     """Hash of moved entries."""
-    return f"{_partition(model, partition)}moved"
+    return f"{prefix(model, partition)}moved"
 
 
 def due(model: str, partition: int = 0) -> str:
     """Sorted set of requests, by deadline."""
-    return f"{_partition(model, partition)}due"
+    return f"{prefix(model, partition)}due"
 
 
 def deliveries(model: str, partition: int, kind: str) -> str:
     """Stream of deliveries; `|later` is the sorted set of deliveries that were taken."""
-    return f"{_partition(model, partition)}deliveries:{kind}"
+    return f"{prefix(model, partition)}deliveries:{kind}"
 
 
 def confirm(model: str, partition: int = 0) -> str:
     """String that is written before a wait for replicas or the disk."""
-    return f"{_partition(model, partition)}confirm"
+    return f"{prefix(model, partition)}confirm"
 
 
 def sequence(model: str, partition: int, name: str) -> str:
     """Hash of a sequence; `name` has tenant and correlation id."""
-    return f"{_partition(model, partition)}sequence:{name}"
+    return f"{prefix(model, partition)}sequence:{name}"
 
 
 def sequence_state(model: str, partition: int, name: str) -> str:
     """Large state."""
-    return f"{_partition(model, partition)}sequence-state:{name}"
+    return f"{prefix(model, partition)}sequence-state:{name}"
 
 
 def sequence_answer(model: str, partition: int, name: str, step: str) -> str:
     """Large response to the step `<life>.<number>`."""
-    return f"{_partition(model, partition)}sequence-answer:{step}:{name}"
+    return f"{prefix(model, partition)}sequence-answer:{step}:{name}"
 
 
 def sequences(model: str, partition: int) -> str:
     """Sorted set of open sequences."""
-    return f"{_partition(model, partition)}sequences"
+    return f"{prefix(model, partition)}sequences"
 
 
 def sequence_endings(model: str, partition: int) -> str:
     """Sorted set of sequences with unanswered steps."""
-    return f"{_partition(model, partition)}sequence-endings"
+    return f"{prefix(model, partition)}sequence-endings"
 
 
 def sequence_owners(model: str, partition: int) -> str:
     """Sorted set of workers, by lease."""
-    return f"{_partition(model, partition)}sequence-owners"
+    return f"{prefix(model, partition)}sequence-owners"
 
 
 def sequence_owned(model: str, partition: int, worker_id: str) -> str:
     """Set of a worker's sequences."""
-    return f"{_partition(model, partition)}sequence-owned:{worker_id}"
+    return f"{prefix(model, partition)}sequence-owned:{worker_id}"
 
 
 def sequence_counts(model: str, partition: int) -> str:
     """Hash of counts."""
-    return f"{_partition(model, partition)}sequence-counts"
+    return f"{prefix(model, partition)}sequence-counts"
 
 
 def sequences_of(model: str, partition: int, tenant: str) -> str:
@@ -173,32 +173,32 @@ def sequences_of(model: str, partition: int, tenant: str) -> str:
 
 def sequence_turn(model: str, partition: int, tenant: str) -> str:
     """String: a slot was given up."""
-    return f"{_partition(model, partition)}sequence-turn:{tenant}"
+    return f"{prefix(model, partition)}sequence-turn:{tenant}"
 
 
 def sequence_numbers(model: str, partition: int) -> str:
     """Hash of the first tenant and the count of numbers."""
-    return f"{_partition(model, partition)}sequence-numbers"
+    return f"{prefix(model, partition)}sequence-numbers"
 
 
 def sequence_number(model: str, partition: int, number: int) -> str:
     """String with a number's sequence."""
-    return f"{_partition(model, partition)}sequence-number:{number}"
+    return f"{prefix(model, partition)}sequence-number:{number}"
 
 
 def sequence_told(model: str, partition: int, name: str) -> str:
     """String with a sequence's number."""
-    return f"{_partition(model, partition)}sequence-told:{name}"
+    return f"{prefix(model, partition)}sequence-told:{name}"
 
 
 def config(model: str) -> str:
     """Hash of configuration and latency model."""
-    return f"{_partition(model, 0)}config"
+    return f"{prefix(model, 0)}config"
 
 
 def stats(model: str, version: int) -> str:
     """Hash of a version's statistics."""
-    return f"{_partition(model, 0)}stats:{version}"
+    return f"{prefix(model, 0)}stats:{version}"
 
 
 def desired() -> str:
@@ -360,12 +360,12 @@ def quota(tenant: str) -> str:
 
 def job(model: str, partition: int, job_id: str) -> str:
     """Hash of a bulk job."""
-    return f"{_partition(model, partition)}job:{job_id}"
+    return f"{prefix(model, partition)}job:{job_id}"
 
 
 def job_part(model: str, partition: int, job_id: str, part: str) -> str:
     """A job's `todo`, `in_lane`, `outcomes` or `log`."""
-    return f"{_partition(model, partition)}job-{part}:{job_id}"
+    return f"{prefix(model, partition)}job-{part}:{job_id}"
 
 
 def jobs() -> str:
@@ -390,13 +390,9 @@ def sweep() -> str:
 
 def label_board(model: str, tenant: str, project: int, part: str) -> str:
     """A project's `entries`, `data`, `ended`, or a state's index."""
-    return f"{_partition(model, 0)}label-{part}:{project}:{tenant}"
+    return f"{prefix(model, 0)}label-{part}:{project}:{tenant}"
 
 
 def label_boards(model: str) -> str:
     """Sorted set of a model's projects."""
-    return f"{_partition(model, 0)}label-boards"
-
-
-def _partition(model: str, number: int) -> str:
-    return f"qinfer:{{{model}#{number}}}:"
+    return f"{prefix(model, 0)}label-boards"

@@ -49,7 +49,6 @@ from qinfer.queue.entries import (
     Lane,
     LaneSize,
     Lease,
-    Payload,
     Share,
     by_lane,
     grouped,
@@ -61,9 +60,8 @@ from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script, ttl_ms
 from qinfer.queue.sequences.ownership import Sequences, may_lose
 from qinfer.queue.shares import Places
-from qinfer.queue.stored_responses import TOO_MUCH_STORED
-from qinfer.queue.stream_marks import StreamMarks
-from qinfer.queue.submitter import PLACING, Done, Moves, Submitter
+from qinfer.queue.stored_responses import TOO_MUCH_STORED, StreamMarks
+from qinfer.queue.submitter import PLACING, Moves, Submitter
 from qinfer.queue.values import Room, ValueKind, Values
 from qinfer.tensors import Bytes
 
@@ -77,16 +75,15 @@ _CONSUMER_GONE_MS = 3_600_000
 _ONLINE = "online"
 _TIME = pack((b"TIME",))
 
-_RECLAIM = load_script("lanes/reclaim", "ready", *PLACING)
-_RELEASE = load_script("lanes/release", "ready", "holder")
-_WITHDRAW = load_script("lanes/withdraw", "drop", "moved_to")
+_RECLAIM = load_script("lanes/reclaim", *PLACING)
+_RELEASE = load_script("lanes/release", "holder")
+_WITHDRAW = load_script("lanes/withdraw", "drop", "notes")
 _DELAY = load_script("lanes/delay", "holder")
 _BURY = load_script("lanes/bury", "holder", "trim_letters")
 _FINISH = load_script("lanes/finish", "drop", "holder")
-_CANCEL = load_script("lanes/cancel", "drop", "holder", "note_cancel", "moved_to")
+_CANCEL = load_script("lanes/cancel", "drop", "holder", "notes")
 _SIZES = load_script("lanes/sizes", "shares")
-_SHARES = load_script("lanes/shares", "shares")
-_TENANTS = load_script("lanes/tenants", "holder", "shares", "waiting")
+_SHARES = load_script("lanes/shares", "holder", "shares", "waiting")
 _PUBLISH = load_script("lanes/publish")
 _COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
@@ -94,7 +91,7 @@ RENEW = load_script("lanes/renew", "holder")
 """A worker's renewer runs this script's text."""
 
 
-class Queue:
+class Queue(Submitter):
     """The queue, on Redis 6.2 or newer, single or cluster; made by `connect`.
 
     All lanes in one call belong to one model version and partition. Every coroutine may raise `BrokerUnavailable`.
@@ -103,12 +100,9 @@ class Queue:
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
         self.clock = ServerClock(clock)
         self._monotonic_s = clock.monotonic_s
-        self.router = router
         self.doorbell = Doorbell(router, clock.monotonic_s)
         self.durability = Durability(settings, router)
-        self._values = Values(router, is_cluster=settings.cluster)
-        self.places = Places(clock.monotonic_s)
-        self._submitter = Submitter(router, self._values, self.places)
+        super().__init__(router, Values(router, is_cluster=settings.cluster), Places(clock.monotonic_s))
         self.requests = Requests(router, self._values, self.durability, self.places)
         self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
@@ -138,25 +132,6 @@ class Queue:
             raise
         queue._ask_time()
         return queue
-
-    def submit(  # noqa: PLR0913 - keywords: what is to be known of an entry
-        self,
-        lane: Lane,
-        frame: Bytes,
-        done: Done,
-        *,
-        payload: Payload | None = None,
-        limit: int = 0,
-        tenant: str = "",
-        endpoint: str = "",
-    ) -> None:
-        """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
-
-        `done` is called once with the entry or an error; after any error but `QueueFull` the entry may be in the queue.
-        It is refused when `limit` entries wait in the lane and its `.delayed` lane; 0 = no limit. With `endpoint`,
-        `moves` may move it.
-        """
-        self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
         """Creates missing lanes and their consumer group."""
@@ -349,10 +324,9 @@ class Queue:
         async def run(group: list[Lane]) -> None:
             names, more = [keys.lane(lane) for lane in group], (_MAX_IDS, keys.GROUP) if named else ()
             slot = keys.lane_slot(group[0])
-            for lane, shares in zip(group, await self.router.run(slot, script, names, *more), strict=True):
+            for lane, shares in zip(group, await self.router.run(slot, _SHARES, names, *more), strict=True):
                 found[lane] = [_share(lane, *share) for share in shares]
 
-        script = _TENANTS if named else _SHARES
         await _all([run(group) for _, group in grouped(dict.fromkeys(lanes), keys.lane_slot)])
         return [found[lane] for lane in lanes]
 
@@ -398,7 +372,7 @@ class Queue:
         """Closes the connections; unconfirmed submissions fail."""
         if self._clock_timer is not None:
             self._clock_timer.cancel()
-        await self._submitter.close()
+        await self._end_large()
         await self.doorbell.close()
         for reader in self._readers.values():
             await reader.wait_for_release()

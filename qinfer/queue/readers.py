@@ -25,7 +25,7 @@ from qinfer.queue.entries import Entry, Lane, Lease, reply_address, share_of
 from qinfer.queue.router import BlockingLink, Router, load_script, run_script
 
 logger = logging.getLogger(__name__)
-_FETCH = load_script("lanes/fetch", "ready", "shares", "fair")
+_FETCH = load_script("lanes/fetch", "holder", "shares", "fair")
 _KEEP = load_script("lanes/keep")
 
 

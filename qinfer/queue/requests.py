@@ -72,12 +72,8 @@ _RECORD_FIELDS = (
     *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
 )
 
-_ACCEPT = load_script(
-    "each", *PLACING, "origin", "drop", "deliveries", "requests/stored", "requests/known", "requests/accept"
-)
-_SETTLE = load_script(
-    "each", "now_ms", "drop", "holder", "deliveries", "note_cancel", "requests/stored", "requests/settle"
-)
+_ACCEPT = load_script("each", *PLACING, "drop", "deliveries", "requests/stored", "requests/known", "requests/accept")
+_SETTLE = load_script("each", "now_ms", "drop", "holder", "deliveries", "notes", "requests/stored", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
 _FORGET = load_script("requests/forget", "now_ms", "drop", "requests/stored")
 _RECORD = load_script("requests/record")
@@ -121,16 +117,7 @@ class Requests:
 
         After `BrokerUnavailable` it may have been accepted: repeat it with the same id.
         """
-        if acceptance.outbox or acceptance.notes:
-            check_outbox(acceptance)
-        address = acceptance.address
-        kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
-        name = _payload_name(address)
-        payload = await self._values.stage(name, acceptance.payload, kept_s, acceptance.tenant, ValueKind.PAYLOAD)
-        free = await self._free([acceptance])
-        write = partial(_accept, requests=[self._words(acceptance, payload, free)])
-        (reply,) = await self._durability.write(address.model, address.partition, write)
-        accepted = self._accepted(reply)
+        (accepted,) = await self._accept_part([acceptance])
         if isinstance(accepted, QinferError):
             raise accepted
         return accepted
@@ -214,10 +201,6 @@ class Requests:
         """Tells whether the end is a single write, without staging."""
         return not self._values.is_apart(len(settlement.outcome.blob))
 
-    async def record(self, address: EntryAddress) -> RequestRecord | None:
-        """Returns a request's record, unless it expired."""
-        return await self._record(address)
-
     async def result(self, address: EntryAddress, tenant: str = "", room: Room | None = None) -> bytes | None:
         """Returns an ended request's `RequestOutcome.blob`, awaiting `room` before a large one."""
         name = keys.result(address.model, address.partition, address.id)
@@ -229,10 +212,6 @@ class Requests:
         names.append(keys.stored_responses(address.model, address.partition, address.id).encode())
         prefix = keys.prefix(address.model, address.partition)
         self._values.delete_objects(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
-
-    async def watch(self, address: EntryAddress, reply_to: str) -> RequestRecord | None:
-        """Returns the record; `reply_to`, unless empty, gets a hint at the end, which may be lost."""
-        return await self._record(address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[EntryAddress]:
         """Returns up to `count` unfinished requests past their deadline, oldest first."""
@@ -254,7 +233,8 @@ class Requests:
         whole = dict(zip(apart, fetched, strict=True))
         return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
 
-    async def _record(self, address: EntryAddress, watcher: str = "") -> RequestRecord | None:
+    async def record(self, address: EntryAddress, watcher: str = "") -> RequestRecord | None:
+        """Returns a request's record, unless it expired; a `watcher` gets a hint at the end, which may be lost."""
         responses = keys.stored_responses(address.model, address.partition, address.id).encode()
         names = (_record_key(address), _result_name(address).encode(), responses)
         prefix = keys.prefix(address.model, address.partition)
@@ -269,13 +249,14 @@ class Requests:
     async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[AcceptOutcome | QinferError]:
         first = acceptances[0].address
         try:
-            if len(acceptances) == 1:
-                return [await self.accept(acceptances[0])]
             for acceptance in acceptances:
                 check_outbox(acceptance)
-            free = await self._free(acceptances)
+            payloads = [await self._stage_payload(acceptance) for acceptance in acceptances]
+            free = await self._values.free_bytes() if any(each.share for each in acceptances) else None
+            weigh = self._places.weigh
             requests = [
-                self._words(each, given(_payload_name(each.address), each.payload), free) for each in acceptances
+                _acceptance(each, payload, weigh(each.tenant), free)
+                for each, payload in zip(acceptances, payloads, strict=True)
             ]
             write = partial(_accept, requests=requests)
             replies = await self._durability.write(first.model, first.partition, write)
@@ -287,11 +268,10 @@ class Requests:
             return [error] * len(acceptances)
         return [self._accepted(reply) for reply in replies]
 
-    async def _free(self, acceptances: Sequence[Acceptance]) -> int | None:
-        return await self._values.free_bytes() if any(each.share for each in acceptances) else None
-
-    def _words(self, acceptance: Acceptance, payload: StagedValue, free: int | None) -> ScriptArguments:
-        return _acceptance(acceptance, payload, self._places.weigh(acceptance.tenant), free)
+    async def _stage_payload(self, acceptance: Acceptance) -> StagedValue:
+        kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
+        name, tenant = _payload_name(acceptance.address), acceptance.tenant
+        return await self._values.stage(name, acceptance.payload, kept_s, tenant, ValueKind.PAYLOAD)
 
     def _accepted(self, reply: Sequence[Any]) -> AcceptOutcome | QinferError:
         what, request_id, body_hash, objects = reply

@@ -28,7 +28,7 @@ import msgspec
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
-from qinfer.queue.address import NodeAddress, Sentinels, parse_place
+from qinfer.queue.clients import NodeAddress, Sentinels, parse_place
 from qinfer.queue.connection import DOWN, Argument, CommandRefused, Link, RedisConnection, Reply, SentinelResolver, pack
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 64
 
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
 _CLOSED = "the connection to the queue was closed while tensors were sent; the request may have been enqueued"
-_SUBMIT = load_script("lanes/submit", *PLACING, "origin")
+_SUBMIT = load_script("lanes/submit", *PLACING)
 
 MOVES_AT_ONCE = 50
 """Each moved entry costs about five commands."""
@@ -59,41 +59,47 @@ class Submitter:
     """The submitting half of `Queue`."""
 
     def __init__(self, router: Router, values: Values, places: Places) -> None:
-        self._router = router
+        self.router = router
+        self.places = places
         self._values = values
-        self._places = places
         self._large: set[asyncio.Task[None]] = set()
         self._gathered: dict[tuple[Lane, int, str, str], list[tuple[Bytes, Done]]] = {}
 
-    def submit(  # noqa: PLR0913, PLR0917 - all about an entry; called for each request, so without keywords
+    def submit(  # noqa: PLR0913 - keywords: what is to be known of an entry
         self,
         lane: Lane,
         frame: Bytes,
         done: Done,
-        payload: Payload | None,
-        limit: int,
-        tenant: str,
-        endpoint: str,
+        *,
+        payload: Payload | None = None,
+        limit: int = 0,
+        tenant: str = "",
+        endpoint: str = "",
     ) -> None:
-        """Appends an entry as `Queue.submit` does."""
+        """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
+
+        `done` is called once with the entry or an error; after any error but `QueueFull` the entry may be in the queue.
+        It is refused when `limit` entries wait in the lane and its `.delayed` lane; 0 = no limit. With `endpoint`,
+        `moves` may move it.
+        """
         if payload is not None:
             self._submit_with_payload(lane, frame, done, payload, limit, _Sender(tenant, endpoint))
         elif limit:
             self._gather((lane, limit, tenant, endpoint), (frame, done))
         elif not tenant:
             slot, command = adding(lane, endpoint)
-            self._router.send(slot, command.pack(frame), partial(_added, lane, done))
-        elif (stream := self._places.find(lane, tenant)) is None:
+            self.router.send(slot, command.pack(frame), partial(_added, lane, done))
+        elif (stream := self.places.find(lane, tenant)) is None:
             self._send_script(lane, _Sender(tenant, endpoint), [(frame, done)])
         elif stream is lane:
             slot, command = adding(lane, endpoint, tenant if endpoint else "")
-            self._router.send(slot, command.pack(frame), partial(_added, lane, done))
+            self.router.send(slot, command.pack(frame), partial(_added, lane, done))
         else:
             slot, command = adding_to_share(stream, endpoint, tenant if endpoint else "")
             added = partial(self._added_to_share, lane, stream, _Sender(tenant, endpoint), frame, done)
-            self._router.send(slot, command.pack(frame), added)
+            self.router.send(slot, command.pack(frame), added)
 
-    async def close(self) -> None:
+    async def _end_large(self) -> None:
         """Ends submissions whose payloads are being stored."""
         for task in list(self._large):
             task.cancel()
@@ -105,7 +111,7 @@ class Submitter:
         if reply is not None:
             _added(stream, done, reply)
             return
-        self._places.drop_place(lane, sender.tenant)
+        self.places.drop_place(lane, sender.tenant)
         self._run_later(lane, sender, [(frame, done)])
 
     def _gather(self, where: tuple[Lane, int, str, str], entry: tuple[Bytes, Done]) -> None:
@@ -139,7 +145,7 @@ class Submitter:
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
             self._send_script(lane, sender, [(frame, done)], limit, about)
         else:
-            self._router.check_up(keys.lane_slot(lane))  # else the request would wait for the connection
+            self.router.check_up(keys.lane_slot(lane))  # else the request would wait for the connection
             storing = self._submit_large(lane, frame, done, payload, limit, sender)
             task = asyncio.create_task(storing, name="large submit")
             self._large.add(task)
@@ -156,13 +162,13 @@ class Submitter:
         payload_id = str(payload[0])
         names = _keys(lane, payload_id)
         tenant, endpoint = sender
-        weight = self._places.weigh(tenant) if tenant else 0
+        weight = self.places.weigh(tenant) if tenant else 0
         frames = [packable(frame) for frame, _ in entries]
         words = (len(names), *names, keys.GROUP, limit, tenant, weight, endpoint, *payload, *frames)
         appended = partial(self._appended, lane, tenant, payload_id, [done for _, done in entries])
         # A closure's self-reference would keep everything until garbage collection.
         answered = partial(self._unless_unknown, keys.lane_slot(lane), words, appended)
-        self._router.send(keys.lane_slot(lane), pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
+        self.router.send(keys.lane_slot(lane), pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
 
     def _unless_unknown(self, slot: int, words: Sequence[Argument], appended: Reply, reply: Any) -> None:
         """Sends the script's text if Redis does not know it."""
@@ -170,7 +176,7 @@ class Submitter:
             appended(reply)
             return
         try:
-            self._router.send(slot, pack((b"EVAL", _SUBMIT.text, *words)), appended)
+            self.router.send(slot, pack((b"EVAL", _SUBMIT.text, *words)), appended)
         except BrokerUnavailable as error:
             appended(error)
 
@@ -181,7 +187,7 @@ class Submitter:
             return
         share, is_shared, first, *ids = reply
         if tenant:
-            self._places.learn(lane, tenant, share, is_shared=bool(is_shared))
+            self.places.learn(lane, tenant, share, is_shared=bool(is_shared))
         stream, others = share_of(lane, first), share_of(lane, share)
         for done, entry_id in zip_longest(dones, ids):
             done(Entry(stream, entry_id.decode(), payload_id=payload_id) if entry_id else QueueFull(FULL))

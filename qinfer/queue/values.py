@@ -1,14 +1,17 @@
 """Byte strings beside the streams: payloads and results, up to 512 MB in Redis, or of any size in an object store.
 
 Values above `LARGE_BYTES` use a connection of their own, so that small commands never wait. There and to an object
-store, tenants take turns (`transfers`). For values above its threshold Redis holds a reference: a hash with the fields
-`v`, `name` and `size`; bytes are always a string.
+store, tenants take turns: only `MOVED_AT_ONCE_BYTES` travel at a time, so that another tenant's next value waits only
+for these, and a larger value travels alone. For values above its threshold Redis holds a reference: a hash with the
+fields `v`, `name` and `size`; bytes are always a string.
 """
 
+import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +21,6 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, PayloadTooLarge
 from qinfer.queue import keys
 from qinfer.queue.connection import pack, packable
 from qinfer.queue.router import BlockingLink, Router, Script, load_script
-from qinfer.queue.transfers import Transfers
 from qinfer.tensors import Bytes
 
 if TYPE_CHECKING:  # the driver is loaded only with a store
@@ -46,6 +48,10 @@ _OWNER = re.compile(rb"\{([^}]*)\}")
 _NO_STORE = "the tensors are in a payload store, and this process knows none: set QINFER_LIMITS__PAYLOAD_URL"
 _TORN = "a large value was lost while it was written: Redis restarted or failed over; send the request again"
 _LOST = "the tensors are not in the payload store any more: they were deleted there before their time"
+
+MOVED_AT_ONCE_BYTES = 64 * 2**20
+
+_Waiting = tuple[int, asyncio.Future[None]]
 
 
 class ValueKind(Enum):
@@ -275,3 +281,54 @@ def _reference(fields: Sequence[bytes]) -> Reference:
         return Reference(name.decode(), int(size), int(version))
     except (AttributeError, TypeError, ValueError):
         raise CorruptEntry("a reference to the payload store is damaged") from None
+
+
+class Transfers:
+    """The transfers of one event loop."""
+
+    def __init__(self, most_bytes: int = MOVED_AT_ONCE_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._waiting: dict[str, deque[_Waiting]] = {}
+        """Waiting transfers by tenant, next turn first."""
+
+    @asynccontextmanager
+    async def turn(self, tenant: str, nbytes: int) -> AsyncIterator[None]:
+        """Waits until a tenant may move this many bytes within the block."""
+        if self._waiting or not self._fits(nbytes):
+            await self._wait(tenant, nbytes)
+        else:
+            self._bytes += nbytes
+        try:
+            yield
+        finally:
+            self._bytes -= nbytes
+            self._grant()
+
+    def _fits(self, nbytes: int) -> bool:
+        return not self._bytes or self._bytes + nbytes <= self._most_bytes
+
+    async def _wait(self, tenant: str, nbytes: int) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append((nbytes, future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # it was granted meanwhile
+                self._bytes -= nbytes
+            self._grant()
+            raise
+
+    def _grant(self) -> None:
+        while self._waiting:
+            tenant, theirs = next(iter(self._waiting.items()))
+            nbytes, future = theirs[0]
+            if not future.cancelled() and not self._fits(nbytes):
+                return
+            del self._waiting[tenant]
+            theirs.popleft()
+            if theirs:
+                self._waiting[tenant] = theirs
+            if not future.cancelled():
+                self._bytes += nbytes
+                future.set_result(None)

@@ -1,9 +1,11 @@
-"""Waiting work in seconds of one worker: the measure of autoscalers.
+"""Waiting work in seconds of one worker: the measure of autoscalers; and the open sequences of stateful models.
 
     rows   = requests of the mean number of rows + remaining rows of open bulk jobs
     work_s = rows ÷ rows a second of one worker       desired workers = ⌈work_s ÷ seconds of work for each⌉
+    of sequences:                                     desired workers = ⌈open sequences ÷ slots of one worker⌉
 
-Requests in flight count, too. No live worker is needed: lanes, statistics and speeds outlive workers.
+Requests in flight count, too, and so do sequences that wait for an owner; an open sequence holds a slot even while no
+step of it waits. No live worker is needed: lanes, statistics and speeds outlive workers.
 """
 
 import asyncio
@@ -27,6 +29,8 @@ ASSUMED_ROW_S = 0.1
 """Used until a worker has executed a row."""
 
 _FIELDS = (stats.SUCCESS_COUNT, stats.CACHE_HIT_COUNT, stats.INFERENCE_COUNT, stats.JOB_ROWS_SCORED, stats.EXECUTION_NS)
+
+_PARTITION = 0
 
 
 class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,3 +206,49 @@ def _rows_per_s(ready: Sequence[WorkerRecord], model: str, version: int, seen: W
     if rows and executing_s:
         return rows / executing_s
     return sum(job.rows_per_s for job in seen.jobs) / max(len(ready), 1)
+
+
+class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
+    """The sequences of a stateful model.
+
+    Attributes:
+        open: Sequences that have begun and not ended, including waiting sequences.
+        waiting: Sequences that wait for a worker with a free slot.
+    """
+
+    model: str
+    open: int
+    waiting: int
+    handed_over: int
+    lost: int
+    slots: int
+
+    @property
+    def workers(self) -> int:
+        """The workers with slots for all open sequences."""
+        return math.ceil(self.open / self.slots)
+
+
+async def read_sequences(queue: Queue, stored: Mapping[str, StoredModel]) -> tuple[SequenceWork, ...]:
+    """Returns the stateful models' sequences, sorted."""
+    slots = {name: count for name, model in sorted(stored.items()) if (count := _slots(model.config))}
+    sizes = await asyncio.gather(*(queue.sequences(name, _PARTITION).sizes(stored[name].versions) for name in slots))
+    return tuple(
+        SequenceWork(model=name, slots=slots[name], **size._asdict()) for name, size in zip(slots, sizes, strict=True)
+    )
+
+
+async def read_backlogs(queue: Queue, stored: Mapping[str, StoredModel]) -> dict[tuple[str, int], int]:
+    """Returns (model, version) → steps without a worker."""
+    keys = [(name, version) for name, model in stored.items() if _slots(model.config) for version in model.versions]
+    counts = await asyncio.gather(*(queue.sequences(name, _PARTITION).backlog(version) for name, version in keys))
+    return dict(zip(keys, counts, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _slots(config: str) -> int:
+    try:
+        spec = to_spec(from_json(config))
+    except QinferError:
+        return 0
+    return spec.instance_count * spec.sequences.slots if spec.is_stateful and spec.sequences else 0

@@ -83,18 +83,11 @@ class SequenceSteps:
                         alone.append(each)
                 # Tasks begin in this order: of one sequence's steps those submitted together go first.
                 for sequences, steps in together.items():
-                    group.create_task(self._submit_together(sequences, steps), name="steps of sequences")
+                    group.create_task(self._submit(sequences, steps), name="steps of sequences")
                 for each in alone:
-                    group.create_task(self._submit(each), name="step of a sequence")
+                    group.create_task(self._submit(each.of, [each]), name="step of a sequence")
 
-    async def _submit(self, each: "_WaitingStep") -> None:
-        try:
-            outcome: SubmittedStep | QinferError = await each.of.submit(each.sequence, each.step, self._limits)
-        except QinferError as error:
-            outcome = error
-        await self._handle_outcome(each.pending, outcome)
-
-    async def _submit_together(self, sequences: Sequences, steps: "list[_WaitingStep]") -> None:
+    async def _submit(self, sequences: Sequences, steps: "list[_WaitingStep]") -> None:
         outcomes: list[SubmittedStep | QinferError]
         try:
             outcomes = await sequences.submit_together([(each.sequence, each.step) for each in steps], self._limits)

@@ -38,8 +38,8 @@ from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, key_of, witness_of
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Ending, timeout_of
-from qinfer_api.shared_limit import SharedLimit
 from qinfer_api.stages import Passage, SinkWrapper, Stage
+from qinfer_api.turns import SharedLimit
 
 logger = logging.getLogger(__name__)
 

@@ -58,8 +58,8 @@ from qinfer_api.jobs.records import (
     shown_job_id,
     unknown_job,
 )
-from qinfer_api.requests.targets import Targets
-from qinfer_api.shared_limit import SharedLimit
+from qinfer_api.requests.webhooks import Targets
+from qinfer_api.turns import SharedLimit
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unreachable
 from qinfer.storage.open import readable, store_for
 from qinfer_api.labeling.studio import LabelStudio
-from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, TargetTexts, open_client
+from qinfer_api.requests.webhooks import MAX_URL_CHARACTERS, Resolve, Targets, TargetTexts, open_client
 
 if TYPE_CHECKING:
     import httpx

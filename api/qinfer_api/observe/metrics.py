@@ -14,8 +14,7 @@ from qinfer.observe.host import HostUse, ProcessUse
 from qinfer.observe.stats import GatewayTally, Objective
 from qinfer.queue.count_pushes import Underway
 from qinfer.queue.entries import BULK_LANES
-from qinfer.scaling.sequences import SequenceWork
-from qinfer.scaling.work import VersionWork
+from qinfer.scaling.work import SequenceWork, VersionWork
 
 _NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
 _EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")

@@ -34,15 +34,14 @@ from qinfer.queue.count_pushes import ALL, CountPushes, Underway, concerns
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
-from qinfer.scaling.sequences import SequenceWork, read_backlogs, read_sequences
-from qinfer.scaling.work import VersionWork, read_work
+from qinfer.scaling.work import SequenceWork, VersionWork, read_backlogs, read_sequences, read_work
 from qinfer.submission.memory import TensorMemory
 from qinfer.traffic.tally import TargetTally
+from qinfer_api.about import SharedLogSettings, SharedTraceSettings
 from qinfer_api.observe.endpoint_load import EndpointLoad
 from qinfer_api.observe.metrics import MetricsSnapshot, scopes_of, shown_metrics
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
-from qinfer_api.server_settings import SharedLogSettings, SharedTraceSettings
 
 logger = logging.getLogger(__name__)
 

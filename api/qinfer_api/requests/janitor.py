@@ -162,11 +162,8 @@ class Janitor:
         outage = OutageLog(logger, "expired objects can't be deleted now", "expired objects are deleted again")
         while True:
             found = 0
-            try:
+            with outage.noted(DeliveryError):
                 found = await self._delivery.sweep()
-                outage.over()
-            except DeliveryError as error:
-                outage.failed(error.message)
             pause_s = SWEEP_AGAIN_S if found else SWEEP_OBJECTS_EVERY_S
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
 

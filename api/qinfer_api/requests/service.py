@@ -47,8 +47,8 @@ from qinfer_api.requests.records import (
     own_record,
     shown_id,
 )
-from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
+from qinfer_api.requests.webhooks import Targets
 from qinfer_api.status import of_request, told
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.requests import Requests
-from qinfer_api.shared_limit import SharedLimit
-from qinfer_api.turns import Turns
+from qinfer_api.turns import SharedLimit, Turns
 
 REREAD_S = 1.0
 
@@ -118,7 +117,7 @@ class Waits:
         watched, now_s = self._watched[address.id][address], time.monotonic()
         if watched.reading is None or now_s > watched.read_s + SHARED_S:
             watcher, watched.is_hinted = "" if watched.is_hinted else self._reply_to, True
-            watched.reading, watched.read_s = asyncio.ensure_future(self._requests.watch(address, watcher)), now_s
+            watched.reading, watched.read_s = asyncio.ensure_future(self._requests.record(address, watcher)), now_s
             watched.reading.add_done_callback(watched.end_read)
         record = await asyncio.shield(watched.reading)
         await self._turns.start()

@@ -17,15 +17,14 @@ from qinfer.errors import InvalidRequest, MalformedJson, Overloaded, Unsupported
 from qinfer.observe.exposition import CONTENT_TYPE
 from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, index_body
 from qinfer_api import about
-from qinfer_api.about import is_model_ready, model_metadata
+from qinfer_api.about import LogChanges, LogValues, TraceValues, is_model_ready, model_metadata
 from qinfer_api.http.infer import HttpReply, error_reply
-from qinfer_api.json_types import decode_json
 from qinfer_api.observe.statistics import ModelStats
 from qinfer_api.observe.trace_file import TraceChanges
 from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation, query
 from qinfer_api.rest.services import Services, caller, guarded, read_body, read_json, send, send_json, target_of
-from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
 from qinfer_api.shared_memory import CudaRegion, Region
+from qinfer_api.status import decode_json
 
 _DONE = HttpReply(200, b"")
 

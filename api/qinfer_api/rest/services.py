@@ -60,11 +60,11 @@ from qinfer_api.http.infer import (
     wants_strict,
     with_headers,
 )
-from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, AnswerMemory, ReceivingBudget, Reservation
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
+from qinfer_api.status import decode_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

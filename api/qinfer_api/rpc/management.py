@@ -16,6 +16,9 @@ from qinfer.traffic.routing import Endpoints
 from qinfer.wire.protos import grpc_service_pb2 as pb
 from qinfer.wire.protos import health_pb2
 from qinfer_api.about import (
+    LogValues,
+    SharedLogSettings,
+    SharedTraceSettings,
     endpoint_entries,
     is_model_ready,
     is_server_ready,
@@ -28,7 +31,6 @@ from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import CallGuard, parse, read
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.protocol import GrpcCall
-from qinfer_api.server_settings import LogValues, SharedLogSettings, SharedTraceSettings
 from qinfer_api.shared_memory import CudaRegion, SharedMemory
 
 _HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config", "statistics"

@@ -8,8 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
-from qinfer.scaling.sequences import SequenceWork
-from qinfer.scaling.work import LaneWork, VersionWork
+from qinfer.scaling.work import LaneWork, SequenceWork, VersionWork
 from qinfer_api.rest.openapi import describe_response, errors, operation
 from qinfer_api.rest.services import Services, guarded, send_json
 

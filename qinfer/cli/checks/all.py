@@ -28,8 +28,7 @@ from qinfer.models.readiness import assess
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import BULK, GATEWAY, DesiredState, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.address import NodeAddress, parse_place
-from qinfer.queue.clients import Login, admin_client, blocking_client
+from qinfer.queue.clients import Login, NodeAddress, admin_client, blocking_client, parse_place
 from qinfer.segments.shelf import owners
 from qinfer.storage.local import local_path
 from qinfer.storage.open import driver_variables

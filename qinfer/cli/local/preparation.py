@@ -24,8 +24,8 @@ from qinfer.cli.local.machine import (
 )
 from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.client import ModelMetadata, TensorMetadata
+from qinfer.client.flows import sequence_parameters
 from qinfer.client.model_flows import model_path
-from qinfer.client.sequence_flows import sequence_parameters
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.environments import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
 from qinfer.core.settings import Settings, load_settings

@@ -46,8 +46,7 @@ from qinfer.scaling.policy import (
     decide_share,
     policy_of_all,
 )
-from qinfer.scaling.sequences import SequenceWork, read_sequences
-from qinfer.scaling.work import VersionWork, read_work
+from qinfer.scaling.work import SequenceWork, VersionWork, read_sequences, read_work
 
 logger = logging.getLogger("qinfer.autoscale")
 

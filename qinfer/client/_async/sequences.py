@@ -12,9 +12,9 @@ from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import Self
 
+from qinfer.client.flows import StepFlags
 from qinfer.client.model_flows import Inputs
 from qinfer.client.results import InferResult
-from qinfer.client.sequence_flows import StepFlags
 from qinfer.client.steps import AsyncFlowRunner
 from qinfer.core.messages import Scalar
 

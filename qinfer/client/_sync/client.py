@@ -14,13 +14,12 @@ from qinfer.client import flows, job_flows, model_flows
 from qinfer.client._sync import sequences
 from qinfer.client._sync.jobs import Job
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
-from qinfer.client.flows import Ask, Keys, SubmitArguments
+from qinfer.client.flows import Ask, Keys, StepFlags, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
 from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
 from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus, handle_of
-from qinfer.client.sequence_flows import StepFlags
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock

@@ -13,9 +13,9 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
+from qinfer.client.flows import StepFlags
 from qinfer.client.model_flows import Inputs
 from qinfer.client.results import InferResult
-from qinfer.client.sequence_flows import StepFlags
 from qinfer.client.steps import FlowRunner
 from qinfer.core.messages import Scalar
 

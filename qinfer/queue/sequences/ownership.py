@@ -45,7 +45,7 @@ from qinfer.errors import (
     SequenceLost,
 )
 from qinfer.queue import keys
-from qinfer.queue.address import Sentinels, parse_place
+from qinfer.queue.clients import Sentinels, parse_place
 from qinfer.queue.connection import packable
 from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.durability import Durability
@@ -136,10 +136,7 @@ class Sequences:
 
     async def submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits = NO_LIMITS) -> SubmittedStep:
         """Appends a step, in the order of calls; a `BrokerUnavailable` leaves it unknown whether it did."""
-        lock = self._locks.setdefault(sequence, asyncio.Lock())
-        async with lock:
-            reply = await self._submit(sequence, step, limits)
-        outcome = self._outcome(sequence, step, reply)
+        (outcome,) = await self.submit_together([(sequence, step)], limits)
         if isinstance(outcome, QinferError):
             raise outcome
         return outcome
@@ -155,7 +152,7 @@ class Sequences:
     async def submit_together(
         self, steps: Items[tuple[SequenceId, StepRequest]], limits: SubmitLimits = NO_LIMITS
     ) -> list[SubmittedStep | QinferError]:
-        """Appends steps without payloads of free sequences, in order; returns for each its place or error.
+        """Appends steps of free sequences, in order; returns for each its place or error. A payload is stored first.
 
         A sequence is free again once its last step is appended.
         """
@@ -169,9 +166,17 @@ class Sequences:
                 lock = self._locks.setdefault(sequence, asyncio.Lock())
                 await lock.acquire()
                 held[sequence] = lock
+            for sequence, step in steps:
+                if step.payload is not None:
+                    key, payload = self._payload_key(step.payload.request_id), step.payload
+                    await self._values.set(self._slot, key, payload.data, payload.ttl_s, tenant=sequence.tenant)
             for start in range(0, len(words), AT_ONCE):
                 end = start + AT_ONCE
                 replies = await run_each(call, _SUBMIT, words[start:end])
+                for (_, step), reply in zip(steps[start:end], replies, strict=True):
+                    if step.payload is not None and reply[0] != b"new":
+                        with suppress(BrokerUnavailable):  # it expires
+                            await self._values.remove(self._slot, self._payload_key(step.payload.request_id))
                 outcomes += [self._outcome(*of, reply) for of, reply in zip(steps[start:end], replies, strict=True)]
                 for sequence, _ in steps[start:end]:
                     if sequence in held and last[sequence] < end:
@@ -342,19 +347,6 @@ class Sequences:
         """Counts the steps of a version's sequences without an owner."""
         return int(await self._run_script(_BACKLOG, [self._open, *self._waiting(version)]))
 
-    async def _submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits) -> Items[Any]:
-        payload = step.payload
-        key = keys.payload(self._model, self._partition, payload.request_id) if payload else ""
-        if payload is not None:
-            await self._values.set(self._slot, key, payload.data, payload.ttl_s, tenant=sequence.tenant)
-        (reply,) = await run_each(
-            partial(self._router.call, self._slot), _SUBMIT, [self._submit_words(sequence, step, limits)]
-        )
-        if payload is not None and reply[0] != b"new":
-            with suppress(BrokerUnavailable):  # it expires
-                await self._values.remove(self._slot, key)
-        return reply  # type: ignore[no-any-return]  # a list
-
     async def _fetch_value(self, sequence: SequenceId, field: bytes, name: str) -> bytes | None:
         kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
         return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name, sequence.tenant)
@@ -424,7 +416,7 @@ class Sequences:
         return ScriptArguments((self._record(place.sequence),), (*self._begin, *about, *values))
 
     def _finish_words(self, place: StepPlace, entry: Entry) -> ScriptArguments:
-        payload = keys.payload(self._model, self._partition, entry.payload_id) if entry.payload_id else ""
+        payload = self._payload_key(entry.payload_id) if entry.payload_id else ""
         about = (place.sequence.name, place.life, place.number, entry.entry_id, payload)
         return ScriptArguments((self._record(place.sequence),), (*self._begin, *about))
 
@@ -468,6 +460,9 @@ class Sequences:
 
     def _record(self, sequence: SequenceId) -> bytes:
         return self._records + sequence.name.encode()
+
+    def _payload_key(self, request_id: str) -> str:
+        return keys.payload(self._model, self._partition, request_id)
 
     def _answer_key(self, place: StepPlace) -> str:
         step = f"{place.life}.{place.number}"

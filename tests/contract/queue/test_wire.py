@@ -13,8 +13,7 @@ import redis.exceptions
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
-from qinfer.queue.address import parse
-from qinfer.queue.clients import admin_client
+from qinfer.queue.clients import admin_client, parse
 from qinfer.queue.connection import CommandRefused, RedisConnection, pack
 from qinfer.queue.router import Router
 from qinfer.testing import eventually

@@ -15,8 +15,7 @@ from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
-from qinfer.queue.address import Sentinels, parse_place
-from qinfer.queue.clients import Login, admin_client, blocking_client
+from qinfer.queue.clients import Login, Sentinels, admin_client, blocking_client, parse_place
 from qinfer.queue.connection import SentinelResolver
 from qinfer.queue.router import Router
 from tests.support.servers.servers import RedisCluster, RedisServer, SentinelSetup, command, system_redis

@@ -345,7 +345,7 @@ async def test_those_that_watch_later_are_told_beside_the_watcher(queue: RedisQu
     delivery = await queue.connect()
     async with listening(delivery, "b1") as first, listening(delivery, "g1") as second:
         await accept(delivery, outbox=BOX, watcher=reply_address("b1"))
-        await delivery.requests.watch(address(), reply_address("g1"))
+        await delivery.requests.record(address(), reply_address("g1"))
 
         await settle(delivery, ended())
 

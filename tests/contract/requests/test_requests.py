@@ -45,7 +45,7 @@ async def test_nothing_is_known_of_a_request_that_never_was(queue: RedisQueue) -
 
     assert await requests.record(address()) is None
     assert await requests.result(address()) is None
-    assert await requests.watch(address(), reply_address("g1")) is None
+    assert await requests.record(address(), reply_address("g1")) is None
     assert await requests.settle([ended()]) == [False]
 
 

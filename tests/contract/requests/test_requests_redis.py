@@ -223,7 +223,7 @@ async def _check_full_memory(queue: RedisQueue) -> None:
     with pytest.raises(QueueFull, match="memory is full"):
         await accept(delivery, "r2", payload=b"x")
     assert names(queue) == before
-    record = await delivery.requests.watch(address(), reply_address("g1"))
+    record = await delivery.requests.record(address(), reply_address("g1"))
     assert record is not None
 
     assert await settle(delivery, ended()) == [True]
@@ -280,10 +280,10 @@ async def test_only_so_many_processes_watch_one_request(redis_queue: RedisQueue)
     delivery = await redis_queue.connect()
     await accept(delivery)
     async with listening(delivery, "first") as first, listening(delivery, "last") as last:
-        await delivery.requests.watch(address(), reply_address("first"))
+        await delivery.requests.record(address(), reply_address("first"))
         for number in range(MAX_WATCHERS - 1):
-            await delivery.requests.watch(address(), reply_address(f"g{number}"))
-        await delivery.requests.watch(address(), reply_address("last"))
+            await delivery.requests.record(address(), reply_address(f"g{number}"))
+        await delivery.requests.record(address(), reply_address("last"))
 
         await settle(delivery, ended())
 

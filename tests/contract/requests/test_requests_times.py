@@ -74,9 +74,9 @@ async def test_who_watches_is_told_of_the_end(queue: RedisQueue) -> None:
         await accept(gateway, name)
     async with listening(gateway, "g1") as first, listening(other, "g2") as second:
         for reply_to in ("g1", "g2", "g1"):
-            record = await gateway.requests.watch(address("r1"), reply_address(reply_to))
+            record = await gateway.requests.record(address("r1"), reply_address(reply_to))
             assert record == await gateway.requests.record(address("r1"))
-        await gateway.requests.watch(address("r2"), reply_address("g1"))
+        await gateway.requests.record(address("r2"), reply_address("g1"))
 
         await settle(worker, *(ended(name) for name in ("r1", "r2", "r3")))
 
@@ -94,7 +94,7 @@ async def test_who_watches_too_late_reads_the_end_at_once(queue: RedisQueue) -> 
     await accept(delivery)
     await settle(delivery, ended())
     async with listening(delivery, "g1") as blobs:
-        record = await delivery.requests.watch(address(), reply_address("g1"))
+        record = await delivery.requests.record(address(), reply_address("g1"))
 
         assert record is not None
         assert record.state is RequestState.SUCCEEDED
@@ -107,7 +107,7 @@ async def test_a_watcher_that_is_gone_is_no_trouble(queue: RedisQueue) -> None:
     """Its hint goes nowhere, and makes no stream."""
     delivery = await queue.connect()
     await accept(delivery)
-    await delivery.requests.watch(address(), reply_address("gone"))
+    await delivery.requests.record(address(), reply_address("gone"))
 
     assert await settle(delivery, ended()) == [True]
 

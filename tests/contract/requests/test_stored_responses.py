@@ -223,7 +223,7 @@ async def test_watchers_are_told_of_new_responses(queue: RedisQueue) -> None:
     await accept(delivery)
     [lease] = await fetch(delivery)
     async with listening(delivery, "gateway") as hints:
-        await delivery.requests.watch(address(), reply_address("gateway"))
+        await delivery.requests.record(address(), reply_address("gateway"))
 
         await append(delivery, lease, 0, b"a")
         await append(delivery, lease, 0, b"a")

@@ -2,7 +2,7 @@
 
 from qinfer.models.state import StoredModel
 from qinfer.queue.sequences.records import SequenceId
-from qinfer.scaling.sequences import SequenceWork, read_backlogs, read_sequences
+from qinfer.scaling.work import SequenceWork, read_backlogs, read_sequences
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, SEVEN, STATEFUL, Gateway, Worker, first, later, stored
 

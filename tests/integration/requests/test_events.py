@@ -75,7 +75,7 @@ async def test_a_stream_ends_when_the_queue_is_away(
     async with client.stream("GET", record["links"]["events"]) as reply:
         lines = reply.aiter_lines()
         first = await anext(lines)
-        monkeypatch.setattr(running.gateway.requests.waits._requests, "watch", away)
+        monkeypatch.setattr(running.gateway.requests.waits._requests, "record", away)
         rest = [line async for line in lines]
     monkeypatch.undo()
     await client.delete(record["links"]["self"])

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from qinfer.core.settings import LogSettings as LogStart
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError, UnsupportedFeature, ValueRefused
 from qinfer.models.store import LOGGING, ControlStore, of_group
+from qinfer_api.about import LogValues, SharedLogSettings, SharedTraceSettings, TraceValues
 from qinfer_api.observe.trace_file import TraceFile
-from qinfer_api.server_settings import LogValues, SharedLogSettings, SharedTraceSettings, TraceValues
 from tests.support.stub_catalog import stub_catalog
 
 LOG_START = LogValues("", log_info=True, log_warning=True, log_error=True, log_verbose_level=0, log_format="default")

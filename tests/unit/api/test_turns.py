@@ -1,12 +1,13 @@
 """Turns of the event loop: connections that have sent much go on one after the other, and none waits for ever."""
 
 import asyncio
+import contextlib
 from itertools import pairwise
 
 import pytest
 
 from qinfer_api import turns
-from qinfer_api.turns import START_S, TURN_S, Turns
+from qinfer_api.turns import START_S, TURN_S, SharedLimit, Turns
 
 
 class Clock:
@@ -142,3 +143,34 @@ async def test_an_application_that_starts_uses_its_part_of_a_turn(clock: Clock) 
     assert started == round(TURN_S / START_S)
     await asyncio.sleep(0)
     assert ours.may_start()
+
+
+def taken(limit: SharedLimit, places: contextlib.ExitStack, tenant: str, most: int = 12) -> int:
+    """Returns how many places a tenant gets that takes all it can."""
+    count = 0
+    while limit.has_room(most, tenant):
+        places.enter_context(limit.place(tenant))
+        count += 1
+    return count
+
+
+def test_a_tenant_that_takes_all_it_can_leaves_as_many_to_the_others() -> None:
+    limit = SharedLimit()
+    with contextlib.ExitStack() as places:
+        assert [taken(limit, places, tenant) for tenant in ("evil", "acme", "other")] == [6, 3, 2]
+        assert limit.taken == 11
+
+
+def test_places_come_back() -> None:
+    limit = SharedLimit()
+    with contextlib.ExitStack() as places:
+        taken(limit, places, "evil")
+        assert not limit.has_room(12, "evil")
+
+    assert limit.taken == 0
+    assert limit.has_room(1, "evil")
+
+
+def test_who_shares_with_no_other_takes_all() -> None:
+    with contextlib.ExitStack() as places:
+        assert taken(SharedLimit(), places, "") == 12

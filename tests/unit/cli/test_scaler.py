@@ -18,8 +18,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.sequences import SequenceWork
-from qinfer.scaling.work import VersionWork
+from qinfer.scaling.work import SequenceWork, VersionWork
 from qinfer.testing import FakeClock
 from tests.support.sequences import SEVEN, STATEFUL, first, stored
 

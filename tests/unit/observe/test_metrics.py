@@ -23,8 +23,7 @@ from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
 from qinfer.queue.entries import Lane
-from qinfer.scaling.sequences import SequenceWork
-from qinfer.scaling.work import LaneWork, VersionWork
+from qinfer.scaling.work import LaneWork, SequenceWork, VersionWork
 from qinfer.submission.memory import TensorMemory
 from qinfer.traffic.canary import Trial, initial_state
 from qinfer.traffic.endpoints import CanaryPlan, Endpoint, Role, Step, Target

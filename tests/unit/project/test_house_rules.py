@@ -17,8 +17,6 @@ EXCEPTIONS: dict[str, str] = {}
 # A file of less than 60 lines → why it is a file of its own. An `__init__.py` needs no reason.
 SMALL_FILES: dict[str, str] = {
     "api/qinfer_api/audit.py": "a log of its own, written by REST, gRPC and the check of keys",
-    "api/qinfer_api/json_types.py": "Triton's errors for JSON bodies, which REST and the server's settings share",
-    "api/qinfer_api/shared_limit.py": "one rule for the limits of jobs, waits and endpoints",
     "workers/qinfer_workers/inference/devices.py": "the program, its loader, heartbeat and rate limiter use it",
     "scripts/generate_example.py": "a command",
     "scripts/generate_protos.py": "a command",

@@ -38,7 +38,7 @@ from qinfer.queue.entries import (
     delayed_name,
 )
 from qinfer.queue.lanes import Queue
-from qinfer.queue.transfers import MOST_BYTES
+from qinfer.queue.values import MOVED_AT_ONCE_BYTES
 from qinfer.wire.frame import NOTHING_KEPT, encode_responses
 from qinfer_workers.inference.reply_memory import KeptResponses, ReplyMemory
 from qinfer_workers.inference.tracing import Spans
@@ -314,7 +314,7 @@ class Publisher:
 
     def is_behind(self, model: str, version: int) -> bool:
         """Returns whether answers that wait for Redis stop fetches of a version."""
-        return self._large[model, version] > MOST_BYTES
+        return self._large[model, version] > MOVED_AT_ONCE_BYTES
 
     async def catch_up(self, model: str, version: int) -> None:
         """Waits until `is_behind` is false."""

@@ -2,6 +2,10 @@
 -- takes an entry from its holder also removes it from the set.
 local EXECUTING = '~executing'
 
+-- Released entries with this idle time are ready. They are released with a day, or, to rest, with that much less than
+-- this. It exceeds any lease, and clock differences between a primary and its replicas.
+local READY_MS = 3600000
+
 -- Tells whether a consumer stands for released entries or suspects.
 local function is_ownerless(consumer) return consumer == 'released' or consumer == 'suspects' end
 

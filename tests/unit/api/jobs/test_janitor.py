@@ -22,8 +22,7 @@ from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.observe.reporting import DeadLetterCounts, take_snapshot
 from qinfer_api.requests.janitor import Janitor
-from qinfer_api.requests.targets import Targets
-from qinfer_api.requests.webhooks import Webhooks
+from qinfer_api.requests.webhooks import Targets, Webhooks
 from tests.support.leases import renew
 from tests.support.servers.servers import Database
 

@@ -23,8 +23,7 @@ from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import encode_request
 from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.janitor import Janitor
-from qinfer_api.requests.targets import Targets
-from qinfer_api.requests.webhooks import MAX_DELIVERIES, Webhooks
+from qinfer_api.requests.webhooks import MAX_DELIVERIES, Targets, Webhooks
 from tests.support.servers.servers import Database
 
 CONFIG = """
@@ -318,7 +317,7 @@ async def test_expired_objects_are_swept_again_and_again(
 async def test_a_webhook_whose_request_is_out_of_reach_comes_again(bench: Bench) -> None:
     """The task that delivers it does not end the janitor."""
 
-    async def record(address: EntryAddress) -> None:
+    async def record(address: EntryAddress, watcher: str = "") -> None:
         raise BrokerUnavailable("away")
 
     bench.delivery.requests.record = record  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ class Records:
         self.permit.set()
         self.error: Exception | None = None
 
-    async def watch(self, address: EntryAddress, reply_to: str) -> RequestRecord:
+    async def record(self, address: EntryAddress, reply_to: str) -> RequestRecord:
         self.reads.append((address.model, reply_to))
         state = self.states[address]
         await self.permit.wait()

@@ -21,8 +21,7 @@ from qinfer.queue.entries import Acceptance, EntryAddress, Lane, RequestState, S
 from qinfer.queue.lanes import Queue
 from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.records import failed_outcome
-from qinfer_api.requests.targets import Targets, is_public
-from qinfer_api.requests.webhooks import MAX_DELIVERIES, Webhooks, read_secret, sign, webhook_id
+from qinfer_api.requests.webhooks import MAX_DELIVERIES, Targets, Webhooks, is_public, read_secret, sign, webhook_id
 from qinfer_api.status import http_status, retry_after_s
 from tests.support.servers.receiver import Receiver, receiving
 from tests.support.servers.servers import Database

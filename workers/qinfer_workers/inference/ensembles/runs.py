@@ -24,8 +24,8 @@ from qinfer_workers.inference.ensembles.steps import (
     AWAY,
     LEFT,
     OF_STORED,
+    StepCall,
     StepLimits,
-    StepNumbers,
     StepSubmitter,
     StepWay,
 )
@@ -148,7 +148,7 @@ class EnsembleRuns(ABC):
         self.hold()
         await self._idle.wait()
 
-    def start_run(self, item: WorkItem, numbers: StepNumbers | None = None) -> None:
+    def start_run(self, item: WorkItem, numbers: Callable[[StepCall], None] | None = None) -> None:
         """Begins a request; the steps of a suspect use the queue, so that a crash is counted."""
         self._idle.clear()
         spans = self.model.observer

@@ -149,7 +149,7 @@ class EnsembleSteps(EnsembleRuns):
             self._break(kept, step, DeadlineExceeded(TIMED_OUT))
             return
         kept.running = _NumberedSteps(step, kept.counts)
-        self.start_run(step, kept.running)
+        self.start_run(step, kept.running.add)
 
     def answered(self, item: WorkItem, response: Response | None) -> None:
         """Hands over an ended step, and begins the next of its sequence."""

@@ -57,14 +57,6 @@ class StepSubmitter(Protocol):
         ...
 
 
-class StepNumbers(Protocol):
-    """Numbers the steps of stateful models."""
-
-    def add(self, call: "StepCall") -> None:
-        """Sets the sequence of a step's request."""
-        ...
-
-
 class StepLimits:
     """The bound on the requests of each step in flight in a worker (`max_inflight_requests`).
 
@@ -88,14 +80,14 @@ class StepLimits:
 
 
 class StepWay(msgspec.Struct, frozen=True):
-    """The way of a request's steps; failures `retried` are submitted again."""
+    """The way of a request's steps: failures `retried` are submitted again; `numbers` sets a step's sequence."""
 
     steps: StepSubmitter
     now_s: Callable[[], float]
     retried: frozenset[str] = frozenset()
     limits: StepLimits | None = None
     trace: RunTrace | None = None
-    numbers: StepNumbers | None = None
+    numbers: "Callable[[StepCall], None] | None" = None
 
 
 class StepCall:
@@ -119,7 +111,7 @@ class StepCall:
         self._span: StepSpan | None = None
         self._has_begun = self._has_ended = self._has_slot = self._was_taken = False
         if way.numbers is not None and step.model.is_stateful:
-            way.numbers.add(self)
+            way.numbers(self)
 
     def __enter__(self) -> "StepCall":
         return self

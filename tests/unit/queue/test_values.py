@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from qinfer.queue.transfers import Transfers
+from qinfer.queue.values import Transfers
 
 
 class Road:
