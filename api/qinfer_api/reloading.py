@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from qinfer.core.api_keys import ApiKey, parse_keys, read_key_file
+from qinfer.core.retry import OutageLog
 from qinfer.errors import SettingsError
 from qinfer_api.auth import Auth
 
@@ -24,20 +25,14 @@ class KeyFile:
         self._path = path
         self._auth = auth
         self._content: bytes | None = None
-        self._problem = ""
+        words = ("API keys can't be read; the previous ones stay valid", "API keys can be read again")
+        self._outage = OutageLog(logger, *words, level=logging.ERROR)
 
     async def refresh_keys(self) -> None:
         """Reloads a changed file; logs each problem once."""
-        try:
+        keys = None
+        with self._outage.noted(SettingsError):
             keys = await asyncio.to_thread(self._changed)
-        except SettingsError as error:
-            if error.message != self._problem:
-                logger.error("API keys can't be read; the previous ones stay valid", extra={"reason": error.message})
-            self._problem = error.message
-            return
-        if self._problem:
-            self._problem = ""
-            logger.info("API keys can be read again")
         if keys is not None:
             self._auth.replace_keys(keys)
             logger.info("API keys read", extra={"path": str(self._path), "count": len(keys)})

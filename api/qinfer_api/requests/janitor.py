@@ -95,13 +95,10 @@ class Janitor:
         while True:
             await asyncio.sleep(self._sweep_every_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
             try:
-                await work()
-            except QinferError as error:
-                outage.failed(error.message)
+                with outage.noted():
+                    await work()
             except Exception as error:  # noqa: BLE001 - the boundary: one record must not cost the gateway
                 outage.failed(type(error).__name__, error)
-            else:
-                outage.over()
 
     async def _round(self, group: asyncio.TaskGroup) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -188,12 +188,13 @@ class Sequences:
 
     async def join(self, worker_id: str, versions: Items[int], lease_s: float) -> None:
         """Begins a worker's lease; sequences of an earlier worker of that id are handed over."""
-        while not await self._renew(worker_id, versions, lease_s, is_new=True):
+        while not await self.renew(worker_id, versions, lease_s, is_new=True):
             await self.reap()
 
-    async def renew(self, worker_id: str, versions: Items[int], lease_s: float) -> bool:
+    async def renew(self, worker_id: str, versions: Items[int], lease_s: float, *, is_new: bool = False) -> bool:
         """Renews a worker's lease; if it has ended (False), the worker drops its sequences and joins again."""
-        return await self._renew(worker_id, versions, lease_s, is_new=False)
+        names = self.lease_keys(worker_id, versions)
+        return bool(await self._router.run(self._slot, RENEW_OWNER, names, worker_id, ttl_ms(lease_s), int(is_new)))
 
     def lease_keys(self, worker_id: str, versions: Items[int]) -> list[bytes]:
         """Returns the KEYS of `RENEW_OWNER`."""
@@ -386,10 +387,6 @@ class Sequences:
         if what == b"ended":
             return self._ended_error(sequence, *about)
         return start_missing(self._model, sequence.correlation_id)
-
-    async def _renew(self, worker_id: str, versions: Items[int], lease_s: float, *, is_new: bool) -> bool:
-        names = self.lease_keys(worker_id, versions)
-        return bool(await self._router.run(self._slot, RENEW_OWNER, names, worker_id, ttl_ms(lease_s), int(is_new)))
 
     async def _fail(self, place: StepPlace, code: str, text: str, token: int | str) -> bool:
         about = (place.sequence.name, token, place.life, place.number, code, text)
