@@ -437,8 +437,9 @@ ROWS = (
         keys.liveness,
         "sorted set",
         "15 s after the last heartbeat",
-        "the live gateways, bulk workers and bridges, by the time at which they no longer count as alive",
-        ({"program": "gateway"}, {"program": "bulk"}, {"program": "bridge"}),
+        "the live gateways, bulk workers and bridges, and the addresses at which others read "
+        "[tensors](../how-to/large-tensors.md), by the time at which they no longer count as alive",
+        ({"program": "gateway"}, {"program": "bulk"}, {"program": "bridge"}, {"program": "tensors"}),
     ),
     Row(
         keys.bridges,

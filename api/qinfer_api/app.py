@@ -40,7 +40,7 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.queue.quotas import Quotas
-from qinfer.segments.reading import SegmentSharing
+from qinfer.segments.sharing import SegmentSharing
 from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import PendingCall
 from qinfer.submission.response_cache import ResponseCache
@@ -236,7 +236,8 @@ class Gateway:
     def _share_memory(self, settings: SegmentSettings, submission: Submission) -> SegmentSharing | None:
         if not settings.directory:
             return None
-        sharing = SegmentSharing(settings, self.name, ("worker-",), self._store.segment_secret, reader=self.name)
+        secret, registry = self._store.segment_secret, self._store
+        sharing = SegmentSharing(settings, self.name, ("worker-",), secret, reader=self.name, registry=registry)
         submission.set_memory(TensorMemory(sharing, settings.least_bytes, self.catalog))
         return sharing
 

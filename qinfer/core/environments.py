@@ -67,7 +67,7 @@ GATEWAY = ProgramRole(
     | {"http", "cors", "grpc", "webhooks", "endpoints", "labeling", "auth", "autoscale", "trace", "segments"}
     | {"allow_client_shm", "server_id", "pass_env"}
 )
-WORKER = ProgramRole(_OF_WORKERS | {"segments"}, withheld=frozenset({"bulk.broker_url"}))
+WORKER = ProgramRole(_OF_WORKERS | {"segments"}, withheld=frozenset({"bulk.broker_url", "segments.listen_host"}))
 BULK_WORKER = ProgramRole(_OF_WORKERS)
 
 

@@ -151,6 +151,11 @@ class KeptTensors(Protocol):
     """Tensors in the memory of this process, until each that holds them has released them."""
 
     reference: MemoryReference
+    tenant: str
+
+    def view(self) -> memoryview:
+        """Returns the bytes of the tensors."""
+        ...
 
     def hold(self) -> "KeptTensors":
         """Returns them to one more that holds them."""

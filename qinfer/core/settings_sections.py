@@ -19,6 +19,7 @@ _AUTHORITY = re.compile(r"[a-z0-9._~:\[\]-]+")
 _QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
 _FORM = "'<resource_name>:<count>:<device>' or '<resource_name>:<count>'"
 _MAX_DIGITS = 10
+_ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - refused, not bound
 
 
 class Section(BaseModel):
@@ -336,6 +337,32 @@ class SegmentSettings(Section):
         description="Bytes that a gateway or worker keeps for pending requests, and half of that for one tenant beside "
         "others; further tensors travel through Redis.",
     )
+    listen_host: str = Field(
+        "",
+        description="Address to bind, such as 0.0.0.0, at which workers of other machines read the tensors, and send "
+        "replies, over TCP. Empty = no port is opened. Workers of `qinfer up` open none.",
+    )
+    listen_port: int = Field(8004, ge=0, le=65535, description="Port of `listen_host`; 0 picks a free one.")
+    advertise_host: str = Field(
+        "", description="Name or address at which workers reach `listen_host`, if it differs, as behind 0.0.0.0."
+    )
+    tls_certfile: str = Field("", description="PEM certificate chain; with `tls_keyfile`, `listen_host` speaks TLS.")
+    tls_keyfile: str = Field("", description="PEM private key.")
+    tls_ca_file: str = Field(
+        "",
+        description="PEM certificates of the authorities that must have signed those of other machines; workers then "
+        "connect by TLS only.",
+    )
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> Self:
+        if bool(self.tls_certfile) != bool(self.tls_keyfile):
+            raise ValueError("QINFER_SEGMENTS__TLS_CERTFILE and QINFER_SEGMENTS__TLS_KEYFILE need each other")
+        if self.listen_host and not self.directory:
+            raise ValueError("QINFER_SEGMENTS__LISTEN_HOST needs QINFER_SEGMENTS__DIRECTORY")
+        if self.listen_host in _ANY_ADDRESS and not self.advertise_host:
+            raise ValueError("QINFER_SEGMENTS__LISTEN_HOST is any address; set QINFER_SEGMENTS__ADVERTISE_HOST, too")
+        return self
 
 
 class TraceSettings(Section):

@@ -9,7 +9,7 @@ Processes read the desired state at start, on reconnect, when woken, and every 1
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ LIVENESS_HOLDS_S = 15.0
 
 _LEAVE_S = 1.0
 _METRICS = "metrics"
+_TENSORS = "tensors"
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
 _SET_DESIRED = load_script("set_desired", package="qinfer.models").text
@@ -161,6 +162,14 @@ class ControlStore:
     async def live_processes(self, program: str) -> list[str]:
         """Returns a program's live processes, sorted."""
         return sorted(map(decode_text, await _reply(self.client.eval(_LIVENESS, 1, keys.liveness(program)))))
+
+    def announce_tensors(self, process: str) -> Coroutine[Any, Any, NoReturn]:
+        """Tells until cancelled that others read the tensors of `<name>@<host>:<port>`."""
+        return report_liveness(self, process, _TENSORS)
+
+    async def announced_tensors(self) -> list[str]:
+        """Returns what live processes tell by `announce_tensors`."""
+        return await self.live_processes(_TENSORS)
 
     async def take_sweep(self, ttl_s: float) -> bool:
         """Takes the turn to look for stuck jobs; returns false while another bulk worker has it."""

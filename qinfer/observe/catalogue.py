@@ -160,7 +160,7 @@ SEGMENT_OLDEST = _own_gauge(
 SEGMENT_REQUESTS = _own_counter(
     "qinfer_segment_requests_total",
     "Requests with large tensors: kept in this gateway's memory (memory), or sent through Redis because the memory was "
-    "full (no_memory) or a worker does not share it (old_worker).",
+    "full (no_memory), a worker does not read it (old_worker), or one could not for half a minute (unreachable).",
     ("way",),
 )
 STORE_UP = _own_gauge("qinfer_store_up", "1 if this gateway could read the shared store at this scrape.", ())

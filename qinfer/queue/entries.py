@@ -30,6 +30,7 @@ SHADOW_LANE = "shadow"
 """The lane of shadow requests."""
 
 _SHARE = "~"
+_REPLY = "reply:"
 
 
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
@@ -103,7 +104,12 @@ class Payload(msgspec.Struct, frozen=True):
 
 def reply_address(owner: str) -> str:
     """Returns the `reply_to` of a process."""
-    return f"reply:{owner}"
+    return f"{_REPLY}{owner}"
+
+
+def process_at(address: str) -> str:
+    """Returns the process of a `reply_to`."""
+    return address.removeprefix(_REPLY)
 
 
 def worker_owner(worker_id: str) -> str:

@@ -49,6 +49,7 @@ from qinfer.queue.entries import (
     Lane,
     LaneSize,
     Lease,
+    Payload,
     Share,
     by_lane,
     grouped,
@@ -237,6 +238,12 @@ class Queue(Submitter):
             return False
         self._values.delete_objects(buried[1])
         return True
+
+    async def put_payload(self, entry: Entry, payload: Payload, tenant: str) -> None:
+        """Stores tensors that an entry lacks, for `payload`; they are removed when their time is over."""
+        lane = entry.lane
+        key = keys.payload(lane.model, lane.partition, payload.request_id)
+        await self._values.set(keys.lane_slot(lane), key, payload.data, payload.ttl_s, tenant=tenant)
 
     async def payload(self, entry: Entry, request_id: str, tenant: str = "") -> bytes | None:
         """Returns the payload of an entry; `None` if it is gone."""

@@ -7,7 +7,7 @@ import mmap
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.core.messages import MemoryReference
-from qinfer.core.settings_sections import SegmentSettings
-from qinfer.errors import BrokerUnavailable, CorruptEntry, DeliveryError
-from qinfer.segments.memory import OwnMemory
+from qinfer.errors import CorruptEntry, DeliveryError
 from qinfer.segments.shelf import (
     CANT_READ,
     CHALLENGE_BYTES,
@@ -36,18 +34,15 @@ from qinfer.segments.slabs import HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
-SECRET_EVERY_S = 5.0
-"""Redis may have lost the secret, and have another."""
-
 SCAN_EVERY_S = 1.0
 """A new process is found within this time; until then its tensors go through Redis."""
 
 AGAIN_S = 10.0
 """Where a segment could not be mapped, for lack of memory or descriptors, its owner is left alone for so long."""
 
-_NAME = re.compile(r"[A-Za-z0-9-]{1,60}")  # never a path
+PROCESS_NAME = re.compile(r"[A-Za-z0-9-]{1,60}")  # never a path
 _MOST_ENDED = 4096
-_OVER = "the request has ended where it was submitted"
+OVER = "the request has ended where it was submitted"
 
 
 class TensorsGone(DeliveryError):
@@ -122,12 +117,16 @@ class SegmentReader:
                 ):
                     self._connect(owner)
 
+    def is_near(self, owner: str) -> bool:
+        """Returns whether a process is this one, or connected on this machine."""
+        return owner in self._owners or owner == self._own_name
+
     def read(self, reference: MemoryReference) -> bytes:
         """Returns a copy of a request's tensors; raises as `view`."""
         view = self.view(reference)
         tensors = bytes(view.tensors)
         if not view.is_current():
-            raise TensorsGone(_OVER)
+            raise TensorsGone(OVER)
         return tensors
 
     def confirm(self, reference: MemoryReference) -> None:
@@ -164,12 +163,12 @@ class SegmentReader:
             raise CorruptEntry(f"tensors at {begin}:{end} leave a segment of {len(memory)} bytes")
         view = TensorView(memory, reference, memoryview(memory)[begin:end].toreadonly())
         if not view.is_current():
-            raise TensorsGone(_OVER)
+            raise TensorsGone(OVER)
         return view
 
     def _segment(self, reference: MemoryReference) -> mmap.mmap:
         name = reference.owner
-        if not _NAME.fullmatch(name):
+        if not PROCESS_NAME.fullmatch(name):
             raise CorruptEntry(f"'{name[:80]}' is not the name of a process")
         if self._own is not None and name == self._own_name:
             own = self._own.memory.segments.get(reference.segment)
@@ -265,44 +264,3 @@ class SegmentReader:
         owner = self._owners.pop(name)
         self._loop.remove_reader(owner.connection)
         owner.connection.close()  # the segments end with their last view
-
-
-class SegmentSharing:
-    """The memory of this process, `name`, and of those whose names begin with one of `kinds`.
-
-    `reader` is the name by which they know this process, and to which replies are addressed.
-    `secret` returns what these processes know and code of models does not.
-    """
-
-    def __init__(
-        self,
-        settings: SegmentSettings,
-        name: str,
-        kinds: tuple[str, ...],
-        secret: Callable[[], Awaitable[bytes]],
-        *,
-        reader: str,
-    ) -> None:
-        directory = Path(settings.directory)
-        self._secret = secret
-        self.own = OwnMemory(name, settings.most_bytes)
-        self.shelf = Shelf(directory, self.own)
-        reads_own = name.startswith(kinds)
-        self.shelf.itself = reader if reads_own else ""
-        self.others = SegmentReader(directory, reader, kinds, self.shelf if reads_own else None)
-
-    async def run(self) -> None:
-        """Finds other processes, and gives back idle memory, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.own.run())
-            tasks.create_task(self.others.run())
-            while True:
-                with suppress(BrokerUnavailable):  # the last one stays
-                    self.shelf.secret = self.others.secret = await self._secret()
-                    self.others.scan()
-                await asyncio.sleep(SECRET_EVERY_S)
-
-    def close(self) -> None:
-        """Ends all connections."""
-        self.shelf.close()
-        self.own.close()

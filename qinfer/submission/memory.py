@@ -5,6 +5,8 @@ executes the requests anew that made them. All live workers that may execute the
 would have to put the request back.
 """
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -15,11 +17,13 @@ from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
 from qinfer.queue.entries import worker_owner
 from qinfer.segments.memory import PIECE_BYTES, HeldTensors
-from qinfer.segments.reading import SegmentSharing
+from qinfer.segments.sharing import SegmentSharing
 from qinfer.segments.slabs import LARGE_BYTES
 from qinfer.submission.layouts import check_head, places_of, tensor_bytes
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import encode_referring_request, landed_places, tensor_parts
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Tensors of a body that is received into memory begin at a multiple of so many bytes."""
@@ -27,7 +31,10 @@ ALIGNMENT = 64
 MOST_BYTES = LARGE_BYTES
 """Larger requests travel through Redis, unless they are received in pieces: a copy would hold the event loop up."""
 
-MEMORY, NO_MEMORY, OLD_WORKER = "memory", "no_memory", "old_worker"
+MEMORY, NO_MEMORY, OLD_WORKER, UNREACHABLE = "memory", "no_memory", "old_worker", "unreachable"
+
+LEFT_S = 30.0
+"""A model, a worker of which could not read tensors, gets them through Redis for so long."""
 
 
 class Landing:
@@ -85,12 +92,16 @@ class TensorMemory:
     def __init__(self, sharing: SegmentSharing, least_bytes: int, catalog: Catalog) -> None:
         self.least_bytes = least_bytes
         self.ways = Counter[str]()
-        self._memory, self._shelf, self.others = sharing.own, sharing.shelf, sharing.others
+        self._sharing, self._memory, self.others = sharing, sharing.own, sharing.others
         self._catalog = catalog
-        self._is_shared: dict[str, bool] = {}
-        self._shelf.changed = self.forget
+        self._way_of: dict[str, str] = {}
+        self._left: dict[str, asyncio.TimerHandle] = {}
         self.changed: Callable[[], None] = lambda: None
         """Called when other workers may read this memory."""
+
+    def serve(self, replied: Callable[[Bytes], None]) -> None:
+        """Follows the readers of the memory; `replied` gets replies of other machines."""
+        self._sharing.follow(self.forget, replied)
 
     @property
     def held_bytes(self) -> int:
@@ -99,16 +110,28 @@ class TensorMemory:
 
     def forget(self) -> None:
         """Looks anew for the workers of each model."""
-        self._is_shared.clear()
+        self._way_of.clear()
         self.changed()
+
+    def leave(self, model: str) -> None:
+        """Sends a model's tensors through Redis for `LEFT_S`, because a worker can't read them."""
+        if model not in self._left:
+            extra = {"model": model, "seconds": LEFT_S}
+            logger.warning("a worker can't read tensors, which go through Redis", extra=extra)
+            self._left[model] = asyncio.get_running_loop().call_later(LEFT_S, self._return_to, model)
+            self.forget()
+
+    def _return_to(self, model: str) -> None:
+        del self._left[model]
+        self.forget()
 
     def lay_out(self, request: OutgoingRequest, served: ServedVersion) -> tuple[bytes, KeptTensors] | None:
         """Encodes a stamped request, and keeps its tensors; `None` if they are to travel through Redis."""
         size = tensor_bytes(request)
         if size < self.least_bytes or (size > MOST_BYTES and request.landed is None):
             return None
-        if not self._is_read_by_all(served.spec.name):
-            self.ways[OLD_WORKER] += 1
+        if (way := self._way(served.spec.name)) is not MEMORY:
+            self.ways[way] += 1
             return None
         held = self.keep(request)
         if held is None:
@@ -134,11 +157,11 @@ class TensorMemory:
 
     def may_land(self, nbytes: int, model: str) -> bool:
         """Returns whether there is memory for so many bytes of a body, beside other tenants'."""
-        return self._memory.has_room(nbytes + ALIGNMENT) and self._is_read_by_all(model)
+        return self._memory.has_room(nbytes + ALIGNMENT) and self._way(model) is MEMORY
 
     def land(self, nbytes: int, begin: int, model: str, tenant: str, most: int) -> "Landing | None":
         """Returns memory for a body whose tensors have `most` bytes; `None` if it is to travel through Redis."""
-        if not self.least_bytes <= nbytes - begin <= most or not self._is_read_by_all(model):
+        if not self.least_bytes <= nbytes - begin <= most or self._way(model) is not MEMORY:
             return None
         before = -begin % ALIGNMENT
         in_pieces = nbytes - begin > MOST_BYTES
@@ -153,10 +176,12 @@ class TensorMemory:
         yield family(catalogue.SEGMENT_OLDEST, [(memory.oldest_s, own)])
         yield family(catalogue.SEGMENT_REQUESTS, ((count, {"way": way, **own}) for way, count in self.ways.items()))
 
-    def _is_read_by_all(self, model: str) -> bool:
-        known = self._is_shared.get(model)
+    def _way(self, model: str) -> str:
+        """Returns `MEMORY` if all workers that may load a model read the memory, or why its tensors go another way."""
+        known = self._way_of.get(model)
         if known is None:
             live = self._catalog.workers()
             may_load = {worker_owner(worker.id) for worker in live if is_placed(model, worker.places)}
-            known = self._is_shared[model] = bool(may_load) and may_load <= self._shelf.known
+            is_read = bool(may_load) and may_load <= self._sharing.readers
+            known = self._way_of[model] = UNREACHABLE if model in self._left else MEMORY if is_read else OLD_WORKER
         return known

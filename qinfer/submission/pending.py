@@ -28,12 +28,13 @@ from qinfer.errors import (
     InferenceFailed,
     QinferError,
 )
-from qinfer.queue.entries import Entry, Lane, by_lane
+from qinfer.queue.entries import Entry, Lane, Payload, by_lane
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_rest
 from qinfer.queue.sequences.ownership import Sequences
 from qinfer.queue.sequences.records import NOBODYS, StepPlace
 from qinfer.submission.backlog import LaneLoad
+from qinfer.submission.layouts import PAYLOAD_MARGIN_S
 from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import decode_responses
@@ -228,6 +229,9 @@ class PendingRequests:
         self.load_of: Callable[[Lane], LaneLoad] = lambda lane: LaneLoad(lane, 0)
         self.lend: Callable[[PendingCall, int], Awaitable[Memory]] | None = None
         self.kept: KeptOutputs | None = None
+        self.unread: Callable[[str], None] = lambda _: None
+        """Gets the model of a request whose tensors a worker can't read."""
+
         self._pending: dict[str, PendingCall] = {}
         self._buckets: dict[int, dict[str, PendingCall]] = {}
         self._timer: Timer | None = None
@@ -240,6 +244,7 @@ class PendingRequests:
         self._ending = asyncio.Lock()
         self._late: list[PendingCall] = []
         self._stored: list[PendingCall] = []
+        self._apart: list[PendingCall] = []
         self._work = asyncio.Event()
         self._credits = Credits(queue, window_bytes, self._pending.__contains__)
 
@@ -301,7 +306,7 @@ class PendingRequests:
             self._late.append(pending)
             self._work.set()
 
-    def receive(self, blob: bytes) -> None:
+    def receive(self, blob: Bytes) -> None:
         """Delivers a reply blob's responses."""
         try:
             responses = decode_responses(blob, self._read_kept)
@@ -315,6 +320,9 @@ class PendingRequests:
         """Copies outputs from a worker's memory, which the worker may then use again."""
         if self.kept is None:
             return None
+        if not memory.size:
+            self._note_unread(request_id, memory)
+            return None
         outputs: Bytes | None = None
         if request_id in self._pending:
             try:
@@ -324,6 +332,29 @@ class PendingRequests:
                 return None
         self.kept.confirm(memory)
         return outputs
+
+    def _note_unread(self, request_id: str, memory: MemoryReference) -> None:
+        """Stores tensors in Redis that a worker of another machine could not read, for the next try."""
+        pending = self._pending.get(request_id)
+        if pending is None or pending.tensors is None or pending.tensors.reference.generation != memory.generation:
+            return
+        self.unread(pending.model)
+        self._apart.append(pending)
+        self._work.set()
+
+    async def _store_tensors(self, pending: PendingCall) -> None:
+        if pending.tensors is None or pending.entry is None:  # the worker asks again
+            return
+        kept = pending.tensors.hold()
+        try:
+            left_s = pending.bucket / _BUCKETS_PER_S - self._clock.monotonic_s()
+            payload = Payload(pending.request_id, kept.view(), max(left_s, 0.0) + PAYLOAD_MARGIN_S)
+            await self._queue.put_payload(pending.entry, payload, kept.tenant)
+        except DeliveryError as error:
+            extra = {"request_id": pending.request_id, "error": error.message}
+            logger.warning("tensors that a worker can't read are not stored", extra=extra)
+        finally:
+            kept.release()
 
     def request_of(self, response: Response) -> PendingCall | None:
         """Returns a response's request, removed with the last response unless outputs are yet to be fetched.
@@ -390,6 +421,9 @@ class PendingRequests:
                 stored, self._stored = self._stored, []
                 for pending in stored:
                     group.create_task(self._fetch(pending), name="stored outputs")
+                apart, self._apart = self._apart, []
+                for pending in apart:
+                    group.create_task(self._store_tensors(pending), name="tensors that a worker can't read")
                 unread, self._unread = self._unread, []
                 for outputs in unread:
                     await self._drop(*outputs)

@@ -108,7 +108,9 @@ class Submission:
 
     def set_memory(self, memory: TensorMemory) -> None:
         """Keeps large tensors of requests in memory, and reads outputs in that of workers; before the first refresh."""
-        self.memory, self.pending.kept, memory.changed = memory, memory.others, self.layouts.forget_referring
+        memory.serve(self.pending.receive)
+        memory.changed = self.layouts.forget_referring
+        self.memory, self.pending.kept, self.pending.unread = memory, memory.others, memory.leave
         self.layouts.remembered_bytes = memory.least_bytes - 1
 
     def asked(self, model: str, version: int) -> "Entrance":

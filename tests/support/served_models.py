@@ -111,13 +111,14 @@ def tensor(name: str, array: Array, module: Any = over_grpc) -> Any:
 
 @asynccontextmanager
 async def models_served(
-    repository: Path, sections: Mapping[str, Any] | None = None, **options: Any
+    repository: Path, sections: Mapping[str, Any] | None = None, *, first_worker: bool = True, **options: Any
 ) -> AsyncIterator[ServedModels]:
     """Runs the gateway and a worker until the block ends.
 
     Args:
         repository: The repository.
         sections: Further sections of the settings, of gateway and worker.
+        first_worker: Whether there is one from the beginning.
         **options: Settings of the repository.
     """
     sections = sections or {}
@@ -134,7 +135,8 @@ async def models_served(
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()
         scene.grpc_target = rpc.url.partition("://")[2]
-        await scene.worker()
+        if first_worker:
+            await scene.worker()
         async with (
             over_http.InferenceServerClient(gateway.url.partition("://")[2]) as scene.http,
             over_grpc.InferenceServerClient(scene.grpc_target) as scene.grpc,

@@ -115,6 +115,7 @@ async def _worker_findings(redis: RedisSettings, memory: Path, *, needs_bulk: bo
         desired, workers = await store.desired(), await store.workers()
         stored = await store.models(sorted(desired))
         gateways, bulk_workers = [await store.live_processes(program) for program in (GATEWAY, BULK)]
+        listening = await store.announced_tensors()
     finally:
         await store.close()
     live = ok("gateways", f"{len(gateways)} live: {', '.join(gateways[:_SHOWN])}")
@@ -122,7 +123,7 @@ async def _worker_findings(redis: RedisSettings, memory: Path, *, needs_bulk: bo
     return [
         live if gateways else none,
         *examine_workers(workers, bulk_workers, needs_bulk=needs_bulk),
-        *examine_sharing(memory, len(workers)),
+        *examine_sharing(memory, len(workers), len(listening)),
         *examine_models(desired, stored, workers),
     ]
 
@@ -144,13 +145,18 @@ def memory_directory(settings: Settings, data_dir: Path) -> Path:
     return Path(settings.segments.directory or data_dir.resolve() / "memory")
 
 
-def examine_sharing(directory: Path, workers: int) -> Iterator[Finding]:
-    """Yields a warning if live workers do not share the memory."""
+def examine_sharing(directory: Path, workers: int, listening: int) -> Iterator[Finding]:
+    """Yields a warning if live workers do not share the memory, and no process listens for other machines."""
     sharing = sum(owner.startswith("worker-") for owner in owners(directory))
-    if sharing < workers and directory.is_dir():
-        text = f"{workers - sharing} of {workers} live workers do not share '{directory}': large tensors for "
+    if sharing >= workers or not directory.is_dir():
+        return
+    text = f"{workers - sharing} of {workers} live workers do not share '{directory}': "
+    if listening:
+        yield ok("large tensors", f"{text}they read tensors over TCP from {listening} processes, if they connect")
+    else:
         remedy = "docs/how-to/large-tensors.md: give all workers of this machine the directory"
-        yield warning("large tensors", f"{text}models that they may load go through Redis", remedy)
+        told = f"{text}large tensors for models that they may load go through Redis"
+        yield warning("large tensors", told, remedy)
 
 
 def examine_memory(settings: Settings, data_dir: Path) -> Iterator[Finding]:

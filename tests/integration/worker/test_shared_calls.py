@@ -84,7 +84,7 @@ async def shared(scene: ServedModels, *workers: str) -> None:
     """Waits until these workers and the gateway read one another's memory."""
     segments = scene.gateway._segments
     assert segments is not None
-    theirs = [memory_of(scene, worker)._shelf for worker in workers]
+    theirs = [memory_of(scene, worker)._sharing.shelf for worker in workers]
     names = {worker_owner(worker) for worker in workers}
 
     def are_known() -> bool:

@@ -16,7 +16,7 @@ from onnx import helper
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.settings_sections import CacheSettings, SegmentSettings
-from qinfer.submission.memory import MOST_BYTES
+from qinfer.submission.memory import MEMORY, MOST_BYTES
 from qinfer.testing import eventually
 from qinfer_api.http.fast import FastCall
 from qinfer_api.rpc.infer import Infer
@@ -141,7 +141,7 @@ async def test_a_request_is_what_it_was_when_it_was_accepted(
     memory = scene.gateway.dispatcher.submission.memory
     assert memory is not None
     await scene.kill("w1")
-    monkeypatch.setattr(memory, "_is_read_by_all", lambda _: True)
+    monkeypatch.setattr(memory, "_way", lambda _: MEMORY)
     asked = asyncio.create_task(ask(http, "double", source()))
     await eventually(lambda: held(scene) > 0, description="tensors in memory")
     if change == "other values":
@@ -277,7 +277,7 @@ async def test_an_output_is_written_only_while_its_request_is_pending(
     memory = scene.gateway.dispatcher.submission.memory
     assert memory is not None
     await scene.kill("w1")
-    monkeypatch.setattr(memory, "_is_read_by_all", lambda _: True)
+    monkeypatch.setattr(memory, "_way", lambda _: MEMORY)
     place = {"shared_memory_region": "r", "shared_memory_byte_size": IMAGE.nbytes}
     target = {"name": "y", "parameters": {**place, "shared_memory_offset": OUTPUT_AT - IMAGE.nbytes}}
     asked = asyncio.create_task(post(http, "double", source(), outputs=[target]))

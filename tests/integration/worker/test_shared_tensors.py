@@ -24,6 +24,7 @@ from qinfer.segments import memory as segments
 from qinfer.segments.memory import OwnSegment
 from qinfer.segments.shelf import connected, owners, socket_path
 from qinfer.segments.slabs import Place
+from qinfer.submission.memory import MEMORY
 from qinfer.submission.response_cache import inputs_digest
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -310,7 +311,7 @@ async def test_a_worker_that_reads_no_memory_leaves_requests_to_others(
     live = scene.gateway.catalog.workers
     await eventually(lambda: any(one.id == "far" and one.is_ready("double", 1) for one in live()), description="far")
     await scene.kill("w1")
-    monkeypatch.setattr(memory, "_is_read_by_all", lambda _: True)  # as if it had not been seen yet
+    monkeypatch.setattr(memory, "_way", lambda _: MEMORY)  # as if it had not been seen yet
     asked = asyncio.create_task(scene.infer("double", x=IMAGE))
     await eventually(lambda: held(scene) > 0, description="tensors in memory")
     scene._sections = before
@@ -361,7 +362,7 @@ async def test_a_caller_that_leaves_gives_the_memory_back(scene: ServedModels, m
     await scene.kill("w1")
     memory = scene.gateway.dispatcher.submission.memory
     assert memory is not None
-    monkeypatch.setattr(memory, "_is_read_by_all", lambda _: True)
+    monkeypatch.setattr(memory, "_way", lambda _: MEMORY)
     asked = asyncio.create_task(scene.infer("double", x=IMAGE))
     await eventually(lambda: held(scene) > 0, description="tensors in memory")
 
@@ -460,7 +461,7 @@ async def test_peers_that_stall_hold_no_request_up(scene: ServedModels) -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has processes ask for the secret more often."""
-    monkeypatch.setattr("qinfer.segments.reading.SECRET_EVERY_S", 0.2)
+    monkeypatch.setattr("qinfer.segments.sharing.SECRET_EVERY_S", 0.2)
 
 
 async def test_a_secret_that_redis_lost_is_made_again(hasty: None, scene: ServedModels) -> None:

@@ -188,7 +188,8 @@ async def test_workers_that_do_not_share_the_memory_are_counted(tmp_path: Path) 
     """One of another machine, or of an older qinfer, makes its gateways send all through Redis."""
     directory = tmp_path / "m"
     shelves = [Shelf(directory, OwnMemory(name, 2**20)) for name in ("gateway-a", "worker-a")]
-    found = [list(examine_sharing(directory, workers)) for workers in (1, 2)]
+    found = [list(examine_sharing(directory, workers, 0)) for workers in (1, 2)]
+    (far,) = examine_sharing(directory, 2, 1)
     for shelf in shelves:
         shelf.close()
 
@@ -196,4 +197,5 @@ async def test_workers_that_do_not_share_the_memory_are_counted(tmp_path: Path) 
     assert [(one.level, one.text.startswith("1 of 2 live workers do not share")) for one in found[1]] == [
         (Severity.WARNING, True)
     ]
-    assert list(examine_sharing(tmp_path / "nothing", 2)) == []
+    assert (far.level, "over TCP from 1 processes" in far.text) == (Severity.OK, True)
+    assert list(examine_sharing(tmp_path / "nothing", 2, 0)) == []

@@ -13,7 +13,8 @@ from qinfer.core.messages import MemoryReference
 from qinfer.core.settings_sections import SegmentSettings
 from qinfer.errors import CorruptEntry, SettingsError
 from qinfer.segments.memory import HeldTensors, OwnMemory
-from qinfer.segments.reading import SegmentReader, SegmentSharing, TensorsGone, TensorsUnreachable
+from qinfer.segments.reading import SegmentReader, TensorsGone, TensorsUnreachable
+from qinfer.segments.sharing import SegmentSharing
 from qinfer.segments.shelf import Shelf, proof, socket_path
 from qinfer.testing import eventually
 

@@ -16,7 +16,7 @@ from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.segments.memory import OwnMemory
-from qinfer.segments.reading import SegmentSharing
+from qinfer.segments.sharing import SegmentSharing
 from qinfer.submission.memory import MEMORY, NO_MEMORY, OLD_WORKER, TensorMemory
 from qinfer.submission.pending import PendingCall
 from qinfer.tensors import Tensor
@@ -52,9 +52,8 @@ class Scene:
         catalog = cast(Catalog, self.models)
         self.memory = OwnMemory("gateway-a", 4 * MIB)
         self.dispatcher = Dispatcher(queue, catalog, GatewayTally(), LimitSettings(), "me", None)
-        self.shelf = SimpleNamespace(known={"worker-w1"})
-        sharing = SimpleNamespace(own=self.memory, shelf=self.shelf, others=None)
-        self.tensors = TensorMemory(cast(SegmentSharing, sharing), 1000, catalog)
+        self.sharing = SimpleNamespace(own=self.memory, readers={"worker-w1"}, others=None, follow=lambda *_: None)
+        self.tensors = TensorMemory(cast(SegmentSharing, self.sharing), 1000, catalog)
         self.dispatcher.submission.set_memory(self.tensors)
         self.pending = self.dispatcher.submission.pending
 
@@ -178,7 +177,7 @@ async def test_a_worker_of_other_models_does_not_count(scene: Scene) -> None:
 async def test_the_readers_are_looked_up_anew_when_they_change(scene: Scene) -> None:
     scene.submit()
     assert await scene.is_apart()
-    scene.shelf.known = set()
+    scene.sharing.readers = set()
     scene.tensors.forget()
     scene.submit()
 

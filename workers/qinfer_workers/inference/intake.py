@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from qinfer.batching.execution import WorkItem
-from qinfer.core.messages import Failure, InferRequest, Response, ToldSequence
+from qinfer.core.messages import Failure, InferRequest, MemoryReference, Response, ToldSequence
 from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT
@@ -23,12 +24,21 @@ from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.records import SequenceId, told_id
+from qinfer.segments.connector import TensorConnector
 from qinfer.segments.memory import PIECE_BYTES
 from qinfer.segments.reading import SegmentReader, TensorsGone, TensorsUnreachable
 from qinfer.segments.slabs import LARGE_BYTES
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
-from qinfer.wire.frame import PayloadApart, RequestReader, TensorPlace, decode_request, encode_request, tensors_at
+from qinfer.wire.frame import (
+    PayloadApart,
+    RequestReader,
+    TensorPlace,
+    decode_request,
+    encode_request,
+    encode_responses,
+    tensors_at,
+)
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.ensembles.runs import EnsembleBatcher
 from qinfer_workers.inference.publisher import Publisher
@@ -88,13 +98,21 @@ class ToldIds:
 
 
 class LeaseIntake:
-    """Turns leases into items that may be batched; `memory` has the tensors that callers keep."""
+    """Turns leases into items that may be batched.
+
+    `memory` has the tensors that callers of this machine keep, `far` those of other machines.
+    """
 
     def __init__(
-        self, queue: Queue, publisher: Publisher, max_deliveries: int, memory: SegmentReader | None = None
+        self,
+        queue: Queue,
+        publisher: Publisher,
+        max_deliveries: int,
+        memory: SegmentReader | None = None,
+        far: TensorConnector | None = None,
     ) -> None:
         self._queue = queue
-        self._memory = memory
+        self._memory, self._far = memory, far
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)
         self._reader = RequestReader()
@@ -119,7 +137,8 @@ class LeaseIntake:
             item = self._pending(batcher, lease, request)
             if lease.deliveries > 1 and not self._is_tried(batcher, item):
                 continue
-            if _takes_long(request) or not (request.sequence is None or self._is_told(batcher, request)):
+            is_told = request.sequence is None or self._is_told(batcher, request)
+            if _takes_long(request) or not is_told or self._is_far(request):
                 taken.external.append(item)
             elif request.memory is not None:
                 tensors = self._shared(batcher, item)
@@ -294,13 +313,19 @@ class LeaseIntake:
             if not self._is_told(batcher, item.request):
                 await self._told.ask(item.request, batcher.model.spec)
             request = item.request
-            if request.memory is not None:
+            if request.memory is not None and not self._is_far(request):
                 return await self._copied(batcher, item) if _takes_long(request) else self._shared(batcher, item)
-            payload: bytes | None = b""
+            payload: Bytes | None = b""
+            if request.memory is not None:
+                payload = await self._fetched(item, request.memory)
             if request.payload:
                 payload = await self._queue.payload(item.lease.entry, request.id, request.tenant)
         except CorruptEntry as error:
             self._bury(batcher, item, error)
+            return None
+        except TensorsUnreachable as error:
+            self._unread.failed(error.message)
+            self.put_off([item])
             return None
         except QinferError as error:
             self._outage.failed(error.message)
@@ -310,6 +335,29 @@ class LeaseIntake:
         if payload is None:
             self._publisher.discard(item)
         return payload
+
+    def _is_far(self, request: InferRequest) -> bool:
+        return request.memory is not None and self._far is not None and self._far.knows(request.memory.owner)
+
+    async def _fetched(self, item: WorkItem, reference: MemoryReference) -> Bytes | None:
+        """Reads tensors on another machine, or in Redis, where its caller stores them if told so; `None` = over."""
+        assert self._far is not None
+        request = item.request
+        try:
+            tensors = await self._far.read(reference)
+        except TensorsGone:
+            return None
+        except TensorsUnreachable:
+            entry = item.lease.entry
+            stored = await self._queue.payload(entry, request.id, request.tenant)
+            if stored is None and item.deadline_s > self._queue.clock.now_s():
+                told = Response(request_id=request.id, model=request.model, version=request.version, final=False)
+                nothing = msgspec.structs.replace(reference, size=0)
+                await self._queue.publish(request.reply_to, encode_responses([told], {request.id: nothing}))
+                raise
+            return stored
+        self._unread.over()
+        return tensors
 
     def _complete(
         self, batcher: LaneBatcher, item: WorkItem, payload: Bytes, places: Sequence[TensorPlace] = ()

@@ -40,7 +40,7 @@ from qinfer.queue.entries import (
 from qinfer.queue.lanes import Queue
 from qinfer.queue.values import MOVED_AT_ONCE_BYTES
 from qinfer.wire.frame import NOTHING_KEPT, encode_responses
-from qinfer_workers.inference.reply_memory import KeptResponses, ReplyMemory
+from qinfer_workers.inference.reply_memory import KeptResponses, ReplyMemory, SentResponses
 from qinfer_workers.inference.tracing import Spans
 
 logger = logging.getLogger(__name__)
@@ -429,23 +429,27 @@ class Publisher:
 
     async def publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         """Publishes responses without checking leases; `begin_ns` = they were ready."""
-        kept: list[tuple[str, KeptResponses]] = []
+        kept: list[tuple[str, KeptResponses | SentResponses]] = []
         try:
             for address, group, nbytes in _chunks(items, responses):
                 if nbytes > CHUNK_BYTES:
                     await self._send(address, [await self._store(items, group[0])])
-                elif self.memory is None or (one := self.memory.keep(address, group, nbytes)) is None:
+                elif self.memory is None:
                     await self._send(address, group)
-                else:
+                elif (one := self.memory.keep(address, group, nbytes)) is not None:
                     kept.append((address, one))
                     await self._send(address, group, one.references)
+                elif (sent := self.memory.send(address, group, nbytes)) is not None:
+                    kept.append((address, sent))
+                else:
+                    await self._send(address, group)
             self._count_published(items, begin_ns)
-            for address, one in kept:
-                if left := await one.unconfirmed():
+            for address, waiting in kept:
+                if left := await waiting.unconfirmed():
                     await self._send(address, left)
         finally:
-            for _, one in kept:
-                one.release()
+            for _, waiting in kept:
+                waiting.release()
 
     async def _send(
         self, address: str, responses: Sequence[Response], kept: Mapping[str, MemoryReference] = NOTHING_KEPT

@@ -8,10 +8,11 @@ import asyncio
 from collections.abc import Sequence
 
 from qinfer.core.messages import MemoryReference, Response
-from qinfer.queue.entries import reply_address
+from qinfer.queue.entries import process_at, reply_address
+from qinfer.segments.connector import TensorConnector
 from qinfer.segments.memory import HeldTensors, OwnMemory
 from qinfer.segments.shelf import Shelf
-from qinfer.wire.frame import tensor_parts
+from qinfer.wire.frame import encode_responses, tensor_parts
 
 CONFIRMED_WITHIN_S = 2.0
 
@@ -56,13 +57,30 @@ class KeptResponses:
             held.release()
 
 
-class ReplyMemory:
-    """Keeps outputs of at least `least_bytes` for the processes that read the shelf."""
+class SentResponses:
+    """Responses that were sent to another machine, whose caller confirms them as one."""
 
-    def __init__(self, memory: OwnMemory, shelf: Shelf, least_bytes: int) -> None:
+    def __init__(self, responses: Sequence[Response], came: "asyncio.Future[bool]") -> None:
+        self._responses = responses
+        self._came = came
+
+    async def unconfirmed(self) -> Sequence[Response]:
+        """Waits for the confirmation; returns the responses without it."""
+        done, _ = await asyncio.wait([self._came], timeout=CONFIRMED_WITHIN_S)
+        return () if done and self._came.result() else self._responses
+
+    def release(self) -> None:
+        """Does nothing: the memory ends with the sending."""
+
+
+class ReplyMemory:
+    """Keeps outputs of at least `least_bytes` for the readers of the shelf; `far` sends them to other machines."""
+
+    def __init__(self, memory: OwnMemory, shelf: Shelf, least_bytes: int, far: TensorConnector | None = None) -> None:
         self._memory = memory
         self._shelf = shelf
         self._least_bytes = least_bytes
+        self._far = far
         self._waiting: dict[int, KeptResponses] = {}
         shelf.confirmed = self._confirmed
 
@@ -82,6 +100,13 @@ class ReplyMemory:
                 self._waiting[held.reference.generation] = kept
                 kept.add(response, held)
         return kept if kept.references else None
+
+    def send(self, address: str, responses: Sequence[Response], nbytes: int) -> SentResponses | None:
+        """Sends `nbytes` of outputs to another machine; `None` if they are small, or the address is not reached."""
+        if self._far is None or nbytes < self._least_bytes or not all(one.final and not one.index for one in responses):
+            return None
+        came = self._far.send_reply(process_at(address), lambda: encode_responses(responses))
+        return None if came is None else SentResponses(responses, came)
 
     def forget(self, generation: int) -> None:
         """Stops waiting for a confirmation."""

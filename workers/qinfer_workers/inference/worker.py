@@ -32,7 +32,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease, worker_owner
 from qinfer.queue.lanes import Queue
-from qinfer.segments.reading import SegmentSharing
+from qinfer.segments.sharing import SegmentSharing
 from qinfer.submission.memory import TensorMemory
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import EndpointFollower
@@ -128,8 +128,8 @@ class Worker:
                 self._watchdog,
             )  # fmt: skip
             sharing = self._share_memory(tasks)
-            memory = None if sharing is None else sharing.others
-            self._intake = LeaseIntake(self._queue, self._publisher, self._settings.max_deliveries, memory)
+            memory = (None, None) if sharing is None else (sharing.others, sharing.far)
+            self._intake = LeaseIntake(self._queue, self._publisher, self._settings.max_deliveries, *memory)
             self._caller = self._open_caller(tasks, sharing)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
             self._caller.use_local_steps(self._local)
@@ -174,9 +174,9 @@ class Worker:
         if not segments.directory:
             return None
         name = f"worker-{IdFactory().ulid()}"
-        kinds, reader = ("gateway-", "worker-"), worker_owner(self._id)
-        sharing = SegmentSharing(segments, name, kinds, self._store.segment_secret, reader=reader)
-        self._publisher.memory = ReplyMemory(sharing.own, sharing.shelf, segments.least_bytes)
+        kinds, reader, secret = ("gateway-", "worker-"), worker_owner(self._id), self._store.segment_secret
+        sharing = SegmentSharing(segments, name, kinds, secret, reader=reader, registry=self._store)
+        self._publisher.memory = ReplyMemory(sharing.own, sharing.shelf, segments.least_bytes, sharing.far)
         self._sharing = tasks.create_task(sharing.run())
         self._sharing.add_done_callback(lambda _: sharing.close())
         return sharing

@@ -8,7 +8,8 @@ import pytest
 
 from qinfer.core.messages import MemoryReference, Response
 from qinfer.core.settings_sections import SegmentSettings
-from qinfer.segments.reading import SegmentReader, SegmentSharing
+from qinfer.segments.reading import SegmentReader
+from qinfer.segments.sharing import SegmentSharing
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_responses
