@@ -22,8 +22,8 @@ from qinfer.segments.link import (
     SECRET_BYTES,
     STALLED_S,
     TICK_S,
-    Link,
     MessageKind,
+    TensorLink,
     fingerprint,
     is_proof,
     network_proof,
@@ -160,7 +160,7 @@ class TensorConnector:
         logger.warning("connection to tensors ended", extra={"owner": name, "stalled": link.has_stalled})
 
 
-class OwnerAtReader(Link):
+class OwnerAtReader(TensorLink):
     """An owner, as its reader has it; `replies_to` is the name by which it gets replies."""
 
     def __init__(self, connector: TensorConnector, owner: str) -> None:
@@ -238,7 +238,7 @@ class OwnerAtReader(Link):
         self._progressed_s = self._loop.time()
 
     def take(self, kind: MessageKind, number: int, body: bytes) -> bool:
-        """See `Link.take`."""
+        """See `TensorLink.take`."""
         if not self.peer:
             return self._is_greeted(kind, body)
         if kind is MessageKind.GONE:

@@ -48,7 +48,7 @@ _LENGTH = struct.Struct("<H")
 
 
 class MessageKind(IntEnum):
-    """What a message has; each message also has a number, its bytes, and the bytes of what a chunk is of."""
+    """The content of a message; beside it are a number, its bytes, and those of the whole that a chunk is a part of."""
 
     CHALLENGE = 1
     PROOF = 2
@@ -72,7 +72,7 @@ class _Incoming(msgspec.Struct):
     rest: memoryview
 
 
-class Link(asyncio.BufferedProtocol):
+class TensorLink(asyncio.BufferedProtocol):
     """One end of a connection; `peer` is the name of the other process once it is proven, `ended` is called at the end.
 
     Messages are read into memory of their own, chunks into that of the whole.

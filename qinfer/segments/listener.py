@@ -18,8 +18,8 @@ from qinfer.segments.link import (
     MOST_TENSOR_BYTES,
     SECRET_BYTES,
     TICK_S,
-    Link,
     MessageKind,
+    TensorLink,
     fingerprint_of_file,
     is_proof,
     network_proof,
@@ -110,6 +110,7 @@ class TensorListener:
             task = tasks.create_task(self._admit(connection))
             self._unproven[task] = None
             task.add_done_callback(self._unproven.pop)
+            await asyncio.sleep(0)  # accepting does not wait, and others must go on
 
     async def _admit(self, connection: socket.socket) -> None:
         """Waits for the proof of a reader."""
@@ -139,7 +140,7 @@ class TensorListener:
         self.changed()
 
 
-class ReaderAtOwner(Link):
+class ReaderAtOwner(TensorLink):
     """A reader, as its owner has it."""
 
     def __init__(self, listener: TensorListener) -> None:
@@ -157,7 +158,7 @@ class ReaderAtOwner(Link):
         return 0 < nbytes <= MOST_TENSOR_BYTES - self.incoming_bytes
 
     def take(self, kind: MessageKind, number: int, body: bytes) -> bool:
-        """See `Link.take`."""
+        """See `TensorLink.take`."""
         if not self.peer:
             return kind is MessageKind.PROOF and self._is_proven(body)
         if not self.known.is_set():  # it knows that it is connected, and may be told of references

@@ -318,10 +318,10 @@ class PendingRequests:
 
     def _read_kept(self, request_id: str, memory: MemoryReference) -> Bytes | None:
         """Copies outputs from a worker's memory, which the worker may then use again."""
-        if self.kept is None:
-            return None
         if not memory.size:
             self._note_unread(request_id, memory)
+            return None
+        if self.kept is None:
             return None
         outputs: Bytes | None = None
         if request_id in self._pending:

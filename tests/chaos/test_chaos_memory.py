@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -101,13 +101,19 @@ class Site:
 
 
 @asynccontextmanager
-async def served(directory: Path, memory: Path, enter: Sequence[str] = (), **more: str) -> AsyncIterator[Site]:
-    """Runs a gateway without a worker."""
+async def served(
+    directory: Path,
+    memory: Path,
+    enter: Sequence[str] = (),
+    of_gateway: Mapping[str, str] | None = None,
+    **more: str,
+) -> AsyncIterator[Site]:
+    """Runs a gateway, with settings of its own, without a worker; all processes get `more`."""
     write_model(directory / "models")
     settings = {"QINFER_SEGMENTS__DIRECTORY": str(memory), "QINFER_LIMITS__WAIT_FOR_WORKERS_S": "30", **more}
     async with running_cluster(directory, directory / "models", gateways=0, workers=0, settings=settings) as cluster:
         cluster.enter = enter
-        cluster.add(Role.GATEWAY)
+        cluster.add(Role.GATEWAY, settings=of_gateway)
         async with httpx.AsyncClient(base_url=cluster.urls[0], timeout=60.0) as client:
             yield Site(cluster, memory, client)
 

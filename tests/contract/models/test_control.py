@@ -315,6 +315,21 @@ async def test_the_secret_of_shared_memory_is_read_while_redis_is_full(own_redis
     assert found == secret != b""
 
 
+async def test_addresses_of_tensors_are_announced_while_a_process_lives(own_redis: RedisQueue) -> None:
+    store = ControlStore(admin_client(own_redis.settings))
+    told = [asyncio.create_task(store.announce_tensors(f"gateway-{name}@10.0.0.7:8004")) for name in "ab"]
+
+    async def known(*names: str) -> bool:
+        return await store.announced_tensors() == [f"gateway-{name}@10.0.0.7:8004" for name in names]
+
+    await eventually(lambda: known("a", "b"), description="two addresses")
+    told[0].cancel()
+    await eventually(lambda: known("b"), description="one address")
+    told[1].cancel()
+    await asyncio.gather(*told, return_exceptions=True)
+    await store.close()
+
+
 async def test_a_heartbeat_of_a_newer_qinfer_is_refused_clearly(
     redis_queue: RedisQueue, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,9 +1,11 @@
 """Settings: every variable of the environment is understood, or refused by name."""
 
 import pytest
+from pydantic import ValidationError
 
 from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.core.settings import Settings, load_settings, unknown_variables, variable_names
+from qinfer.core.settings_sections import SegmentSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Forbidden, SettingsError
 
@@ -170,3 +172,16 @@ def test_tenants_prefixes_are_written_as_json(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("QINFER_STORES__TENANTS", "acme=s3://bucket")
     with pytest.raises(SettingsError, match="QINFER_STORES__TENANTS: an object is written as JSON"):
         load_settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"listen_host": "10.0.0.7"}, "QINFER_SEGMENTS__LISTEN_HOST needs QINFER_SEGMENTS__DIRECTORY"),
+        ({"listen_host": "0.0.0.0", "directory": "/run/qinfer"}, "set QINFER_SEGMENTS__ADVERTISE_HOST, too"),
+        ({"tls_certfile": "own.pem"}, "QINFER_SEGMENTS__TLS_CERTFILE and QINFER_SEGMENTS__TLS_KEYFILE need each other"),
+    ],
+)
+def test_where_tensors_are_read_is_whole(given: dict[str, str], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        SegmentSettings(**given)

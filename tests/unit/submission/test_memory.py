@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 from qinfer.core.messages import MemoryReference, OutgoingRequest, Response
@@ -17,7 +18,7 @@ from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.segments.memory import OwnMemory
 from qinfer.segments.sharing import SegmentSharing
-from qinfer.submission.memory import MEMORY, NO_MEMORY, OLD_WORKER, TensorMemory
+from qinfer.submission.memory import MEMORY, NO_MEMORY, OLD_WORKER, UNREACHABLE, TensorMemory
 from qinfer.submission.pending import PendingCall
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -76,6 +77,12 @@ class Scene:
         except PayloadApart as apart:
             return apart.request.memory is not None
         return False
+
+    def say_unread(self, pending: PendingCall, reference: MemoryReference) -> None:
+        """Tells as a worker does that it can't read tensors."""
+        told = Response(request_id=pending.request_id, final=False)
+        nothing = msgspec.structs.replace(reference, size=0)
+        self.pending.receive(encode_responses([told], {told.request_id: nothing}))
 
     def answer(self, pending: PendingCall, *, final: bool = True) -> None:
         response = Response(request_id=pending.request_id, model="m", version=1, attempt=1, final=final)
@@ -251,6 +258,49 @@ async def test_a_known_layout_does_not_outlive_the_readers_of_the_memory(scene: 
     scene.dispatcher.submit(ANONYMOUS, request, scene)
 
     assert not await scene.is_apart()
+
+
+async def test_tensors_that_a_worker_can_not_read_go_through_redis(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the request, and of further requests of its model for a while; once for each note."""
+    monkeypatch.setattr("qinfer.submission.memory.LEFT_S", 0.2)
+    pending = scene.submit()
+    await eventually(lambda: pending.entry is not None, description="the entry")
+    entry, reference = (await scene.fetch()).entry, reference_of(pending)
+    scene.say_unread(pending, msgspec.structs.replace(reference, generation=reference.generation + 1))
+    assert scene.tensors.land(2000, 0, "m", "", MIB)
+    scene.say_unread(pending, reference)
+    assert scene.tensors.land(2000, 0, "m", "", MIB) is None
+
+    async def is_stored() -> bool:
+        return await scene.queue.payload(entry, pending.request_id) == bytes([7]) * 1000
+
+    await eventually(is_stored, description="stored tensors")
+    scene.submit()
+    assert not await scene.is_apart()
+    assert scene.tensors.ways == {MEMORY: 1, UNREACHABLE: 1}
+    await eventually(lambda: bool(scene.tensors.land(2000, 0, "m", "", MIB)), description="memory again")
+
+
+async def test_a_request_that_has_ended_stores_nothing(scene: Scene) -> None:
+    """Nor does one that is not in memory, or not known."""
+    pending = scene.submit()
+    entry, reference = (await scene.fetch()).entry, reference_of(pending)
+    scene.answer(pending)
+    scene.say_unread(pending, reference)
+    small = scene.submit(10)
+    await scene.fetch()
+    scene.say_unread(small, reference)
+    await asyncio.sleep(0)
+
+    assert await scene.queue.payload(entry, pending.request_id) is None
+    assert scene.tensors.land(2000, 0, "m", "", MIB)
+
+
+def reference_of(pending: PendingCall) -> MemoryReference:
+    assert pending.tensors is not None
+    return pending.tensors.reference
 
 
 async def test_a_request_that_an_endpoint_moves_refers_to_the_same_tensors(scene: Scene) -> None:
