@@ -175,8 +175,8 @@ def certificate_of(machines: Machines) -> str:
     return str(machines._directory / "ca.pem")
 
 
-async def test_large_requests_of_several_tensors_and_parts(machines: Machines) -> None:
-    """A body of 8 MiB; its answer is too large for the connection."""
+async def test_a_large_request_whose_answer_is_too_large_for_the_connection(machines: Machines) -> None:
+    """Of nearly 8 MiB."""
     values = np.arange(2**21 - 1000, dtype="f4").reshape(1, -1)
     await machines.ask(2, values)
 
