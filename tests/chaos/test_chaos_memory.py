@@ -106,11 +106,11 @@ async def served(
     memory: Path,
     enter: Sequence[str] = (),
     of_gateway: Mapping[str, str] | None = None,
-    **more: str,
+    of_all: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Site]:
-    """Runs a gateway, with settings of its own, without a worker; all processes get `more`."""
+    """Runs a gateway, with settings of its own and of all programs, without a worker."""
     write_model(directory / "models")
-    settings = {"QINFER_SEGMENTS__DIRECTORY": str(memory), "QINFER_LIMITS__WAIT_FOR_WORKERS_S": "30", **more}
+    settings = {"QINFER_SEGMENTS__DIRECTORY": str(memory), "QINFER_LIMITS__WAIT_FOR_WORKERS_S": "30", **(of_all or {})}
     async with running_cluster(directory, directory / "models", gateways=0, workers=0, settings=settings) as cluster:
         cluster.enter = enter
         cluster.add(Role.GATEWAY, settings=of_gateway)
@@ -269,7 +269,7 @@ def small() -> Iterator[SmallMemory]:
 async def test_a_gateway_whose_cgroup_is_full_sends_requests_whole(tmp_path: Path, small: SmallMemory) -> None:
     """At the limit the kernel would kill it; all requests are answered, those of later, too, and in memory."""
     budget = {"QINFER_LIMITS__MAX_RECEIVING_BYTES": str(8 * 2**20)}
-    async with served(tmp_path, tmp_path / "m", small.enter(), **budget) as site:
+    async with served(tmp_path, tmp_path / "m", small.enter(), of_all=budget) as site:
         worker = await site.worker()
         (gateway,) = site.cluster.of(Role.GATEWAY)
         await site.goes_by("memory")

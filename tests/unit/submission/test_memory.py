@@ -249,7 +249,7 @@ async def test_a_known_layout_does_not_outlive_the_readers_of_the_memory(scene: 
     for _ in range(3):
         land(scene)
         assert await scene.is_apart()
-    scene.shelf.known = set()
+    scene.sharing.readers = set()
     landing = scene.tensors.land(1000, 0, "m", "", MIB)
     assert landing is not None, "nobody has said so yet"
     scene.tensors.forget()

@@ -59,8 +59,14 @@ def test_a_filled_form_is_the_frame(sizes: tuple[int, ...]) -> None:
 class Kept:
     """Tensors in memory."""
 
+    tenant = ""
+
     def __init__(self, offset: int, generation: int) -> None:
         self.reference = MemoryReference("api-1", 2, offset, 700_000, generation)
+
+    def view(self) -> memoryview:
+        """They have no bytes."""
+        return memoryview(b"")
 
     def hold(self) -> "Kept":
         """They are not counted here."""
