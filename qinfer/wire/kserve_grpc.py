@@ -3,8 +3,8 @@
 Inputs come as `raw_input_contents`, in the inputs' order, or as typed `contents`, never both; inputs in shared memory
 are in neither. All outputs are raw, because Triton's client reads no other outputs.
 
-Tensor bytes, and large typed contents (`typed_contents.py`), are cut out of a message before protobuf parses it
-(`message_fields.py`); in replies, they follow what protobuf prints, and are copied once.
+Tensor bytes, and large typed contents (`typed_contents.py`), are cut out of a message before protobuf parses it;
+in replies, they follow what protobuf prints, and are copied once.
 """
 
 from collections.abc import Iterable, Mapping
