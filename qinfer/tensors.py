@@ -65,7 +65,7 @@ DATATYPES: dict[str, Datatype] = {
     )
 }
 CONFIG_DATATYPES: dict[str, Datatype] = {d.config: d for d in DATATYPES.values()}
-_NUMPY_DATATYPES: dict[np.dtype[Any], str] = {np.dtype(d.numpy): d.name for d in DATATYPES.values() if d.numpy}
+NUMPY_DATATYPES: dict[np.dtype[Any], str] = {np.dtype(d.numpy): d.name for d in DATATYPES.values() if d.numpy}
 
 _LENGTH = struct.Struct("<I")
 _PIECE = 8192  # elements of a BYTES tensor packed at once
@@ -188,12 +188,12 @@ def from_numpy(name: str, array: npt.NDArray[Any], datatype: str | None = None) 
     if array.dtype.kind in "OSU" and datatype in (None, "BYTES"):
         flat = (e if isinstance(e, bytes) else str(e).encode() for e in array.ravel().tolist())
         return Tensor(name, "BYTES", array.shape, pack_bytes(flat))
-    wire = _NUMPY_DATATYPES.get(array.dtype)
+    wire = NUMPY_DATATYPES.get(array.dtype)
     if wire is None and array.dtype.name == "bfloat16" and datatype is None:  # the type is from ml_dtypes
         return Tensor(name, "BF16", array.shape, _raw(array.view("<u2")))
     if wire is None and array.dtype.kind in "iuf":
         array = array.astype(array.dtype.newbyteorder("<"))
-        wire = _NUMPY_DATATYPES.get(array.dtype)
+        wire = NUMPY_DATATYPES.get(array.dtype)
     if wire is None or (datatype is not None and datatype != wire):
         raise UnsupportedDatatype(f"'{name}' is an array of {array.dtype}; cast it to {datatype or 'a wire datatype'}")
     return Tensor(name, wire, array.shape, _raw(array))

@@ -413,14 +413,19 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
     ends = list(accumulate(rows_of))
     if array.dtype.kind in "OSU":
         return [from_numpy(name, array[end - rows : end]) for rows, end in zip(rows_of, ends, strict=True)]
-    whole = from_numpy(name, array, narrow)
-    wire, data, tail, stride = whole.datatype, whole.data, whole.shape[1:], whole.nbytes // size
-    if stride and rows_of.count(1) == len(rows_of):
+    return cut_rows(from_numpy(name, array, narrow), rows_of)
+
+
+def cut_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Cuts a tensor into views of so many rows each."""
+    name, wire, data, tail = whole.name, whole.datatype, whole.data, whole.shape[1:]
+    stride = len(data) // max(whole.shape[0], 1)
+    if stride and rows.count(1) == len(rows):
         shape = (1, *tail)  # quick to compare
-        return [Tensor(name, wire, shape, data[at : at + stride]) for at in range(0, size * stride, stride)]
+        return [Tensor(name, wire, shape, data[at : at + stride]) for at in range(0, len(rows) * stride, stride)]
     return [
-        Tensor(name, wire, (rows, *tail), data[(end - rows) * stride : end * stride])
-        for rows, end in zip(rows_of, ends, strict=True)
+        Tensor(name, wire, (count, *tail), data[(end - count) * stride : end * stride])
+        for count, end in zip(rows, accumulate(rows), strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from qinfer.backends.base import Batch, Context, ManagesModels, item_shapes
+from qinfer.backends.base import Batch, Context, ManagesModels, cut_rows, item_shapes
 from qinfer.backends.python_host.calls import Calls, Managing, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
@@ -29,6 +29,7 @@ from qinfer.backends.python_host.messages import (
     EnvironmentReady,
     Execute,
     ExecutedAnswers,
+    ExecutedRows,
     HostAnswer,
     HostCall,
     HostFailure,
@@ -151,6 +152,11 @@ class PythonBackend:
         outcome, data = executed
         if isinstance(outcome, HostFailure):
             raise InferenceFailed(failed_text(self._model, outcome))
+        if isinstance(outcome, ExecutedRows):
+            columns = [cut_rows(tensor, outcome.rows) for tensor in tensors(outcome.outputs, data)]
+            for item, outputs in enumerate(zip(*columns, strict=True)):
+                ctx.respond(item, outputs)
+            return
         if not isinstance(outcome, ExecutedAnswers):
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
         if not self._is_decoupled:

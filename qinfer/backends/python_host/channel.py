@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -46,10 +46,19 @@ _ALIGNMENT = 64
 _INLINE_ALIGNMENT = 16
 _PADDING = bytes(_INLINE_ALIGNMENT)
 _SMALLEST_BYTES = 256 * 1024
+_READ_BYTES = 64 * 1024
+_DESCRIPTOR_BYTES = socket.CMSG_LEN(4)
 
 
 class UnreadError(EOFError):
     """The other process ended before it read all messages."""
+
+
+class Joined(NamedTuple):
+    """A buffer of several parts, none of them empty, which the channel copies one after the other."""
+
+    parts: Sequence[Bytes | npt.NDArray[Any]]
+    nbytes: int
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -106,24 +115,31 @@ class Channel:
         self._used: dict[int, _Segment] = {}
         self._dropped: list[int] = []
         self._count = 0
+        self._read = memoryview(bytearray(_READ_BYTES))
+        self._begin = self._end = 0
+        """The bytes of `_read` that came with an earlier message."""
+        self._descriptors: deque[int] = deque()
         self._seen: dict[int, mmap.mmap] = {}
         self._leases: dict[int, weakref.ref[Buffer]] = {}
         self._freed: deque[int] = deque()
 
-    def send(self, message: Message, buffers: Sequence[Bytes] = ()) -> None:
+    def send(self, message: Message, buffers: Sequence[Bytes | Joined] = ()) -> None:
         """Sends a message, or raises `OSError`; at a `MemoryError` nothing was sent."""
-        sizes = tuple(map(len, buffers))
+        sizes = tuple([buffer.nbytes if isinstance(buffer, Joined) else len(buffer) for buffer in buffers])
         with self._sending:
             head = _Head(message, sizes)
             if self._freed:
                 head.freed = self._take_freed()
-            if sum(sizes) <= INLINE_BYTES:
-                head.dropped = self._take_dropped()
-                encoded = self._encoder.encode(head)
-                parts = [part for buffer in buffers for part in (buffer, _PADDING[: -len(buffer) % _INLINE_ALIGNMENT])]
-                self._socket.sendall(b"".join((_LENGTHS.pack(len(encoded), sum(map(len, parts))), encoded, *parts)))
+            if sum(sizes) > INLINE_BYTES:
+                self._send_segment(head, buffers)
                 return
-            self._send_segment(head, buffers)
+            head.dropped = self._take_dropped()
+            parts: list[Any] = []
+            for buffer, size in zip(buffers, sizes, strict=True):
+                parts += _parts(buffer)
+                parts.append(_PADDING[: -size % _INLINE_ALIGNMENT])
+            encoded, data = self._encoder.encode(head), b"".join(parts)
+            self._socket.sendall(b"".join((_LENGTHS.pack(len(encoded), len(data)), encoded, data)))
 
     def receive(self) -> tuple[Message, list[Buffer]]:
         """Waits for a message and its buffers.
@@ -132,24 +148,24 @@ class Channel:
             UnreadError: The other process is gone, and has not read all messages.
             EOFError: The other process is gone, or sent no message.
         """
-        prefix, descriptor = self._receive_prefix()
         try:
-            head_length, inline_length = _LENGTHS.unpack(prefix)
-            try:
-                head = self._decoder.decode(self._receive_exactly(head_length))
-            except msgspec.MsgspecError:  # from another program
-                raise EOFError from None
-            if descriptor is not None:
-                self._seen[head.segment] = mmap.mmap(descriptor, head.capacity)
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+            head_length, inline_length = _LENGTHS.unpack(self._take(_LENGTHS.size))
+        except ConnectionResetError:
+            raise UnreadError from None
+        except OSError:
+            raise EOFError from None
+        try:
+            head = self._decoder.decode(self._take(head_length))
+            whole = np.frombuffer(bytearray(self._take(inline_length)), np.uint8)
+        except (OSError, msgspec.MsgspecError):  # of another program
+            raise EOFError from None
+        if head.capacity:
+            self._map(head.segment, head.capacity)
         for number in head.dropped:
             self._seen.pop(number, None)
         if head.freed:
             self._reuse(head.freed)
         if not head.segment:
-            whole = np.frombuffer(self._receive_exactly(inline_length), np.uint8)
             return head.body, _split(whole, head.sizes, _INLINE_ALIGNMENT)
         whole = np.frombuffer(self._seen[head.segment], np.uint8)
         self._lend(head.segment, whole)
@@ -157,7 +173,7 @@ class Channel:
 
     def has_message(self) -> bool:
         """Returns whether `receive` returns at once."""
-        return bool(self._poll.poll(0))
+        return self._begin < self._end or bool(self._poll.poll(0))
 
     def disown(self) -> None:
         """Leaves shared memory to the parent process."""
@@ -172,16 +188,21 @@ class Channel:
         """Ends the connection; discards arrived messages."""
         self.shutdown()
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
-    def _send_segment(self, head: _Head, buffers: Sequence[Bytes]) -> None:
-        needed = sum(_aligned(len(buffer)) for buffer in buffers)
+    def _send_segment(self, head: _Head, buffers: Sequence[Bytes | Joined]) -> None:
+        needed = sum(map(_aligned, head.sizes))
         segment, descriptor = self._segment(needed)
         try:
-            position = 0
-            for buffer in buffers:
-                if len(buffer):
-                    segment.view[position : position + len(buffer)] = np.frombuffer(buffer, np.uint8)
-                position += _aligned(len(buffer))
+            begin = 0
+            for buffer, size in zip(buffers, head.sizes, strict=True):
+                position = begin
+                for part in _parts(buffer) if size else ():
+                    copied = np.frombuffer(part, np.uint8)
+                    segment.view[position : position + copied.size] = copied
+                    position += copied.size
+                begin += _aligned(size)
             with self._owning:
                 self._used[segment.number] = segment
             head.segment = segment.number
@@ -239,31 +260,41 @@ class Channel:
     def _take_freed(self) -> tuple[int, ...]:
         return tuple(self._freed.popleft() for _ in range(len(self._freed)))
 
-    def _receive_prefix(self) -> tuple[bytes, int | None]:
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTHS.size, 1)
-        except ConnectionResetError:
-            raise UnreadError from None
-        except OSError:
-            raise EOFError from None
-        if not data:
+    def _map(self, number: int, capacity: int) -> None:
+        if not self._descriptors:
             raise EOFError
-        if len(data) < _LENGTHS.size:
-            data += bytes(self._receive_exactly(_LENGTHS.size - len(data)))
-        return data, descriptors[0] if descriptors else None
+        descriptor = self._descriptors.popleft()
+        try:
+            self._seen[number] = mmap.mmap(descriptor, capacity)
+        finally:
+            os.close(descriptor)
 
-    def _receive_exactly(self, length: int) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
-        while view:
-            try:
-                received = self._socket.recv_into(view)
-            except OSError:
-                raise EOFError from None
-            if not received:
-                raise EOFError
-            view = view[received:]
-        return data
+    def _take(self, length: int) -> memoryview:
+        """Returns the next bytes, which the next call may overwrite; a message mostly comes with one read."""
+        if self._end - self._begin < length:
+            has = self._end - self._begin
+            target = self._read if length <= _READ_BYTES else memoryview(bytearray(length))
+            target[:has] = self._read[self._begin : self._end]
+            self._begin, self._end = 0, has
+            while self._end < length:
+                self._end += self._read_into(target[self._end :])
+            if target is not self._read:
+                self._begin = self._end = 0
+                return target
+        self._begin += length
+        return self._read[self._begin - length : self._begin]
+
+    def _read_into(self, target: memoryview) -> int:
+        count, ancillary, _, _ = self._socket.recvmsg_into([target], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
+        if ancillary:
+            self._descriptors.extend(np.frombuffer(ancillary[0][2], np.int32).tolist())
+        if not count:
+            raise EOFError
+        return count
+
+
+def _parts(buffer: Bytes | Joined) -> Sequence[Bytes | npt.NDArray[Any]]:
+    return buffer.parts if isinstance(buffer, Joined) else (buffer,)
 
 
 def _aligned(size: int) -> int:

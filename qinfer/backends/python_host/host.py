@@ -26,10 +26,10 @@ import numpy as np
 
 from qinfer.backends.python_host import causes, inference, services, utils
 from qinfer.backends.python_host.causes import Cause
-from qinfer.backends.python_host.channel import Buffer, Channel
+from qinfer.backends.python_host.channel import Buffer, Channel, Joined
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.inbox import ChannelInbox, Received
-from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
+from qinfer.backends.python_host.inference import InferenceRequest, ReceivedBatch
 from qinfer.backends.python_host.messages import (
     AwaitTaken,
     CallerLeft,
@@ -40,6 +40,7 @@ from qinfer.backends.python_host.messages import (
     CompletedConfig,
     Execute,
     ExecutedAnswers,
+    ExecutedRows,
     Finalize,
     HostAnswer,
     HostCall,
@@ -57,7 +58,12 @@ from qinfer.backends.python_host.messages import (
     TensorMeta,
 )
 from qinfer.backends.python_host.readiness import answer_readiness
-from qinfer.backends.python_host.responses import InferenceResponse, InferenceResponseSender, ResponseStream
+from qinfer.backends.python_host.responses import (
+    InferenceResponse,
+    InferenceResponseSender,
+    ResponseStream,
+    joined_rows,
+)
 from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
@@ -86,6 +92,7 @@ class ModelHost:
         self._name = ""
         self._directory = ""
         self._datatypes: Mapping[str, str] = {}
+        self._narrow: frozenset[str] = frozenset()
         self._batch = 0
         self._is_executing = False
         self._is_loading = False
@@ -177,7 +184,10 @@ class ModelHost:
         answer = message.answer
         if answer.error is not None:
             return InferenceResponse(error=TritonError(answer.error, answer.code)), message.is_last
-        outputs = [_to_tensor(meta, _array(meta, data)) for meta, data in zip(answer.outputs, buffers, strict=True)]
+        outputs = [
+            Tensor(meta.name, _array(meta, data), "BF16" if meta.datatype == "BF16" else None)
+            for meta, data in zip(answer.outputs, buffers, strict=True)
+        ]
         return InferenceResponse(outputs, parameters=GivenParameters(answer.parameters)), message.is_last
 
     def manage(self, asked: Manage, contents: Sequence[bytes] = ()) -> bool:
@@ -315,6 +325,7 @@ class ModelHost:
         config = json.loads(message.args["model_config"])
         names = {d.config: d.name for d in DATATYPES.values()}
         self._datatypes = {o["name"]: names.get(o["data_type"], "") for o in config.get("output", ())}
+        self._narrow = frozenset(name for name, datatype in self._datatypes.items() if datatype == "BF16")
         self._name = message.args["model_name"]
         self._is_decoupled = utils.using_decoupled_model_transaction_policy(config)
         self.is_iterative = bool(config.get("sequence_batching", {}).get("iterative_sequence"))
@@ -366,13 +377,13 @@ class ModelHost:
         self._batch = message.number
         self._is_executing = True
         try:
-            requests = _requests(message, buffers, tuple(self._datatypes))
+            requests = _batch_of(message, buffers, tuple(self._datatypes)).requests()
             responses = self._returned(requests)
-            rescheduled = [request.is_rescheduled() for request in requests]
+            rescheduled = [request.is_rescheduled() for request in requests] if self.is_iterative else None
             if None in responses:
                 replies = [
-                    request.reply() if response is None and not again else None
-                    for request, response, again in zip(requests, responses, rescheduled, strict=True)
+                    request.reply() if response is None and not request.is_rescheduled() else None
+                    for request, response in zip(requests, responses, strict=True)
                 ]
                 # A dropped sender is gone with its request.
                 del requests
@@ -387,7 +398,7 @@ class ModelHost:
             return
         self._is_executing = False
         try:
-            self._channel.send(ExecutedAnswers(answers), sent)
+            self._channel.send(answers, sent)
         except MemoryError as error:
             self._channel.send(HostFailure(self._log_error(error, "no memory for the outputs", _ids(message))))
 
@@ -397,7 +408,7 @@ class ModelHost:
         _batch.set(message.number)
         try:
             # The requests live until the end, so that a failed batch closes their senders.
-            requests = _requests(message, buffers, tuple(self._datatypes), senders)
+            requests = _batch_of(message, buffers, tuple(self._datatypes)).requests(senders)
             with self._turn:
                 returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
@@ -491,6 +502,8 @@ class ModelHost:
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(returned)}"
             )
+        if not self.is_iterative and {*map(type, returned)} == {InferenceResponse}:
+            return returned
         for request, response in zip(requests, returned, strict=True):
             if response is not None and request.is_rescheduled():
                 raise TritonModelException(
@@ -508,12 +521,17 @@ class ModelHost:
         self,
         requests: Sequence[HostRequest],
         responses: Sequence[InferenceResponse | None],
-        rescheduled: Sequence[bool],
-    ) -> tuple[list[HostAnswer], list[Bytes]]:
+        rescheduled: Sequence[bool] | None,
+    ) -> tuple[ExecutedRows | ExecutedAnswers, Sequence[Bytes | Joined]]:
+        wanted = {request.outputs for request in requests}
+        if rescheduled is None and len(wanted) == 1:
+            joined = joined_rows(responses, wanted.pop() or self._datatypes, self._narrow)
+            if joined is not None:
+                return joined
         answers: list[HostAnswer] = []
         buffers: list[Bytes] = []
-        for request, response, again in zip(requests, responses, rescheduled, strict=True):
-            if again:
+        for item, (request, response) in enumerate(zip(requests, responses, strict=True)):
+            if rescheduled is not None and rescheduled[item]:
                 answers.append(HostAnswer([], {}, rescheduled=True))
                 continue
             assert response is not None, "a sender has waited for it"
@@ -524,7 +542,7 @@ class ModelHost:
                 continue
             buffers.extend(data)
             answers.append(answer)
-        return answers, buffers
+        return ExecutedAnswers(answers), buffers
 
     def _finalize(self) -> None:
         if hasattr(self._model, "finalize"):
@@ -589,45 +607,25 @@ def _models(error: BaseException) -> types.TracebackType | None:
     return frame
 
 
-def _requests(
-    message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], senders: Sequence[InferenceResponseSender] = ()
-) -> list[InferenceRequest]:
-    """Returns requests with views of the inputs; as in Triton, a request without output names gets all outputs."""
+def _batch_of(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str]) -> ReceivedBatch:
+    """Returns a batch with views of the inputs; as in Triton, a request without output names gets all outputs."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
-    columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
-    requests = []
-    for item, asked in enumerate(message.requests):
-        inputs = [_to_tensor(meta, column[item]) for meta, column in zip(message.inputs, columns, strict=True)]
-        request = InferenceRequest(
-            request_id=asked.client_id,
-            correlation_id=asked.correlation_id,
-            flags=asked.flags,
-            inputs=inputs,
-            requested_output_names=asked.outputs or outputs,
-            model_name="",
-            timeout=asked.timeout_us,
-            parameters=GivenParameters(asked.parameters),
-        )
-        trace = InferenceTrace(asked.trace, (message.number, item))
-        place = asked.goes_on or (message.number, item)
-        requests.append(request.placed(place, asked.request_id, senders[item] if senders else None, trace))
-    return requests
+    return ReceivedBatch(message, [_parts(array, message, position) for position, array in enumerate(arrays)], outputs)
 
 
 def _parts(array: Array, message: Execute, position: int) -> list[Array]:
-    if len(message.requests) == 1:
+    count = len(message.requests)
+    if count == 1:
         return [array]
     shapes = message.shapes.get(position)
     if shapes is None:
+        if message.rows.count(1) == count:
+            return list(array.reshape(count, 1, *array.shape[1:]))
         return [array[end - rows : end] for rows, end in zip(message.rows, accumulate(message.rows), strict=True)]
     flat, sizes = array.reshape(-1), [math.prod(shape) for shape in shapes]
     return [
         flat[end - size : end].reshape(shape) for shape, size, end in zip(shapes, sizes, accumulate(sizes), strict=True)
     ]
-
-
-def _to_tensor(meta: TensorMeta, array: Array) -> Tensor:
-    return Tensor(meta.name, array, "BF16" if meta.datatype == "BF16" else None)
 
 
 def _array(meta: TensorMeta, data: Buffer) -> Array:

@@ -3,11 +3,12 @@
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qinfer.backends.python_host.errors import TritonModelException, checked_parameters, text
+from qinfer.backends.python_host.errors import GivenParameters, TritonModelException, checked_parameters, text
+from qinfer.backends.python_host.messages import Execute
 from qinfer.backends.python_host.responses import (
     NO_RESPONSE,
     InferenceResponse,
@@ -15,7 +16,7 @@ from qinfer.backends.python_host.responses import (
     ResponseStream,
     SingleReply,
 )
-from qinfer.backends.python_host.tensor import Tensor
+from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.core.messages import Scalar
 
 if TYPE_CHECKING:
@@ -64,6 +65,52 @@ class PreferredMemory:
         self.preferred_device_id = preferred_device_id
 
 
+class ReceivedBatch:
+    """What the requests of a batch are made of, when the model asks for it."""
+
+    __slots__ = ("columns", "message", "outputs")
+
+    def __init__(self, message: Execute, columns: Sequence[Sequence[Array]], outputs: Sequence[str]) -> None:
+        self.message = message
+        self.columns = columns
+        self.outputs = outputs
+
+    def requests(self, senders: Sequence[InferenceResponseSender] = ()) -> "list[InferenceRequest]":
+        """Returns the requests; a sender exists at once, so that dropping its request abandons it."""
+        requests = []
+        for item in range(len(self.message.requests)):
+            request: InferenceRequest = object.__new__(InferenceRequest)
+            request._batch, request._item = self, item
+            request._release_flags = 0
+            request._reply = None
+            request._sender = senders[item] if senders else None
+            request.model_name, request.model_version = "", -1
+            requests.append(request)
+        return requests
+
+    def inputs(self, item: int) -> list[Tensor]:
+        """Returns a request's inputs: views of the batch's."""
+        return [
+            Tensor.received(meta.name, column[item], "BF16" if meta.datatype == "BF16" else None)
+            for meta, column in zip(self.message.inputs, self.columns, strict=True)
+        ]
+
+
+_LATE: dict[str, Callable[[ReceivedBatch, int], object]] = {
+    "_correlation_id": lambda batch, item: batch.message.requests[item].correlation_id,
+    "_flags": lambda batch, item: batch.message.requests[item].flags,
+    "_inputs": ReceivedBatch.inputs,
+    "_outputs": lambda batch, item: list(batch.message.requests[item].outputs or batch.outputs),
+    "_parameters": lambda batch, item: GivenParameters(batch.message.requests[item].parameters),
+    "_place": lambda batch, item: batch.message.requests[item].goes_on or (batch.message.number, item),
+    "_request_id": lambda batch, item: batch.message.requests[item].client_id,
+    "_server_id": lambda batch, item: batch.message.requests[item].request_id,
+    "_timeout_us": lambda batch, item: batch.message.requests[item].timeout_us,
+    "_trace": lambda batch, item: InferenceTrace(batch.message.requests[item].trace, (batch.message.number, item)),
+}
+"""What a received request lacks until the model asks for it."""
+
+
 class InferenceRequest:
     """A request that `execute` got, or that the model makes to call another.
 
@@ -82,9 +129,11 @@ class InferenceRequest:
     """
 
     __slots__ = (
+        "_batch",
         "_correlation_id",
         "_flags",
         "_inputs",
+        "_item",
         "_outputs",
         "_parameters",
         "_place",
@@ -98,6 +147,8 @@ class InferenceRequest:
         "model_name",
         "model_version",
     )
+    _batch: ReceivedBatch
+    _item: int
 
     def __init__(  # noqa: PLR0913, PLR0917  the parameters are Triton's
         self,
@@ -146,15 +197,12 @@ class InferenceRequest:
         self._reply: SingleReply | None = None
         self._sender: InferenceResponseSender | None = None
 
-    def placed(
-        self, place: tuple[int, int], server_id: str, sender: InferenceResponseSender | None, trace: InferenceTrace
-    ) -> "InferenceRequest":
-        """Sets a request's place, trace and sender; returns itself.
-
-        The sender exists at once, so that dropping the request abandons it.
-        """
-        self._place, self._server_id, self._sender, self._trace = place, server_id, sender, trace
-        return self
+    def __getattr__(self, name: str) -> Any:
+        if name not in _LATE:
+            raise AttributeError(f"'InferenceRequest' object has no attribute '{name}'")
+        value = _LATE[name](self._batch, self._item)
+        setattr(self, name, value)
+        return value
 
     def inputs(self) -> list[Tensor]:
         """Returns the inputs of the request."""

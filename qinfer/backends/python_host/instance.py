@@ -69,6 +69,8 @@ class HostInstance:
 
     def process(self) -> HostProcess | None:
         """Returns the process, perhaps started; `None` on failure."""
+        if (process := self._process) is not None:
+            return process
         with self._changed:
             self._changed.wait_for(
                 lambda: self._process is not None or self._failures >= DOWN_AFTER or self._is_stopped, LONGEST_WAIT_S

@@ -111,6 +111,13 @@ class ExecutedAnswers(msgspec.Struct, array_like=True, tag=True):
     answers: list[HostAnswer]
 
 
+class ExecutedRows(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: `execute` has ended, and each answer has `rows` of each output, in order."""
+
+    outputs: list[TensorMeta]
+    rows: list[int]
+
+
 class StreamedResponse(msgspec.Struct, array_like=True, tag=True):
     """To the worker: a decoupled model's response, perhaps after `ExecutedAnswers`."""
 
@@ -246,6 +253,7 @@ Message = (
     | HostFailure
     | Execute
     | ExecutedAnswers
+    | ExecutedRows
     | StreamedResponse
     | AwaitTaken
     | TakenAnswer

@@ -7,17 +7,21 @@ import json
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from math import prod
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from qinfer.backends.python_host import causes
 from qinfer.backends.python_host.causes import Cause
+from qinfer.backends.python_host.channel import Joined
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters
-from qinfer.backends.python_host.messages import HostAnswer, HostRequest, StreamedResponse
+from qinfer.backends.python_host.messages import ExecutedRows, HostAnswer, HostRequest, StreamedResponse, TensorMeta
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Scalar
 from qinfer.errors import QinferError
-from qinfer.tensors import Bytes
+from qinfer.tensors import NUMPY_DATATYPES, Bytes
 
 if TYPE_CHECKING:
     from qinfer.backends.python_host.host import ModelHost
@@ -81,6 +85,37 @@ class InferenceResponse:
     def parameters_dict(self) -> dict[str, Scalar]:
         """Returns the parameters; not part of Triton's interface."""
         return self._parameters
+
+
+def joined_rows(
+    responses: Sequence[InferenceResponse | None], wanted: Container[str], narrow: Container[str]
+) -> tuple[ExecutedRows, list[Joined]] | None:
+    """Joins the outputs of a batch's responses; `None` unless all have the same outputs, and no more than those.
+
+    Strings, BF16 (`narrow`) and types that the protocol lacks are encoded one by one.
+    """
+    plain = [r._outputs for r in responses if r is not None and r._error is None and not r._parameters]
+    if len(plain) < len(responses) or len({*map(len, plain)}) > 1:
+        return None
+    metas: list[TensorMeta] = []
+    buffers: list[Joined] = []
+    rows: list[int] | None = None
+    for column in zip(*plain, strict=True):
+        arrays = [tensor._array for tensor in column]
+        kinds = {(t._name, t._datatype, t._array.dtype, t._array.ndim, t._array.shape[1:]) for t in column}
+        name, datatype, dtype, ndim, tail = kinds.pop()
+        wire = NUMPY_DATATYPES.get(dtype)
+        if kinds or not ndim or wire is None or datatype is not None or name in narrow:
+            return None
+        counts = [len(array) for array in arrays]
+        if rows is not None and counts != rows:
+            return None
+        rows = counts
+        if name in wanted:
+            metas.append(TensorMeta(name, wire, (sum(counts), *tail)))
+            parts = [a if a.flags.c_contiguous else np.ascontiguousarray(a) for a in arrays if a.size]
+            buffers.append(Joined(parts, sum(counts) * prod(tail) * dtype.itemsize))
+    return (ExecutedRows(metas, rows), buffers) if metas and rows else None
 
 
 class InferenceResponseSender:

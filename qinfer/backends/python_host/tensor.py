@@ -22,6 +22,7 @@ NUMBERS = {
 
 _BY_DTYPE = {np.dtype(d.numpy): NUMBERS[d.name] for d in DATATYPES.values() if d.numpy}
 _CPU = 1  # kDLCPU (dlpack.h)
+_new = object.__new__
 
 
 class Tensor:
@@ -38,13 +39,20 @@ class Tensor:
     def __init__(self, name: str, numpy_array: Array, _datatype: str | None = None) -> None:
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"tensor '{name}' is made of a numpy array, got {type(numpy_array).__name__}")
-        self._name = _named(name)
+        self._name = name if type(name) is str and name and name.isascii() else _named(name)
         if numpy_array.dtype.kind in "UV" and numpy_array.dtype.name != "bfloat16":
             raise TritonModelException(
                 "Tensor dtype used for numpy_array is not support by Python backend. Please use np.object_ instead."
             )
         self._array = numpy_array
         self._datatype = _datatype
+
+    @staticmethod
+    def received(name: str, array: Array, datatype: str | None) -> "Tensor":
+        """Returns an input, unchecked; Triton has no such method."""
+        tensor: Tensor = _new(Tensor)
+        tensor._name, tensor._array, tensor._datatype = name, array, datatype
+        return tensor
 
     def name(self) -> str:
         """Returns the name of the tensor."""
