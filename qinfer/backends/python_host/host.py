@@ -45,7 +45,6 @@ from qinfer.backends.python_host.messages import (
     HostAnswer,
     HostCall,
     HostFailure,
-    HostRequest,
     IsCancelled,
     LoadModel,
     Manage,
@@ -391,7 +390,7 @@ class ModelHost:
                     response if reply is None else reply.response()
                     for response, reply in zip(responses, replies, strict=True)
                 ]
-            answers, sent = self._answers(message.requests, responses, rescheduled)
+            answers, sent = self._answers(message, responses, rescheduled)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
             self._channel.send(HostFailure(self._log_error(error, "execute failed", _ids(message))))
@@ -403,7 +402,7 @@ class ModelHost:
             self._channel.send(HostFailure(self._log_error(error, "no memory for the outputs", _ids(message))))
 
     def _execute_decoupled(self, message: Execute, buffers: Sequence[Buffer]) -> None:
-        senders = [self._sender(message, item, asked) for item, asked in enumerate(message.requests)]
+        senders = [self._sender(message, item) for item in range(len(message.ids))]
         streams = [stream for sender in senders if isinstance(stream := sender.responses(), ResponseStream)]
         _batch.set(message.number)
         try:
@@ -433,15 +432,16 @@ class ModelHost:
             return
         self._channel.send(ExecutedAnswers([HostAnswer([], {}, rescheduled=again) for again in rescheduled]))
 
-    def _sender(self, message: Execute, item: int, asked: HostRequest) -> InferenceResponseSender:
+    def _sender(self, message: Execute, item: int) -> InferenceResponseSender:
         """Returns a request's sender, which all its executions share."""
-        if asked.goes_on is None:
-            stream = ResponseStream(self, message.number, item, asked, message.window_bytes)
+        goes_on = message.asked(item).goes_on
+        if goes_on is None:
+            stream = ResponseStream(self, (message.number, item), message, item)
             self._streams[message.number, item] = stream
             return InferenceResponseSender(stream)
-        sender = self._rescheduled.pop(asked.goes_on, None)
+        sender = self._rescheduled.pop(goes_on, None)
         if sender is None:  # a thread has sent the final flag
-            stream = ResponseStream(self, *asked.goes_on, asked, message.window_bytes)
+            stream = ResponseStream(self, goes_on, message, item)
             stream.is_closed = True
             sender = InferenceResponseSender(stream)
         return sender
@@ -519,24 +519,24 @@ class ModelHost:
 
     def _answers(
         self,
-        requests: Sequence[HostRequest],
+        message: Execute,
         responses: Sequence[InferenceResponse | None],
         rescheduled: Sequence[bool] | None,
     ) -> tuple[ExecutedRows | ExecutedAnswers, Sequence[Bytes | Joined]]:
-        wanted = {request.outputs for request in requests}
+        wanted = {asked.outputs for asked in message.requests}
         if rescheduled is None and len(wanted) == 1:
             joined = joined_rows(responses, wanted.pop() or self._datatypes, self._narrow)
             if joined is not None:
                 return joined
         answers: list[HostAnswer] = []
         buffers: list[Bytes] = []
-        for item, (request, response) in enumerate(zip(requests, responses, strict=True)):
+        for item, response in enumerate(responses):
             if rescheduled is not None and rescheduled[item]:
                 answers.append(HostAnswer([], {}, rescheduled=True))
                 continue
             assert response is not None, "a sender has waited for it"
             try:
-                answer, data = self.encoded(response, request.outputs)
+                answer, data = self.encoded(response, message.asked(item).outputs)
             except QinferError as refused:
                 answers.append(_error_answer(TritonError(refused.message)))
                 continue
@@ -592,7 +592,7 @@ async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseExc
 
 
 def _ids(message: Execute) -> list[str]:
-    return [asked.request_id for asked in message.requests]
+    return message.ids
 
 
 def _trace(error: BaseException) -> str:
@@ -614,7 +614,7 @@ def _batch_of(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str
 
 
 def _parts(array: Array, message: Execute, position: int) -> list[Array]:
-    count = len(message.requests)
+    count = len(message.ids)
     if count == 1:
         return [array]
     shapes = message.shapes.get(position)

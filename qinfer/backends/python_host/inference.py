@@ -78,7 +78,7 @@ class ReceivedBatch:
     def requests(self, senders: Sequence[InferenceResponseSender] = ()) -> "list[InferenceRequest]":
         """Returns the requests; a sender exists at once, so that dropping its request abandons it."""
         requests = []
-        for item in range(len(self.message.requests)):
+        for item in range(len(self.message.ids)):
             request: InferenceRequest = object.__new__(InferenceRequest)
             request._batch, request._item = self, item
             request._release_flags = 0
@@ -97,16 +97,16 @@ class ReceivedBatch:
 
 
 _LATE: dict[str, Callable[[ReceivedBatch, int], object]] = {
-    "_correlation_id": lambda batch, item: batch.message.requests[item].correlation_id,
-    "_flags": lambda batch, item: batch.message.requests[item].flags,
+    "_correlation_id": lambda batch, item: batch.message.asked(item).correlation_id,
+    "_flags": lambda batch, item: batch.message.asked(item).flags,
     "_inputs": ReceivedBatch.inputs,
-    "_outputs": lambda batch, item: list(batch.message.requests[item].outputs or batch.outputs),
-    "_parameters": lambda batch, item: GivenParameters(batch.message.requests[item].parameters),
-    "_place": lambda batch, item: batch.message.requests[item].goes_on or (batch.message.number, item),
-    "_request_id": lambda batch, item: batch.message.requests[item].client_id,
-    "_server_id": lambda batch, item: batch.message.requests[item].request_id,
-    "_timeout_us": lambda batch, item: batch.message.requests[item].timeout_us,
-    "_trace": lambda batch, item: InferenceTrace(batch.message.requests[item].trace, (batch.message.number, item)),
+    "_outputs": lambda batch, item: list(batch.message.asked(item).outputs or batch.outputs),
+    "_parameters": lambda batch, item: GivenParameters(batch.message.asked(item).parameters),
+    "_place": lambda batch, item: batch.message.asked(item).goes_on or (batch.message.number, item),
+    "_request_id": lambda batch, item: batch.message.asked(item).client_id,
+    "_server_id": lambda batch, item: batch.message.ids[item],
+    "_timeout_us": lambda batch, item: batch.message.asked(item).timeout_us,
+    "_trace": lambda batch, item: InferenceTrace(batch.message.asked(item).trace, (batch.message.number, item)),
 }
 """What a received request lacks until the model asks for it."""
 

@@ -59,7 +59,7 @@ class HostFailure(msgspec.Struct, array_like=True, tag=True):
 
 
 class HostRequest(msgspec.Struct, array_like=True, frozen=True):
-    """One request of a batch.
+    """What a request of a batch asks for.
 
     Attributes:
         outputs: The names of the wanted outputs; empty = all outputs.
@@ -75,7 +75,6 @@ class HostRequest(msgspec.Struct, array_like=True, frozen=True):
     trace: str
     correlation_id: int | str = 0
     flags: int = 0
-    request_id: str = ""
     goes_on: tuple[int, int] | None = None
 
 
@@ -83,6 +82,8 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     """To the host: execute a batch.
 
     Attributes:
+        ids: The requests' own ids.
+        requests: One for all, if they ask for the same, or one each.
         window_bytes: The most bytes of a request's responses on their way; 0 = unlimited.
         shapes: Position of a ragged input → each request's shape.
     """
@@ -90,9 +91,14 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     number: int
     inputs: list[TensorMeta]
     rows: list[int]
+    ids: list[str]
     requests: list[HostRequest]
     window_bytes: int = 0
     shapes: Mapping[int, Sequence[tuple[int, ...]]] = {}
+
+    def asked(self, item: int) -> HostRequest:
+        """Returns what a request asks for."""
+        return self.requests[item if len(self.requests) > 1 else 0]
 
 
 class HostAnswer(msgspec.Struct, array_like=True, frozen=True):

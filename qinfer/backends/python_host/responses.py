@@ -17,7 +17,7 @@ from qinfer.backends.python_host import causes
 from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.channel import Joined
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters
-from qinfer.backends.python_host.messages import ExecutedRows, HostAnswer, HostRequest, StreamedResponse, TensorMeta
+from qinfer.backends.python_host.messages import Execute, ExecutedRows, HostAnswer, StreamedResponse, TensorMeta
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Scalar
 from qinfer.errors import QinferError
@@ -214,16 +214,15 @@ class ResponseStream:
     `is_unwanted`: the worker has reported a cancellation. `cause` may explain a missing last response.
     """
 
-    def __init__(self, host: "ModelHost", batch: int, item: int, asked: HostRequest, window_bytes: int) -> None:
-        self.batch = batch
-        self.item = item
-        self.request_id = asked.request_id
+    def __init__(self, host: "ModelHost", place: tuple[int, int], message: Execute, item: int) -> None:
+        self.batch, self.item = place
+        self.request_id = message.ids[item]
         self.cause: Cause | None = None
         self.is_closed = False
         self.is_unwanted = False
         self._host = host
-        self._outputs = asked.outputs
-        self._window_bytes = window_bytes
+        self._outputs = message.asked(item).outputs
+        self._window_bytes = message.window_bytes
         self._sent_bytes = self._on_way_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
         """Per response: the bytes sent up to its end, and its share of the window."""

@@ -32,7 +32,6 @@ from qinfer.backends.python_host.messages import (
     HostAnswer,
     HostCall,
     HostFailure,
-    HostRequest,
     IsCancelled,
     Manage,
     Message,
@@ -70,11 +69,11 @@ class _OpenStream:
 class _OpenBatch:
     """A batch with open requests, or whose `execute` has not returned."""
 
-    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "requests", "streams")
+    __slots__ = ("ctx", "has_begun", "ids", "outcome", "refusal", "streams")
 
-    def __init__(self, ctx: Context, requests: Sequence[HostRequest]) -> None:
+    def __init__(self, ctx: Context, ids: Sequence[str]) -> None:
         self.ctx = ctx
-        self.requests = requests
+        self.ids = ids
         self.has_begun = False
         self.refusal: QinferError | None = None
         self.streams: dict[int, _OpenStream] = {}
@@ -113,12 +112,12 @@ class HostStreams:
             OSError: The process is gone, and the batch was not sent.
             QinferError: The context is not decoupled, and refused a response.
         """
-        batch = _OpenBatch(ctx, message.requests)
+        batch = _OpenBatch(ctx, message.ids)
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or self._count_open() - len(self._rescheduled) < OPEN_STREAMS)
             if self._is_lost:
                 raise UnreadError
-            places = [self._goes_on(message, item, ctx) for item in range(len(message.requests))]
+            places = [self._goes_on(message, item, ctx) for item in range(len(message.ids))]
             batch.streams = {item: _OpenStream(ctx, item) for number, item in places if number == message.number}
             self._batches[message.number] = batch
             self._instance.begins()
@@ -137,7 +136,7 @@ class HostStreams:
             if isinstance(outcome, HostFailure):
                 self._close(*place)
             elif outcome.answers[position].rescheduled:
-                self._reschedule(message.requests[position].request_id if ctx.is_decoupled else "", place)
+                self._reschedule(message.ids[position] if ctx.is_decoupled else "", place)
         self._forget_ended(message.number)
         if not ctx.is_decoupled:
             self._await_streams(batch)
@@ -145,12 +144,11 @@ class HostStreams:
 
     def _goes_on(self, message: Execute, item: int, ctx: Context) -> Place:
         """Returns the place of an item's stream and notes it in the message; a rescheduled request keeps its stream."""
-        asked = message.requests[item]
-        place = self._rescheduled.pop(asked.request_id, None)
+        place = self._rescheduled.pop(message.ids[item], None)
         stream = None if place is None else self._stream(*place)
         if stream is not None:
             stream.ctx, stream.item = ctx, item
-        message.requests[item] = msgspec.structs.replace(asked, goes_on=place)
+        message.requests[item] = msgspec.structs.replace(message.requests[item], goes_on=place)
         return place or (message.number, item)
 
     def _reschedule(self, request_id: str, place: Place) -> None:
@@ -180,7 +178,7 @@ class HostStreams:
             return self._lost if self._is_lost else self._open_request_ids()
 
     def _open_request_ids(self) -> list[str]:
-        return [batch.requests[item].request_id for batch in self._batches.values() for item in batch.streams]
+        return [batch.ids[item] for batch in self._batches.values() for item in batch.streams]
 
     def _count_open(self) -> int:
         return sum(len(batch.streams) for batch in self._batches.values())
@@ -331,7 +329,7 @@ class HostStreams:
             batch = self._batches.get(number)
             if batch is None or batch.streams.pop(item, None) is None:
                 return
-            request_id = batch.requests[item].request_id
+            request_id = batch.ids[item]
             if self._rescheduled.get(request_id) == (number, item):
                 del self._rescheduled[request_id]
             if not batch.streams and batch.outcome.done():
