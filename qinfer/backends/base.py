@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from qinfer.core.messages import InferRequest, Response, Scalar
@@ -247,7 +248,8 @@ class OneResponse:
 class Backend(Protocol):
     """One model instance on one device.
 
-    It may have four optional methods without arguments, called from any thread: `memory` (see `memory_of`); `metrics`,
+    Its optional method `room` returns memory in which the batch that it executes next may be assembled (see `Room`).
+    It may have four others without arguments, called from any thread: `memory` (see `memory_of`); `metrics`,
     which returns the model's own metrics; `unready`, which returns why the model says that it is not ready, or ""; and
     `interrupt`, which ends the present execution with an error, and returns whether it did. `metrics` and `unready`
     never wait. Without `interrupt`, an execution beyond its time limit ends the worker.
@@ -343,6 +345,9 @@ def metrics_of(backend: Backend) -> Sequence[ModelSeries]:
     read: Callable[[], Sequence[ModelSeries]] | None = getattr(backend, "metrics", None)
     return () if read is None else read()
 
+
+Room = Callable[[Sequence[int]], Sequence[npt.NDArray[np.uint8]] | None]
+"""Returns memory for inputs of these sizes in bytes, or `None`. Others may read it before the batch is executed."""
 
 BackendFactory = Callable[[], Backend]
 

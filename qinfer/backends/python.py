@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from qinfer.backends.base import Batch, Context, ManagesModels, cut_rows, item_shapes
 from qinfer.backends.python_host.calls import Calls, Managing, send, tensors
-from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
+from qinfer.backends.python_host.channel import INLINE_BYTES, Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.instance import HostInstance
 from qinfer.backends.python_host.messages import (
@@ -175,6 +175,16 @@ class PythonBackend:
         for item, answer in enumerate(outcome.answers):
             if answer.rescheduled:
                 ctx.reschedule(item)
+
+    def room(self, sizes: Sequence[int]) -> Sequence[Buffer] | None:
+        """Returns memory of the process for the inputs of the next batch, if they are large."""
+        process = self._instance.running
+        if process is None or sum(sizes) <= INLINE_BYTES:
+            return None
+        try:
+            return process.channel.reserve(sizes)
+        except MemoryError:  # they may fit into this process
+            return None
 
     def interrupt(self) -> bool:
         """Ends the process if its batch is overdue."""

@@ -8,14 +8,14 @@ from math import prod
 import msgspec
 import numpy as np
 
-from qinfer.backends.base import Array, Batch
+from qinfer.backends.base import Array, Batch, Room
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec
-from qinfer.tensors import Tensor, datatype, to_numpy
+from qinfer.tensors import Bytes, Tensor, datatype, to_numpy
 
 LONG_BYTES = 64 * 1024
-"""Strings of this size take some milliseconds."""
+"""Strings of this size take some milliseconds; other tensors of this size are worth one copy less."""
 
 KeyFunction = Callable[[InferRequest], Hashable]
 
@@ -51,9 +51,16 @@ def _ragged_key(ragged: Collection[str], request: InferRequest) -> Hashable:
     return tuple(sorted((tensor.name, () if tensor.name in ragged else tensor.shape[1:]) for tensor in request.inputs))
 
 
-def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Collection[str] = ()) -> Batch:
-    """Builds a batch; a single request's inputs share its memory, read-only, unless that is another process's."""
+def assemble(
+    requests: Sequence[InferRequest], rows: Sequence[int], ragged: Collection[str] = (), room: Room | None = None
+) -> Batch:
+    """Builds a batch, in the instance's `room` if that takes it.
+
+    Elsewhere, a single request's inputs share its memory, read-only, unless that is another process's.
+    """
     first = requests[0].inputs
+    if room is not None and (inputs := _placed(requests, sum(rows), room)) is not None:
+        return Batch(requests=requests, rows=rows, inputs=inputs)
     if len(requests) == 1:
         if requests[0].memory is not None:
             first = tuple([_copied(tensor) for tensor in first])
@@ -77,6 +84,11 @@ def _copied(tensor: Tensor) -> Tensor:
     return msgspec.structs.replace(tensor, data=bytes(data)) if is_mapped else tensor
 
 
+def is_large(requests: Sequence[InferRequest]) -> bool:
+    """Returns whether a batch is worth an instance's own memory, by its first request."""
+    return len(requests) * sum([len(tensor.data) for tensor in requests[0].inputs]) > LONG_BYTES
+
+
 def takes_long(requests: Sequence[InferRequest]) -> bool:
     """Returns whether an instance's thread should build many strings."""
     nbytes = sum([len(t.data) for request in requests for t in request.inputs if t.datatype == "BYTES"])
@@ -95,19 +107,42 @@ def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[
     return column
 
 
+def _placed(requests: Sequence[InferRequest], total: int, room: Room) -> dict[str, Array] | None:
+    """Copies numbers into an instance's memory."""
+    first = requests[0].inputs
+    columns = [_column(requests, position, t.name) for position, t in enumerate(first)]
+    places = room([sum([len(tensor.data) for tensor in column]) for column in columns])
+    if places is None:
+        return None
+    for column, place in zip(columns, places, strict=True):
+        begin = 0
+        for tensor in column:
+            if size := len(tensor.data):
+                place[begin : begin + size] = np.frombuffer(tensor.data, np.uint8)
+                begin += size
+    if len(requests) == 1:
+        return {
+            t.name: to_numpy(Tensor(t.name, t.datatype, t.shape, place.data))
+            for t, place in zip(first, places, strict=True)
+        }
+    return {
+        t.name: stack(t, column, total, place.data) for t, column, place in zip(first, columns, places, strict=True)
+    }
+
+
 def joined(column: list[Tensor]) -> Array:
     """Concatenates the elements of tensors."""
     return np.concatenate([to_numpy(tensor).reshape(-1) for tensor in column])
 
 
-def stack(first: Tensor, column: list[Tensor], total: int) -> Array:
-    """Joins tensors to `total` rows."""
+def stack(first: Tensor, column: list[Tensor], total: int, data: Bytes = b"") -> Array:
+    """Joins tensors to `total` rows; `data` has them if they are joined already."""
     dtype = datatype(first.datatype).numpy
     shape = (total, *first.shape[1:])
     try:
         if dtype is None:
             return np.concatenate([to_numpy(tensor) for tensor in column]).reshape(shape)
-        return np.frombuffer(b"".join([tensor.data for tensor in column]), dtype=dtype).reshape(shape)
+        return np.frombuffer(data or b"".join([tensor.data for tensor in column]), dtype=dtype).reshape(shape)
     except ValueError:
         nbytes = sum(tensor.nbytes for tensor in column)
         raise InvalidRequest(f"input '{first.name}' has {nbytes} bytes, which do not fill {list(shape)}") from None

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from qinfer.backends.base import Batch
+from qinfer.backends.base import Batch, Room
 from qinfer.batching import policy
-from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, strings_of, takes_long
+from qinfer.batching.assemble import KeyFunction, assemble, is_large, key_function, no_key, strings_of, takes_long
 from qinfer.batching.execution import Execution, ModelCaller, Observer, Responder, WorkItem
 from qinfer.batching.limited import LOOK_S as LOOK_AT_TURN_S
 from qinfer.batching.limited import LimitedInstances, ResourceTurns
@@ -177,6 +177,8 @@ class Batcher:
         self.model = model
         self._key_of: KeyFunction = key_function(model.spec)
         self._ragged = frozenset(i.name for i in model.spec.inputs if i.ragged)
+        is_plain = model.spec.copies_once and all(i.datatype != "BF16" and not i.ragged for i in model.spec.inputs)
+        self._may_have_room = model.spec.backend == "python" and is_plain
         self._has_strings = any(i.datatype == "BYTES" for i in model.spec.inputs)
         self._rules = Rules.from_spec(model.spec)
         self._responder = Responder(model.spec, model.version, model.observer)
@@ -505,7 +507,9 @@ class Batcher:
         if is_late and len(items) > 1 and strings_of(requests) > self.model.spec.max_strings:
             self._bisection.cut(items)  # it may have too many strings
             return
-        later = partial(assemble, requests, rows, self._ragged) if is_late else None
+        later: Callable[[Room | None], Batch] | None = None
+        if is_late or (self._may_have_room and is_large(requests)):
+            later = lambda room: assemble(requests, rows, self._ragged, None if is_late else room)  # noqa: E731
         try:
             batch = assemble(requests, rows, self._ragged) if later is None else Batch(requests=requests, rows=rows)
         except QinferError as error:

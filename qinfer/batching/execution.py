@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from qinfer.backends.base import OTHER_ROWS, Backend, Batch, OneResponse
+from qinfer.backends.base import OTHER_ROWS, Backend, Batch, OneResponse, Room
 from qinfer.batching.policy import Item
 from qinfer.core.call_chain import extended
 from qinfer.core.messages import (
@@ -107,7 +107,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     batch: Batch
     input_ns: int
     caller: ModelCaller | None = None
-    assemble: Callable[[], Batch] | None = None
+    assemble: Callable[[Room | None], Batch] | None = None
     apart: bool = False
     answers: list[Answer | None] = []
     parameters: dict[int, Mapping[str, Scalar]] = {}
@@ -182,7 +182,9 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         self.begin_ns = time.perf_counter_ns()
         try:
             if self.assemble is not None:
-                self.batch = self.assemble()
+                self.batch = self.assemble(getattr(backend, "room", None))
+                if not all(item.is_current is None or item.is_current() for item in self.items):
+                    raise InferenceFailed("a request of the batch has ended where it was submitted")
                 begin_ns, self.begin_ns = self.begin_ns, time.perf_counter_ns()
                 self.input_ns += self.begin_ns - begin_ns
             backend.execute(self.batch, self)

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.backends.base import Backend, Batch, Context, memory_of, metrics_of
+from qinfer.backends.base import Backend, Batch, Context, Room, memory_of, metrics_of
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import Cancelled, ExecutionOverdue, InferenceFailed, LoadOverdue, QinferError, SequenceLost
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT, LOAD_TIMEOUT, WARMUP_TIMEOUT
@@ -219,6 +219,7 @@ class WatchedBackend:
         self.backend, self.clock = backend, clock
         self.interrupt: Callable[[], bool] | None = getattr(backend, "interrupt", None)
         self.unready: Callable[[], str] | None = getattr(backend, "unready", None)
+        self.room: Room | None = getattr(backend, "room", None)
         self.short_on_loop = backend.short_on_loop
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:

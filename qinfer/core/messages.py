@@ -161,8 +161,11 @@ class KeptTensors(Protocol):
         """Returns them to one more that holds them."""
         ...
 
-    def release(self) -> None:
-        """Gives the memory back with the last that holds them; once for each."""
+    def release(self, *, unanswered: bool = False) -> None:
+        """Gives the memory back with the last that holds them; once for each.
+
+        After the end of an `unanswered` request, a worker may still copy them, so that they stay for a while.
+        """
         ...
 
 

@@ -58,6 +58,7 @@ class HeldTensors(msgspec.Struct):
     place: Place
     memory: "OwnMemory"
     holders: int = 1
+    rests: bool = False
 
     def view(self) -> memoryview:
         """Returns the bytes of the tensors, to be written."""
@@ -73,9 +74,10 @@ class HeldTensors(msgspec.Struct):
         self.holders += 1
         return self
 
-    def release(self) -> None:
+    def release(self, *, unanswered: bool = False) -> None:
         """Gives the memory back with the last that holds them; once for each."""
         self.holders -= 1
+        self.rests |= unanswered
         if not self.holders:
             self.memory.release(self)
 
@@ -155,7 +157,7 @@ class OwnMemory:
         if (segment := self.segments.get(place.segment)) is not None:
             _GENERATION.pack_into(segment.memory, place.offset, 0)
         del self._since_s[held.reference.generation]
-        self._slabs.free(place, held.tenant)
+        self._slabs.free(place, held.tenant, rests=held.rests)
         if place.size > LARGE_BYTES:
             self._has_worn.set()
 

@@ -5,7 +5,7 @@ A slab has one of a few sizes, so that one that is freed fits the next request o
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,6 +15,9 @@ HEADER_BYTES = 64
 
 LARGE_BYTES = 8 * 2**20
 """The pages of larger slabs come and go in pieces, because all at once would take milliseconds."""
+
+REST_S = 1.0
+"""A slab whose request ended before its answer rests so long: a worker may just copy it into a `model.py`'s memory."""
 
 _SMALLEST = 4096
 _STEPS = 4
@@ -63,6 +66,9 @@ class Slabs:
         self._idle: dict[int, list[_Idle]] = {}
         self._bare: dict[int, list[Place]] = {}
         """Free slabs without pages."""
+        self._resting: deque[_Idle] = deque()
+        self._resting_bytes = 0
+        """Free slabs that must not be used yet, the first freed one first."""
         self._end = Place(0, 0, 0)
         """The segment that slabs are cut from, and what is left of it."""
         self.held_bytes = 0
@@ -72,7 +78,9 @@ class Slabs:
 
     def has_room(self, nbytes: int) -> bool:
         """Returns whether the bound allows another slab for so many bytes."""
-        return self.held_bytes + slab_size(nbytes) <= self.most_bytes
+        if self._resting:
+            self._end_rests()
+        return self.held_bytes + self._resting_bytes + slab_size(nbytes) <= self.most_bytes
 
     def take(self, nbytes: int, tenant: str) -> Place | None:
         """Takes a slab for so many bytes of tensors; `None` if the bound or the tenant's share does not allow it."""
@@ -90,11 +98,14 @@ class Slabs:
         self._held_by[tenant] += size
         return place
 
-    def free(self, place: Place, tenant: str) -> None:
-        """Frees a slab."""
+    def free(self, place: Place, tenant: str, *, rests: bool = False) -> None:
+        """Frees a slab, perhaps to be used after a rest."""
         self._let_go(place.size, tenant)
-        since_s = self._now_s() if place.size <= LARGE_BYTES else -math.inf
-        self._idle.setdefault(place.size, []).append(_Idle(place, since_s))
+        if rests:
+            self._resting.append(_Idle(place, self._now_s()))
+            self._resting_bytes += place.size
+        else:
+            self._idled(place, self._now_s())
 
     def give_up(self, place: Place, tenant: str) -> None:
         """Frees a slab that could get no pages."""
@@ -104,6 +115,7 @@ class Slabs:
 
     def worn(self, before_s: float) -> Iterator[Place]:
         """Takes out the large slabs that are free, and others that have been free since `before_s`, to be stripped."""
+        self._end_rests()
         for idle in list(self._idle.values()):
             while idle and idle[0].since_s <= before_s:
                 yield idle.pop(0).place
@@ -112,6 +124,17 @@ class Slabs:
         """Notes that a slab that was taken out has no pages any more."""
         self.paged_bytes -= place.size
         self._bare.setdefault(place.size, []).append(place)
+
+    def _end_rests(self) -> None:
+        before_s = self._now_s() - REST_S
+        while self._resting and self._resting[0].since_s <= before_s:
+            one = self._resting.popleft()
+            self._resting_bytes -= one.place.size
+            self._idled(*one)
+
+    def _idled(self, place: Place, since_s: float) -> None:
+        since_s = since_s if place.size <= LARGE_BYTES else -math.inf
+        self._idle.setdefault(place.size, []).append(_Idle(place, since_s))
 
     def _let_go(self, size: int, tenant: str) -> None:
         self.held_bytes -= size

@@ -375,7 +375,7 @@ class PendingRequests:
             del self._pending[response.request_id]
             self._remove_entry(pending)
             if pending.tensors is not None:
-                _give_back(pending)
+                _give_back(pending, unanswered=False)
         return pending
 
     def cancel(self, pending: PendingCall) -> bool:
@@ -667,10 +667,10 @@ def _outputs_of(pending: PendingCall) -> _Outputs:
     return pending.load.lane, pending.request_id, pending.quota.tenant if pending.quota is not None else ""
 
 
-def _give_back(pending: PendingCall) -> None:
+def _give_back(pending: PendingCall, *, unanswered: bool = True) -> None:
     tensors, pending.tensors = pending.tensors, None
     if tensors is not None:
-        tensors.release()
+        tensors.release(unanswered=unanswered)
 
 
 def _uncount(pending: PendingCall) -> None:

@@ -99,6 +99,13 @@ class _Segment:
         return descriptor
 
 
+class _Reserved(NamedTuple):
+    """A segment for the next message; `descriptor`: of a new one."""
+
+    segment: _Segment
+    descriptor: int | None
+
+
 class Channel:
     """A Unix stream socket: any thread may send, one at a time may receive."""
 
@@ -115,6 +122,7 @@ class Channel:
         self._used: dict[int, _Segment] = {}
         self._dropped: list[int] = []
         self._count = 0
+        self._reserved: _Reserved | None = None
         self._read = memoryview(bytearray(_READ_BYTES))
         self._begin = self._end = 0
         """The bytes of `_read` that came with an earlier message."""
@@ -140,6 +148,15 @@ class Channel:
                 parts.append(_PADDING[: -size % _INLINE_ALIGNMENT])
             encoded, data = self._encoder.encode(head), b"".join(parts)
             self._socket.sendall(b"".join((_LENGTHS.pack(len(encoded), len(data)), encoded, data)))
+
+    def reserve(self, sizes: Sequence[int]) -> list[Buffer]:
+        """Returns memory in which the buffers of the next message may be written, so that it sends them uncopied.
+
+        The other process may read it at once. Raises `MemoryError`.
+        """
+        self._forgo()
+        self._reserved = _Reserved(*self._segment(sum(map(_aligned, sizes))))
+        return _split(self._reserved.segment.view, sizes, _ALIGNMENT)
 
     def receive(self) -> tuple[Message, list[Buffer]]:
         """Waits for a message and its buffers.
@@ -188,21 +205,19 @@ class Channel:
         """Ends the connection; discards arrived messages."""
         self.shutdown()
         self._socket.close()
+        self._forgo()
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
     def _send_segment(self, head: _Head, buffers: Sequence[Bytes | Joined]) -> None:
-        needed = sum(map(_aligned, head.sizes))
-        segment, descriptor = self._segment(needed)
+        reserved = self._reserved
+        lies_there = reserved is not None and _lies_in(buffers, head.sizes, reserved.segment.view)
+        if lies_there and (taken := self._take_reserved()) is not None:
+            segment, descriptor = taken
+        else:
+            segment, descriptor = self._segment(sum(map(_aligned, head.sizes)))
+            _copy(buffers, _split(segment.view, head.sizes, _ALIGNMENT))
         try:
-            begin = 0
-            for buffer, size in zip(buffers, head.sizes, strict=True):
-                position = begin
-                for part in _parts(buffer) if size else ():
-                    copied = np.frombuffer(part, np.uint8)
-                    segment.view[position : position + copied.size] = copied
-                    position += copied.size
-                begin += _aligned(size)
             with self._owning:
                 self._used[segment.number] = segment
             head.segment = segment.number
@@ -228,6 +243,23 @@ class Channel:
         self._count += 1
         segment = _Segment(self._count, max(1 << (needed - 1).bit_length(), _SMALLEST_BYTES))
         return segment, segment.create()
+
+    def _take_reserved(self) -> _Reserved | None:
+        with self._owning:
+            reserved, self._reserved = self._reserved, None
+            return reserved
+
+    def _forgo(self) -> None:
+        """Gives reserved memory back."""
+        reserved = self._take_reserved()
+        if reserved is None:
+            return
+        if reserved.descriptor is not None:  # the other process does not know it
+            os.close(reserved.descriptor)
+            return
+        with self._owning:
+            self._free.append(reserved.segment)
+            self._free.sort(key=lambda segment: segment.capacity)
 
     def _reuse(self, numbers: Sequence[int]) -> None:
         """Keeps the largest segments, except huge segments."""
@@ -291,6 +323,31 @@ class Channel:
         if not count:
             raise EOFError
         return count
+
+
+def _lies_in(buffers: Sequence[Bytes | Joined], sizes: Sequence[int], memory: Buffer) -> bool:
+    """Tells whether the buffers are where a message in this memory has them."""
+    places = _split(memory, sizes, _ALIGNMENT)
+    return all(
+        not isinstance(buffer, Joined)
+        and (not size or _address(np.frombuffer(buffer, np.uint8)) == _address(place))
+        and place.size == size
+        for buffer, size, place in zip(buffers, sizes, places, strict=True)
+    )
+
+
+def _address(array: Buffer) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _copy(buffers: Sequence[Bytes | Joined], places: Sequence[Buffer]) -> None:
+    for buffer, place in zip(buffers, places, strict=True):
+        begin = 0
+        for part in _parts(buffer) if place.size else ():
+            copied = np.frombuffer(part, np.uint8)
+            place[begin : begin + copied.size] = copied
+            begin += copied.size
 
 
 def _parts(buffer: Bytes | Joined) -> Sequence[Bytes | npt.NDArray[Any]]:

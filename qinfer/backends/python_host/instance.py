@@ -77,6 +77,11 @@ class HostInstance:
             )
             return self._process
 
+    @property
+    def running(self) -> HostProcess | None:
+        """The process, unless it is to be started again."""
+        return self._process
+
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the resident memory of the processes."""
         process = self._process

@@ -1,6 +1,7 @@
 """Requests → one batch of arrays."""
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -139,3 +140,28 @@ def test_what_cannot_be_stacked_is_an_error_of_the_request(x: Tensor, error: typ
 
     with pytest.raises(error):
         assemble([one, one], [1, 1])
+
+
+@pytest.mark.parametrize("rows", [[2, 1], [2]])
+def test_an_instance_gets_its_inputs_in_its_own_memory(rows: list[int]) -> None:
+    """Each is copied once, also a lone one."""
+    arrays = [np.full((count, 3), count, "f4") for count in rows]
+    places: list[np.ndarray] = []
+
+    def room(sizes: Sequence[int]) -> Sequence[np.ndarray]:
+        places.extend(np.empty(size, np.uint8) for size in sizes)
+        return places
+
+    batch = assemble([request(x=array, y=array[:, :0]) for array in arrays], rows, room=room)
+
+    np.testing.assert_array_equal(batch.inputs["x"], np.concatenate(arrays))
+    assert batch.inputs["y"].shape == (sum(rows), 0)
+    assert np.shares_memory(batch.inputs["x"], places[0])
+
+
+def test_without_room_a_batch_is_made_elsewhere() -> None:
+    array = np.ones((1, 2), "f4")
+
+    batch = assemble([request(x=array)] * 2, [1, 1], room=lambda _: None)
+
+    assert batch.inputs["x"].tolist() == [[1, 1], [1, 1]]

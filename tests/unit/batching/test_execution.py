@@ -230,3 +230,15 @@ def test_a_model_that_answers_too_few_is_not_run_again() -> None:
 
     assert isinstance(run.answers[1], OutputMismatch)
     assert run.unanswered == []
+
+
+def test_what_was_overwritten_while_an_instance_copied_it_is_not_executed() -> None:
+    """The others run again without it: the batcher leaves out what has ended."""
+    run = execution(None)
+    whole, run.items[1].is_current = run.batch, lambda: False
+    run.assemble = lambda _: whole
+
+    run.run(Halting(AssertionError("it was executed")))
+
+    assert isinstance(run.error, InferenceFailed)
+    assert run.unanswered == run.items

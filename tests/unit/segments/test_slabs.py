@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from qinfer.segments.slabs import HEADER_BYTES, Place, Slabs, slab_size
+from qinfer.segments.slabs import HEADER_BYTES, REST_S, Place, Slabs, slab_size
 
 MIB = 2**20
 
@@ -41,6 +41,21 @@ def test_a_freed_slab_is_used_again_at_once() -> None:
 
     assert scene.take(MIB - 100) == first
     assert scene.dropped == []
+
+
+def test_a_slab_that_may_be_read_rests() -> None:
+    """It counts for its tenant no longer, but against the bound."""
+    scene = Scene()
+    first = scene.take(MIB - HEADER_BYTES)
+    scene.slabs.free(first, "", rests=True)
+
+    second = scene.take(MIB - HEADER_BYTES)
+    assert second != first
+    assert scene.slabs.held_bytes == MIB
+    left = scene.slabs.most_bytes - 2 * MIB
+    assert scene.slabs.take(left + 1, "") is None
+    scene.now_s = REST_S
+    assert scene.take(MIB - HEADER_BYTES) == first
 
 
 def test_slabs_do_not_overlap() -> None:

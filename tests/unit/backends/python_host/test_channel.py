@@ -5,10 +5,11 @@ import os
 import socket
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from qinfer.backends.python_host import channel
-from qinfer.backends.python_host.channel import Channel, UnreadError
+from qinfer.backends.python_host.channel import Channel, Joined, UnreadError
 from qinfer.backends.python_host.messages import CompletedConfig, ModelLoaded
 
 LARGE = 300_000
@@ -78,6 +79,56 @@ def test_memory_that_somebody_looks_at_stays(ends: Ends) -> None:
 
     assert [bytes(view)[0] for view in views] == [0, 1, 2, 3, 4]
     assert ends[0]._count == 5
+
+
+def test_what_is_written_into_reserved_memory_is_sent_as_it_is(ends: Ends) -> None:
+    """The other end maps the same bytes, and buffers in other places are copied."""
+    for value in range(1, 4):
+        first, second = ends[0].reserve([LARGE, 3])
+        first[:], second[:] = value, value
+        ends[0].send(ModelLoaded(), [first.data, second.data] if value < 3 else [second.data, first.data])
+        _, buffers = ends[1].receive()
+        assert {*bytes(buffers[0]), *bytes(buffers[1])} == {value}
+        first[0] = 9
+        assert (max(buffers[0][0], buffers[1][0]) == 9) == (value < 3)
+        del buffers
+        ends[1].send(ModelLoaded())
+        ends[0].receive()
+
+
+def test_reserved_memory_that_is_not_sent_is_used_again(ends: Ends) -> None:
+    """Also by a message that has its buffers elsewhere."""
+    for _ in range(3):
+        ends[0].reserve([LARGE])
+        ends[0].send(ModelLoaded(), [large(1)])
+        _, buffers = ends[1].receive()
+        assert bytes(buffers[0]) == large(1)
+        del buffers
+        ends[1].send(ModelLoaded())
+        ends[0].receive()
+
+    assert len(ends[1]._seen) <= 2
+
+
+def test_several_messages_in_one_read(ends: Ends) -> None:
+    """Small ones, and ones with new memory, whose descriptors come along."""
+    sent = [[b"abc"], [large(1)], [large(2), b"x"], [b"d" * 30_000], [b"e" * 30_000], [b"f" * 30_000], []]
+    for buffers in sent:
+        ends[0].send(CompletedConfig("text"), buffers)
+
+    assert [[bytes(b) for b in ends[1].receive()[1]] for _ in sent] == sent
+    assert not ends[1].has_message()
+
+
+def test_parts_are_joined(ends: Ends) -> None:
+    """In a small message, and in a large one."""
+    for count in (3, LARGE):
+        parts = [b"abc", np.arange(count, dtype="<u2")]
+        ends[0].send(ModelLoaded(), [Joined(parts, 3 + 2 * count), b"end"])
+
+        _, buffers = ends[1].receive()
+
+        assert [bytes(b) for b in buffers] == [b"".join(parts), b"end"]
 
 
 def test_little_memory_is_kept(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

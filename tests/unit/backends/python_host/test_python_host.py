@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from qinfer.backends.python import PythonBackend
+from qinfer.batching.assemble import assemble
+from qinfer.core.messages import InferRequest
 from qinfer.errors import (
     AlreadyExists,
     Cancelled,
@@ -22,6 +24,7 @@ from qinfer.errors import (
     UnknownFailure,
     UnsupportedFeature,
 )
+from qinfer.tensors import from_numpy
 from tests.support.backends import Answers
 from tests.support.python_models import ECHO, batch_of, execute, floats, load, loaded, run, write_model
 
@@ -360,3 +363,54 @@ def test_initialize_gets_tritons_arguments(tmp_path: Path) -> None:
     }
     assert (model_dir, value) == (str(directory), 7)
     assert sorted(path.name for path in directory.iterdir()) == ["helper.py", "model.py"]
+
+
+def test_large_inputs_are_assembled_in_memory_of_the_process(tmp_path: Path) -> None:
+    """One copy on the way there; small ones go with the message."""
+    images = [np.full((1, 50_000), value, "<f4") for value in range(3)]
+    requests = [InferRequest(model="m", inputs=(from_numpy("x", image),)) for image in images]
+    with loaded(tmp_path, ECHO) as backend:
+        for _ in range(3):
+            answers, batch = Answers(), assemble(requests, [1, 1, 1], room=backend.room)
+            backend.execute(batch, answers)
+            for item, image in enumerate(images):
+                np.testing.assert_array_equal(answers.array(item), image)
+            assert not batch.inputs["x"].flags.owndata
+        process = backend._instance.process()
+        assert process is not None
+        assert process.channel._count <= 2  # the process gives one back with its next answer
+        assert backend.room([64]) is None
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "reply(x(request)[:, ::-1][:, :1])",
+        'reply(x(request).astype("<f8"))',
+        "reply(x(request).reshape(-1))",
+        'reply(x(request), "other")',
+        'reply(x(request), parameters={"a": 1})',
+        'reply(np.zeros((0, 2), "<f4"))',
+        'reply(np.array([["a", "b"]], object))',
+        'reply(np.array(3, "<f4"))',
+    ],
+)
+def test_unlike_answers_are_what_the_model_returned(tmp_path: Path, second: str) -> None:
+    """Whatever the first of the batch is."""
+    body = f"return [{second} if item else reply(x(request)) for item, request in enumerate(requests)]"
+    with loaded(tmp_path, execute(body)) as backend:
+        answers = run(backend, np.array([[1, 2], [3, 4], [5, 6]], "<f4"))
+
+    assert answers.array(0).tolist() == [[1, 2]]
+    expected = {
+        "[:, :1]": [[4]],
+        "f8": [[3, 4]],
+        "(-1)": [3, 4],
+        "other": None,
+        "param": [[3, 4]],
+        "zeros": [],
+        "object": [[b"a", b"b"]],
+        "array(3": 3,
+    }
+    (wanted,) = [value for key, value in expected.items() if key in second]
+    assert (answers.array(1).tolist() if answers.outputs(1) else None) == wanted
