@@ -131,6 +131,9 @@ def _large(name: str, *dims: int) -> BenchModel:
     return BenchModel(name=name, input_dims=dims, output_dims=(8,), build=lambda: _mean(name, dims, 4))
 
 
+_IMAGE = _large("image", 3, 224, 224)
+
+
 def _conv(name: str, seed: int, side_in: int, stride: int) -> onnx.ModelProto:
     """A residual net on square images; with a side of 32 after the first layer, 50 M multiply-adds, or 100 MFLOP."""
     graph = _Graph(seed)
@@ -147,8 +150,8 @@ def _conv(name: str, seed: int, side_in: int, stride: int) -> onnx.ModelProto:
 
 
 _TINY = BenchModel(name="tiny", input_dims=(16,), output_dims=(8,), build=lambda: mlp("tiny", (16, 64, 8), 1))
-SCRIPT = "script"
-"""The network of `tiny` in a `model.py`, the same file in qinfer and in Triton."""
+SCRIPT, SCRIPT_IMAGE = "script", "script_image"
+"""The networks of `tiny` and `image` in a `model.py`, the same file in qinfer and in Triton."""
 MODEL_PY = Path(__file__).parent / "peers/triton/model.py"
 
 MODELS = {
@@ -163,7 +166,8 @@ MODELS = {
         BenchModel(name="photo", input_dims=(3, 224, 224), output_dims=(10,), build=lambda: _conv("photo", 3, 224, 4)),
         _large("embedding", 64, 64),
         _large("patch", 3, 112, 112),
-        _large("image", 3, 224, 224),
+        _IMAGE,
+        replace(_IMAGE, name=SCRIPT_IMAGE, backend="python"),
         _large("frames", 8, 3, 224, 224),
         BenchModel(
             name="mask",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks import stateful
 from benchmarks.bars import CEILING, FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, TRITON
 from benchmarks.bodies import BINARY, GRPC, JSON, SHM
-from benchmarks.models import SCRIPT, THREADS
+from benchmarks.models import SCRIPT, SCRIPT_IMAGE, THREADS
 from benchmarks.proxied import CONNECTIONS, GRPC_PROXIED, JSON_PROXIED
 from benchmarks.results import BATCH, CLEAN, IN_PROCESS, Sample, Setting
 
@@ -117,6 +117,7 @@ SCENES = (
         for model in ("embedding", "patch", "image", "frames", "mask", "photo")
         for encoding, turns in ((BINARY, {**FEW, CEILING: 5}), (GRPC, FEW), (SHM, FEW))
     ),
+    Scene(model=SCRIPT_IMAGE, encoding=BINARY, loads=(Load(connections=64, turns=FEW),)),
 )
 GROUPS = stateful.GROUPS
 MODELS = tuple(dict.fromkeys([*(scene.model for scene in SCENES), *GROUPS]))

@@ -81,6 +81,7 @@ class ReceivedBatch:
         for item in range(len(self.message.ids)):
             request: InferenceRequest = object.__new__(InferenceRequest)
             request._batch, request._item = self, item
+            request._inputs = None
             request._release_flags = 0
             request._reply = None
             request._sender = senders[item] if senders else None
@@ -99,7 +100,6 @@ class ReceivedBatch:
 _LATE: dict[str, Callable[[ReceivedBatch, int], object]] = {
     "_correlation_id": lambda batch, item: batch.message.asked(item).correlation_id,
     "_flags": lambda batch, item: batch.message.asked(item).flags,
-    "_inputs": ReceivedBatch.inputs,
     "_outputs": lambda batch, item: list(batch.message.asked(item).outputs or batch.outputs),
     "_parameters": lambda batch, item: GivenParameters(batch.message.asked(item).parameters),
     "_place": lambda batch, item: batch.message.asked(item).goes_on or (batch.message.number, item),
@@ -173,9 +173,9 @@ class InferenceRequest:
             raise TypeError(f"correlation_id is a number of 64 bits, 0 or more, or a text, got {correlation_id}")
         self._request_id = text(request_id, "request_id")
         self._correlation_id = correlation_id
-        self._inputs = list(inputs)
+        self._inputs: list[Tensor] | None = list(inputs)
         of = f"for request with id '{request_id}' and model name '{model_name!s}'"
-        for tensor in self._inputs:
+        for tensor in self._inputs or ():
             if tensor is None:
                 raise TritonModelException(f"Input tensor {of} should not be empty.")
             if not isinstance(tensor, Tensor):
@@ -206,6 +206,8 @@ class InferenceRequest:
 
     def inputs(self) -> list[Tensor]:
         """Returns the inputs of the request."""
+        if self._inputs is None:
+            self._inputs = self._batch.inputs(self._item)
         return self._inputs
 
     def request_id(self) -> str:

@@ -64,7 +64,7 @@ class InferenceResponse:
             raise TypeError(f"error is a pb_utils.TritonError, got {type(error).__name__}")
         self._outputs = outputs
         self._error = error
-        self._parameters = checked_parameters(parameters)
+        self._parameters = checked_parameters(parameters) if parameters else {}
 
     def output_tensors(self) -> list[Tensor]:
         """Returns the outputs of the response."""

@@ -95,7 +95,10 @@ def get_model_dir() -> str:
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """Returns the input of that name, or `None`."""
-    return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
+    for tensor in inference_request.inputs():
+        if tensor.name() == name:
+            return tensor
+    return None
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:

@@ -4,6 +4,7 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +124,7 @@ def test_several_messages_in_one_read(ends: Ends) -> None:
 def test_parts_are_joined(ends: Ends) -> None:
     """In a small message, and in a large one."""
     for count in (3, LARGE):
-        parts = [b"abc", np.arange(count, dtype="<u2")]
+        parts: list[Any] = [b"abc", np.arange(count, dtype="<u2")]
         ends[0].send(ModelLoaded(), [Joined(parts, 3 + 2 * count), b"end"])
 
         _, buffers = ends[1].receive()
