@@ -248,10 +248,9 @@ class OneResponse:
 class Backend(Protocol):
     """One model instance on one device.
 
-    Its optional method `room` returns memory in which the batch that it executes next may be assembled (see `Room`).
-    It may have four others without arguments, called from any thread: `memory` (see `memory_of`); `metrics`,
-    which returns the model's own metrics; `unready`, which returns why the model says that it is not ready, or ""; and
-    `interrupt`, which ends the present execution with an error, and returns whether it did. `metrics` and `unready`
+    Its optional method `room` is a `Room` for the next batch. It may have four without arguments, called from any
+    thread: `memory` (see `memory_of`); `metrics`, which returns the model's own metrics; `unready`, which returns why
+    the model says that it is not ready, or ""; and `interrupt`, which ends the present execution with an error, and returns whether it did. `metrics` and `unready`
     never wait. Without `interrupt`, an execution beyond its time limit ends the worker.
 
     Attributes:
@@ -347,7 +346,7 @@ def metrics_of(backend: Backend) -> Sequence[ModelSeries]:
 
 
 Room = Callable[[Sequence[int]], Sequence[npt.NDArray[np.uint8]] | None]
-"""Returns memory for inputs of these sizes in bytes, or `None`. Others may read it before the batch is executed."""
+"""Returns memory for inputs of these sizes, or `None`."""
 
 BackendFactory = Callable[[], Backend]
 
@@ -422,7 +421,7 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
 
 
 def cut_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """Cuts a tensor into views of so many rows each."""
+    """Returns views of rows."""
     name, wire, data, tail = whole.name, whole.datatype, whole.data, whole.shape[1:]
     stride = len(data) // max(whole.shape[0], 1)
     if stride and rows.count(1) == len(rows):

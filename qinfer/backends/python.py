@@ -177,13 +177,13 @@ class PythonBackend:
                 ctx.reschedule(item)
 
     def room(self, sizes: Sequence[int]) -> Sequence[Buffer] | None:
-        """Returns memory of the process for the inputs of the next batch, if they are large."""
+        """Returns memory of the process for large inputs."""
         process = self._instance.running
         if process is None or sum(sizes) <= INLINE_BYTES:
             return None
         try:
             return process.channel.reserve(sizes)
-        except MemoryError:  # they may fit into this process
+        except MemoryError:
             return None
 
     def interrupt(self) -> bool:
@@ -409,7 +409,6 @@ def _asked(request: InferRequest) -> HostRequest:
 
 
 def _are_alike(requests: Sequence[InferRequest]) -> bool:
-    """Tells whether requests ask for the same, and nothing of their own."""
     outputs, timeout_s = requests[0].outputs, requests[0].timeout_s
     return not [
         True

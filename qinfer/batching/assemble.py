@@ -15,7 +15,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Bytes, Tensor, datatype, to_numpy
 
 LONG_BYTES = 64 * 1024
-"""Strings of this size take some milliseconds; other tensors of this size are worth one copy less."""
+"""Strings of this size take some milliseconds."""
 
 KeyFunction = Callable[[InferRequest], Hashable]
 
@@ -54,10 +54,7 @@ def _ragged_key(ragged: Collection[str], request: InferRequest) -> Hashable:
 def assemble(
     requests: Sequence[InferRequest], rows: Sequence[int], ragged: Collection[str] = (), room: Room | None = None
 ) -> Batch:
-    """Builds a batch, in the instance's `room` if that takes it.
-
-    Elsewhere, a single request's inputs share its memory, read-only, unless that is another process's.
-    """
+    """Builds a batch; without `room`, a single request's inputs share its memory unless that is another process's."""
     first = requests[0].inputs
     if room is not None and (inputs := _placed(requests, sum(rows), room)) is not None:
         return Batch(requests=requests, rows=rows, inputs=inputs)
@@ -85,7 +82,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def is_large(requests: Sequence[InferRequest]) -> bool:
-    """Returns whether a batch is worth an instance's own memory, by its first request."""
+    """Returns whether `room` pays."""
     return len(requests) * sum([len(tensor.data) for tensor in requests[0].inputs]) > LONG_BYTES
 
 
@@ -108,7 +105,6 @@ def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[
 
 
 def _placed(requests: Sequence[InferRequest], total: int, room: Room) -> dict[str, Array] | None:
-    """Copies numbers into an instance's memory."""
     first = requests[0].inputs
     columns = [_column(requests, position, t.name) for position, t in enumerate(first)]
     places = room([sum([len(tensor.data) for tensor in column]) for column in columns])
@@ -136,7 +132,7 @@ def joined(column: list[Tensor]) -> Array:
 
 
 def stack(first: Tensor, column: list[Tensor], total: int, data: Bytes = b"") -> Array:
-    """Joins tensors to `total` rows; `data` has them if they are joined already."""
+    """Joins tensors, unless `data` has them, to `total` rows."""
     dtype = datatype(first.datatype).numpy
     shape = (total, *first.shape[1:])
     try:

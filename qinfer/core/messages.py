@@ -162,10 +162,7 @@ class KeptTensors(Protocol):
         ...
 
     def release(self, *, unanswered: bool = False) -> None:
-        """Gives the memory back with the last that holds them; once for each.
-
-        After the end of an `unanswered` request, a worker may still copy them, so that they stay for a while.
-        """
+        """Gives the memory back with the last that holds them; once for each."""
         ...
 
 

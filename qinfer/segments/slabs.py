@@ -17,7 +17,7 @@ LARGE_BYTES = 8 * 2**20
 """The pages of larger slabs come and go in pieces, because all at once would take milliseconds."""
 
 REST_S = 1.0
-"""A slab whose request ended before its answer rests so long: a worker may just copy it into a `model.py`'s memory."""
+"""A worker may still copy tensors of an unanswered request."""
 
 _SMALLEST = 4096
 _STEPS = 4
@@ -68,7 +68,6 @@ class Slabs:
         """Free slabs without pages."""
         self._resting: deque[_Idle] = deque()
         self._resting_bytes = 0
-        """Free slabs that must not be used yet, the first freed one first."""
         self._end = Place(0, 0, 0)
         """The segment that slabs are cut from, and what is left of it."""
         self.held_bytes = 0
@@ -99,7 +98,7 @@ class Slabs:
         return place
 
     def free(self, place: Place, tenant: str, *, rests: bool = False) -> None:
-        """Frees a slab, perhaps to be used after a rest."""
+        """Frees a slab."""
         self._let_go(place.size, tenant)
         if rests:
             self._resting.append(_Idle(place, self._now_s()))

@@ -55,7 +55,7 @@ class UnreadError(EOFError):
 
 
 class Joined(NamedTuple):
-    """A buffer of several parts, none of them empty, which the channel copies one after the other."""
+    """A buffer in parts that are not empty."""
 
     parts: Sequence[Bytes | npt.NDArray[Any]]
     nbytes: int
@@ -100,8 +100,6 @@ class _Segment:
 
 
 class _Reserved(NamedTuple):
-    """A segment for the next message; `descriptor`: of a new one."""
-
     segment: _Segment
     descriptor: int | None
 
@@ -125,7 +123,6 @@ class Channel:
         self._reserved: _Reserved | None = None
         self._read = memoryview(bytearray(_READ_BYTES))
         self._begin = self._end = 0
-        """The bytes of `_read` that came with an earlier message."""
         self._descriptors: deque[int] = deque()
         self._seen: dict[int, mmap.mmap] = {}
         self._leases: dict[int, weakref.ref[Buffer]] = {}
@@ -150,10 +147,7 @@ class Channel:
             self._socket.sendall(b"".join((_LENGTHS.pack(len(encoded), len(data)), encoded, data)))
 
     def reserve(self, sizes: Sequence[int]) -> list[Buffer]:
-        """Returns memory in which the buffers of the next message may be written, so that it sends them uncopied.
-
-        The other process may read it at once. Raises `MemoryError`.
-        """
+        """Returns memory for the buffers of the next message, or raises `MemoryError`."""
         self._forgo()
         self._reserved = _Reserved(*self._segment(sum(map(_aligned, sizes))))
         return _split(self._reserved.segment.view, sizes, _ALIGNMENT)
@@ -250,7 +244,6 @@ class Channel:
             return reserved
 
     def _forgo(self) -> None:
-        """Gives reserved memory back."""
         reserved = self._take_reserved()
         if reserved is None:
             return
@@ -272,7 +265,7 @@ class Channel:
     def _lend(self, number: int, whole: Buffer) -> None:
         """Frees the segment once no array refers to `whole`, to which all of numpy's views refer.
 
-        The sender learns of it with the next message, so a huge segment's memory is freed at once.
+        A huge segment's memory is freed at once.
         """
         memory = self._seen[number]
 
@@ -302,7 +295,7 @@ class Channel:
             os.close(descriptor)
 
     def _take(self, length: int) -> memoryview:
-        """Returns the next bytes, which the next call may overwrite; a message mostly comes with one read."""
+        """Returns bytes that the next call may overwrite."""
         if self._end - self._begin < length:
             has = self._end - self._begin
             target = self._read if length <= _READ_BYTES else memoryview(bytearray(length))
@@ -326,7 +319,6 @@ class Channel:
 
 
 def _lies_in(buffers: Sequence[Bytes | Joined], sizes: Sequence[int], memory: Buffer) -> bool:
-    """Tells whether the buffers are where a message in this memory has them."""
     places = _split(memory, sizes, _ALIGNMENT)
     return all(
         not isinstance(buffer, Joined)

@@ -576,7 +576,6 @@ class ModelHost:
         return self._visible_message(error)
 
     def _visible_message(self, error: BaseException) -> str:
-        """Returns the error's class and text without the model's path."""
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
@@ -608,7 +607,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 
 
 def _batch_of(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str]) -> ReceivedBatch:
-    """Returns a batch with views of the inputs; as in Triton, a request without output names gets all outputs."""
+    """As in Triton, a request without output names gets all outputs."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     return ReceivedBatch(message, [_parts(array, message, position) for position, array in enumerate(arrays)], outputs)
 

@@ -66,7 +66,7 @@ class PreferredMemory:
 
 
 class ReceivedBatch:
-    """What the requests of a batch are made of, when the model asks for it."""
+    """Makes requests, and their parts on demand."""
 
     __slots__ = ("columns", "message", "outputs")
 
@@ -76,7 +76,7 @@ class ReceivedBatch:
         self.outputs = outputs
 
     def requests(self, senders: Sequence[InferenceResponseSender] = ()) -> "list[InferenceRequest]":
-        """Returns the requests; a sender exists at once, so that dropping its request abandons it."""
+        """Returns the requests with their senders, which end with them."""
         requests = []
         for item in range(len(self.message.ids)):
             request: InferenceRequest = object.__new__(InferenceRequest)
@@ -90,7 +90,7 @@ class ReceivedBatch:
         return requests
 
     def inputs(self, item: int) -> list[Tensor]:
-        """Returns a request's inputs: views of the batch's."""
+        """Returns a request's inputs."""
         return [
             Tensor.received(meta.name, column[item], "BF16" if meta.datatype == "BF16" else None)
             for meta, column in zip(self.message.inputs, self.columns, strict=True)
@@ -108,7 +108,7 @@ _LATE: dict[str, Callable[[ReceivedBatch, int], object]] = {
     "_timeout_us": lambda batch, item: batch.message.asked(item).timeout_us,
     "_trace": lambda batch, item: InferenceTrace(batch.message.asked(item).trace, (batch.message.number, item)),
 }
-"""What a received request lacks until the model asks for it."""
+"""Slots that are filled on demand."""
 
 
 class InferenceRequest:
@@ -123,8 +123,8 @@ class InferenceRequest:
         model_version: The version to call; -1 = the highest ready version.
         flags: The sum of `TRITONSERVER_REQUEST_FLAG_SEQUENCE_START` and `…_END`.
         timeout: The time limit, in microseconds; 0 = the time limit of the batch.
-        preferred_memory: Ignored, because outputs are in host memory.
-        trace: The trace of the request that the call is for; by default, the trace of the first request of the batch.
+        preferred_memory: Ignored.
+        trace: The trace of the request that the call is for; by default, of the first of the batch.
         parameters: Custom parameters.
     """
 

@@ -79,7 +79,7 @@ class HostInstance:
 
     @property
     def running(self) -> HostProcess | None:
-        """The process, unless it is to be started again."""
+        """The process, if any."""
         return self._process
 
     def memory(self) -> tuple[MemoryUse, ...]:

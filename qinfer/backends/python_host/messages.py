@@ -59,7 +59,7 @@ class HostFailure(msgspec.Struct, array_like=True, tag=True):
 
 
 class HostRequest(msgspec.Struct, array_like=True, frozen=True):
-    """What a request of a batch asks for.
+    """One request of a batch.
 
     Attributes:
         outputs: The names of the wanted outputs; empty = all outputs.
@@ -82,8 +82,7 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     """To the host: execute a batch.
 
     Attributes:
-        ids: The requests' own ids.
-        requests: One for all, if they ask for the same, or one each.
+        requests: One for all if they are equal.
         window_bytes: The most bytes of a request's responses on their way; 0 = unlimited.
         shapes: Position of a ragged input → each request's shape.
     """
@@ -97,7 +96,7 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     shapes: Mapping[int, Sequence[tuple[int, ...]]] = {}
 
     def asked(self, item: int) -> HostRequest:
-        """Returns what a request asks for."""
+        """Returns a request."""
         return self.requests[item if len(self.requests) > 1 else 0]
 
 
@@ -118,7 +117,7 @@ class ExecutedAnswers(msgspec.Struct, array_like=True, tag=True):
 
 
 class ExecutedRows(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: `execute` has ended, and each answer has `rows` of each output, in order."""
+    """To the worker: the outputs of all answers, which have `rows`."""
 
     outputs: list[TensorMeta]
     rows: list[int]

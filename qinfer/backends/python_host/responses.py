@@ -90,10 +90,7 @@ class InferenceResponse:
 def joined_rows(
     responses: Sequence[InferenceResponse | None], wanted: Container[str], narrow: Container[str]
 ) -> tuple[ExecutedRows, list[Joined]] | None:
-    """Joins the outputs of a batch's responses; `None` unless all have the same outputs, and no more than those.
-
-    Strings, BF16 (`narrow`) and types that the protocol lacks are encoded one by one.
-    """
+    """Joins the outputs if they are alike, and neither strings nor BF16 (`narrow`)."""
     plain = [r._outputs for r in responses if r is not None and r._error is None and not r._parameters]
     if len(plain) < len(responses) or len({*map(len, plain)}) > 1:
         return None
@@ -225,7 +222,6 @@ class ResponseStream:
         self._window_bytes = message.window_bytes
         self._sent_bytes = self._on_way_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
-        """Per response: the bytes sent up to its end, and its share of the window."""
         self._sending = threading.Lock()
         """The lock that a response holds while it waits, so that later responses follow it."""
 
@@ -274,7 +270,6 @@ class ResponseStream:
             raise TritonModelException(_CLOSED)
 
     def _take_room(self, size: int) -> None:
-        """Waits until a response of `size` bytes fits, or the request is cancelled."""
         if not size:
             return
         excess_bytes = self._on_way_bytes + size + RESPONSE_OVERHEAD_BYTES - self._window_bytes
@@ -288,7 +283,6 @@ class ResponseStream:
         self._on_way.append((self._sent_bytes, size + RESPONSE_OVERHEAD_BYTES))
 
     def _needed_bytes(self, excess_bytes: int) -> int:
-        """Returns how many of the sent bytes must be taken to free `excess_bytes`."""
         for sent_bytes, used_bytes in self._on_way:
             excess_bytes -= used_bytes
             if excess_bytes <= 0:

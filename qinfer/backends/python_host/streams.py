@@ -143,7 +143,7 @@ class HostStreams:
         return outcome
 
     def _goes_on(self, message: Execute, item: int, ctx: Context) -> Place:
-        """Returns the place of an item's stream and notes it in the message; a rescheduled request keeps its stream."""
+        """Returns the place of an item's stream and notes it in the message."""
         place = self._rescheduled.pop(message.ids[item], None)
         stream = None if place is None else self._stream(*place)
         if stream is not None:
@@ -173,7 +173,6 @@ class HostStreams:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
 
     def _held(self) -> list[str]:
-        """Returns the ids of the unanswered requests, now or at the process's death."""
         with self._changed:
             return self._lost if self._is_lost else self._open_request_ids()
 

@@ -49,7 +49,7 @@ class Tensor:
 
     @staticmethod
     def received(name: str, array: Array, datatype: str | None) -> "Tensor":
-        """Returns an input, unchecked; Triton has no such method."""
+        """Returns an unchecked tensor; Triton has no such method."""
         tensor: Tensor = _new(Tensor)
         tensor._name, tensor._array, tensor._datatype = name, array, datatype
         return tensor
