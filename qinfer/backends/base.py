@@ -250,8 +250,9 @@ class Backend(Protocol):
 
     Its optional method `room` is a `Room` for the next batch. It may have four without arguments, called from any
     thread: `memory` (see `memory_of`); `metrics`, which returns the model's own metrics; `unready`, which returns why
-    the model says that it is not ready, or ""; and `interrupt`, which ends the present execution with an error, and returns whether it did. `metrics` and `unready`
-    never wait. Without `interrupt`, an execution beyond its time limit ends the worker.
+    the model says that it is not ready, or ""; and `interrupt`, which ends the present execution with an error, and
+    returns whether it did. `metrics` and `unready` never wait. Without `interrupt`, an execution beyond its time limit
+    ends the worker.
 
     Attributes:
         short_on_loop: Executions that take well under a millisecond may run on the worker's event loop. True
