@@ -86,6 +86,16 @@ def test_a_slab_is_released_by_the_last_that_holds_it(memory: OwnMemory) -> None
     assert memory.held_bytes == 0
 
 
+def test_the_slab_of_an_unanswered_request_is_not_used_again_at_once(memory: OwnMemory) -> None:
+    """A worker may be about to copy it for a model's code, which must not see bytes of others."""
+    first = written(memory, b"a")
+    first.hold()
+    first.release(unanswered=True)
+    first.release()
+
+    assert written(memory, b"b").place != first.place
+
+
 def test_a_segment_can_neither_shrink_nor_grow_and_readers_can_not_write(memory: OwnMemory) -> None:
     """A reader whose pages went away would be killed by a signal."""
     written(memory, b"x")
