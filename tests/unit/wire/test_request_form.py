@@ -59,7 +59,7 @@ def test_a_filled_form_is_the_frame(sizes: tuple[int, ...]) -> None:
 class Kept:
     """Tensors in memory."""
 
-    tenant = ""
+    tenant, rests = "", False
 
     def __init__(self, offset: int, generation: int) -> None:
         self.reference = MemoryReference("api-1", 2, offset, 700_000, generation)
