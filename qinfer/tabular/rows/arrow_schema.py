@@ -22,7 +22,6 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 Positions = npt.NDArray[np.int64]
 
 _MESSAGE_HEADER = 2
-_FOOTER_SCHEMA, _FOOTER_METADATA = 1, 4
 _SCHEMA_FIELDS, _SCHEMA_METADATA = 1, 2
 _FIELD_NAME, _FIELD_KIND, _FIELD_TYPE, _FIELD_CHILDREN, _FIELD_METADATA = 0, 2, 3, 5, 6
 _TIMESTAMP, _UNION = 10, 14  # with a time zone; with a number for each child
@@ -46,18 +45,6 @@ def check_schema_message(data: Bytes) -> None:
                 _Size(message).take_schema(header + unsigned(message, header))
     except (struct.error, IndexError) as error:
         raise ValueError(f"its schema is damaged: {error}") from None
-
-
-def check_footer(footer: bytes) -> None:
-    """Checks the schema and the metadata of an Arrow file's footer."""
-    try:
-        schema = field_of(footer, unsigned(footer, 0), _FOOTER_SCHEMA)
-        if schema and len(footer) > _HARMLESS_BYTES:
-            size = _Size(footer)
-            size.take_schema(schema + unsigned(footer, schema))
-            size.take_pairs(np.array([unsigned(footer, 0)]), _FOOTER_METADATA)
-    except (struct.error, IndexError) as error:
-        raise ValueError(f"its footer is damaged: {error}") from None
 
 
 class _Size:

@@ -15,8 +15,8 @@ from qinfer.tabular.rows.arrow_schema import field_of, text_of, unsigned
 
 FOOTER_BYTES = 16 * 2**20
 
-TAIL = struct.Struct("<i6s")
-BLOCK = struct.Struct("<qi4xq")
+_TAIL = struct.Struct("<i6s")
+_BLOCK = struct.Struct("<qi4xq")
 _ARROW_MAGIC = b"ARROW1"
 _PARQUET_TAIL = struct.Struct("<I4s")
 _PARQUET_MAGIC = (b"PAR1", b"PARE")
@@ -55,7 +55,7 @@ def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> 
 
 def open_arrow(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pa.ipc.RecordBatchFileReader:
     """Opens an Arrow file; `ValueError` for its footer."""
-    arrow_footer(file, footer_bytes)
+    _arrow_footer(file, footer_bytes)
     return pa.ipc.open_file(file)
 
 
@@ -78,15 +78,15 @@ def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
 
 
 def _blocks(file: BinaryIO, footer_bytes: int = FOOTER_BYTES) -> list[MessageBlock]:
-    footer = arrow_footer(file, footer_bytes)
+    footer = _arrow_footer(file, footer_bytes)
     field = field_of(footer, unsigned(footer, 0), _FOOTER_BATCHES)
     if not field:
         return []
     vector = field + unsigned(footer, field)
     first, count = vector + 4, unsigned(footer, vector)
     end, blocks = file.seek(0, 2), []
-    for place in range(first, first + BLOCK.size * count, BLOCK.size):
-        block = MessageBlock._make(BLOCK.unpack_from(footer, place))
+    for place in range(first, first + _BLOCK.size * count, _BLOCK.size):
+        block = MessageBlock._make(_BLOCK.unpack_from(footer, place))
         if min(block) < 0 or sum(block) > end:
             raise ValueError("its footer names a record batch that is not within the file")
         blocks.append(block)
@@ -113,14 +113,13 @@ def _end_of(file: BinaryIO | Any, least: int, data: bytes = b"") -> bytes:
     return found
 
 
-def arrow_footer(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> bytes:
-    """Returns an Arrow file's footer."""
-    data = _end_of(file, TAIL.size)
-    size, magic = TAIL.unpack(data[-TAIL.size :]) if len(data) >= TAIL.size else (0, b"")
-    if magic != _ARROW_MAGIC or not 0 < size <= file.seek(0, 2) - TAIL.size:
+def _arrow_footer(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> bytes:
+    data = _end_of(file, _TAIL.size)
+    size, magic = _TAIL.unpack(data[-_TAIL.size :]) if len(data) >= _TAIL.size else (0, b"")
+    if magic != _ARROW_MAGIC or not 0 < size <= file.seek(0, 2) - _TAIL.size:
         raise ValueError("it does not end as Arrow's file format does")
     _check_footer_size(size, footer_bytes, "record batches")
-    return _end_of(file, size + TAIL.size, data)[: -TAIL.size]
+    return _end_of(file, size + _TAIL.size, data)[: -_TAIL.size]
 
 
 def _length(file: BinaryIO, block: MessageBlock) -> int:

@@ -13,7 +13,7 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import to_numpy
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
-from tests.support.jobs.arrow_bytes import file_of_one_name, stream_of_one_name
+from tests.support.jobs.arrow_bytes import stream_of_one_name
 
 LINES = "application/x-ndjson"
 REMEDY = "; 'null' of its input can give it a value"
@@ -263,7 +263,8 @@ LIES = [
     (arrow({"X": pa.array([[1, 2]], pa.list_view(pa.int8()))}), STREAM, "or plain lists"),
     (arrow({"X": [{"a": 1}]}), STREAM, "is of type struct<"),
     (stream_of_one_name("x" * 2**17, 2000), STREAM, "its schema takes too much memory"),
-    (file_of_one_name("x" * 2**17, 2000), FILE, "its schema takes too much memory"),
+    (b"ARROW1\0\0" + stream_of_one_name("x" * 2**17, 2000) + b"ARROW1", FILE, "its schema takes too much memory"),
+    (b"ARROW1\0\0" + arrow({"X": [[1, 2]]}), FILE, "does not end as Arrow's file format does"),
 ]
 
 

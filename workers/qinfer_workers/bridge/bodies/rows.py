@@ -6,25 +6,24 @@ flatbuffer `Message` that is a message's metadata and that pyarrow has checked.
 """
 
 import io
+import re
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.tabular.columns.casts import is_text
+from qinfer.tabular.columns.decoded_sizes import decoded_bytes
 from qinfer.tabular.columns.fields import pruned
 from qinfer.tabular.columns.inputs import DecodedBatch, InputColumns
 from qinfer.tabular.columns.schemas import without_views
-from qinfer.tabular.rows.arrow_schema import check_footer, check_schema_message, field_of, unsigned
-from qinfer.tabular.rows.footers import BLOCK, TAIL, arrow_footer
+from qinfer.tabular.rows.arrow_schema import check_schema_message, field_of, unsigned
 from qinfer.tabular.spec import shown
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth, check_size
@@ -34,17 +33,18 @@ _BUFFER = struct.Struct("<qq")  # offset in the body, length
 _LENGTH = struct.Struct("<q")
 
 _MAX_MESSAGES = 1024
-_FOOTER_DICTIONARIES, _FOOTER_BATCHES = 2, 3
 _MESSAGE_HEADER = 2
 _DICTIONARY_DATA = 1
 _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
+_FILE_BEGIN, _FILE_END = b"ARROW1\0\0", b"ARROW1"
+_UNREAD = re.compile(r"run_end_encoded<|list_view<|dictionary<values=\w+<")
 
 
-def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
-    """Checks that a body decompresses to at most `max_bytes`; raises pyarrow's error for damaged data."""
+def check_unpacked(stream: Bytes, max_bytes: int) -> None:
+    """Checks that a stream decompresses to at most `max_bytes`; raises pyarrow's error for damaged data."""
     total = 0
     try:
-        for number, message in enumerate(_of_file(body) if is_file else _of_stream(body)):
+        for number, message in enumerate(pa.ipc.MessageReader.open_stream(pa.py_buffer(stream))):
             if number > _MAX_MESSAGES:
                 raise InvalidRequest(f"the body has more than {_MAX_MESSAGES} record batches; write them as one")
             total += _unpacked_bytes(message)
@@ -52,26 +52,6 @@ def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
                 raise InvalidRequest(f"the body becomes more than {max_bytes} bytes when it is unpacked; send less")
     except struct.error as error:
         raise ValueError(f"a record batch's header is damaged: {error}") from None
-
-
-def _of_stream(body: Bytes) -> Iterator["pa.Message"]:
-    return iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))
-
-
-def _of_file(body: Bytes) -> Iterator["pa.Message"]:
-    view = memoryview(body)
-    size, _ = TAIL.unpack(view[-TAIL.size :])
-    footer = bytes(view[len(view) - TAIL.size - size : len(view) - TAIL.size])
-    for number in (_FOOTER_DICTIONARIES, _FOOTER_BATCHES):
-        field = field_of(footer, unsigned(footer, 0), number)
-        if not field:
-            continue
-        vector = field + unsigned(footer, field)
-        for index in range(unsigned(footer, vector)):
-            offset, length, size = BLOCK.unpack_from(footer, vector + 4 + BLOCK.size * index)
-            if not 0 <= offset <= offset + length + size <= len(view):
-                raise ValueError("its footer points outside")
-            yield pa.ipc.read_message(pa.py_buffer(view[offset : offset + length + size]))
 
 
 def _unpacked_bytes(message: "pa.Message") -> int:
@@ -137,11 +117,9 @@ def explained(error: BaseException) -> str:
 def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
     """Returns the columns of a body."""
     try:
-        if form == "arrow-file":
-            check_footer(arrow_footer(pa.BufferReader(body)))
-            return _open_arrow(body, form).schema
-        check_schema_message(body)
-        return _open_arrow(body, form).schema
+        stream = _stream_of(body, form)
+        check_schema_message(stream)
+        return pa.ipc.open_stream(pa.py_buffer(stream)).schema
     except BROKEN as error:
         raise _broken(form, error) from None
 
@@ -149,12 +127,12 @@ def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
 def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: ArrowLimits) -> pa.RecordBatch:
     """Reads columns of a body."""
     try:
-        check_unpacked(body, limits.size_bytes, is_file=form == "arrow-file")
-        schema = _open_arrow(body, form).schema
+        stream = _stream_of(body, form)
+        check_unpacked(stream, limits.size_bytes)
+        schema = pa.ipc.open_stream(pa.py_buffer(stream)).schema
         fields = [schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-        reader = _open_arrow(body, form, options)
-        found = list(_batches(reader, limits))
+        found = list(_batches(pa.ipc.open_stream(pa.py_buffer(stream), options=options), limits))
         if not found:
             raise InvalidRequest("the message has no rows")
         if len(found) > 1:
@@ -165,56 +143,34 @@ def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: Arr
         raise _broken(form, error) from None
 
 
-def _open_arrow(body: Bytes, form: ArrowForm, options: Any = None) -> Any:
-    buffer = pa.py_buffer(body)
+def _stream_of(body: Bytes, form: ArrowForm) -> Bytes:
+    """Returns the stream in a file: between its mark and its footer, which readers in order do not need."""
     if form == "arrow-stream":
-        return pa.ipc.open_stream(buffer, options=options)
-    return pa.ipc.open_file(buffer, options=options)
+        return body
+    view = memoryview(body)
+    if view[: len(_FILE_BEGIN)] != _FILE_BEGIN or view[-len(_FILE_END) :] != _FILE_END:
+        raise ValueError("it does not end as Arrow's file format does")
+    return view[len(_FILE_BEGIN) :]
 
 
-def _batches(reader: Any, limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
-    rows, size_bytes = 0, 0
-    is_file = hasattr(reader, "num_record_batches")
-    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+def _batches(batches: Iterable[pa.RecordBatch], limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
+    rows, size_bytes = 0, 0.0
     for batch in batches:
         rows += batch.num_rows
         if rows > limits.rows:
             raise InvalidRequest(limits.too_many_rows())
         batch.validate(full=True)  # damaged offsets would read any memory
         for column in batch.columns:
-            size_bytes += _size(column, limits)
+            if unread := _UNREAD.search(str(column.type)):
+                remedy = (
+                    "write plain values" if unread[0].startswith("dictionary") else "write plain values, or plain lists"
+                )
+                raise InvalidRequest(f"a column is of type {column.type}; {remedy}")
+            size_bytes += decoded_bytes(column)
         if size_bytes > limits.size_bytes:
             raise InvalidRequest(limits.too_large())
         if batch.num_rows:
             yield batch
-
-
-def _size(array: pa.Array, limits: ArrowLimits) -> int:
-    kind = array.type
-    if isinstance(array, pa.ExtensionArray):
-        return _size(array.storage, limits)
-    if pa.types.is_run_end_encoded(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        raise InvalidRequest(f"a column is of type {kind}; write plain values, or plain lists")
-    if isinstance(array, pa.DictionaryArray):
-        if pa.types.is_nested(kind.value_type) or pa.types.is_dictionary(kind.value_type):
-            raise InvalidRequest(f"a column is of type {kind}; write plain values")
-        each = _lengths(array.dictionary)
-        return int(each[array.indices.drop_null().to_numpy()].sum())
-    if pa.types.is_fixed_size_list(kind) and len(array) * kind.list_size > limits.size_bytes:
-        raise InvalidRequest(limits.too_large())
-    if any((pa.types.is_list(kind), pa.types.is_large_list(kind), pa.types.is_fixed_size_list(kind))):
-        return _size(array.flatten(), limits)
-    return int(_lengths(array).sum()) if is_text(kind) else len(array) * 8
-
-
-def _lengths(array: pa.Array) -> Any:
-    kind = array.type
-    if len(array) and (pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)):
-        views = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
-        return np.where(array.is_valid().to_numpy(zero_copy_only=False), views, 0).astype(np.int64)
-    if len(array) and is_text(kind):
-        return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    return np.full(len(array), 8, np.int64)
 
 
 def _broken(form: ArrowForm, error: BaseException) -> InvalidRequest:
