@@ -13,12 +13,10 @@ import pyarrow.parquet as pq
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.job import JobSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.tabular.columns.as_text import csv_column, json_texts
-from qinfer.tabular.columns.fields import Fields
-from qinfer.tabular.columns.inputs import InputColumns, is_left_out
-from qinfer.tabular.columns.schemas import as_read, has_runs
-from qinfer.tabular.columns.texts import is_declared, type_of, typed
+from qinfer.tabular.inputs import InputColumns, is_left_out
+from qinfer.tabular.schemas import Fields, as_read, has_runs
 from qinfer.tabular.spec import shown
+from qinfer.tabular.texts import csv_column, is_declared, json_texts, type_of, typed
 
 ERROR_COLUMNS = ("error_code", "error_message")
 PLACE_COLUMNS = ("_file", "_row_group", "_row")

@@ -23,7 +23,7 @@ from qinfer.jobs.plan import ExpectedParts, PartInfo
 from qinfer.jobs.resumption import rows_of
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.tabular.batches import Fault, RowBatch, Segment
-from qinfer.tabular.rows.source import ReadLimits
+from qinfer.tabular.source import ReadLimits
 
 _T = TypeVar("_T")
 _decoder = msgspec.msgpack.Decoder(RowsRead)

@@ -10,10 +10,10 @@ from qinfer.errors import InvalidRequest
 from qinfer.jobs.job import JobSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.hive import Values, number_columns, partition_folders, partition_values
-from qinfer.tabular.columns.texts import declared
-from qinfer.tabular.rows.text_streams import KEPT_FOLDER, InputForm
-from qinfer.tabular.rows.text_types import TextTypes
 from qinfer.tabular.spec import shown
+from qinfer.tabular.text_streams import KEPT_FOLDER, InputForm
+from qinfer.tabular.text_types import TextTypes
+from qinfer.tabular.texts import declared
 
 _FLOATS = ("FP16", "BF16", "FP32", "FP64")
 

@@ -30,10 +30,9 @@ from qinfer.jobs.job import JobSpec
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tabular.batches import Array, Indices, RowBatch, RowErrors, Segment
-from qinfer.tabular.columns.casts import target_dtype
-from qinfer.tabular.columns.fields import select
-from qinfer.tabular.columns.schemas import as_read, list_type, lists_of
-from qinfer.tabular.columns.texts import JSON_NUMBER
+from qinfer.tabular.casts import target_dtype
+from qinfer.tabular.schemas import as_read, list_type, lists_of, select
+from qinfer.tabular.texts import JSON_NUMBER
 from qinfer.tensors import Tensor, to_numpy
 from qinfer.wire.outputs import greatest
 

@@ -32,7 +32,7 @@ from qinfer.jobs.plan import FAILED, RECORDS, ExpectedParts, PartInfo, Shard
 from qinfer.jobs.text_parts import TextFile
 from qinfer.storage.open import writable
 from qinfer.storage.store import Stat, Store
-from qinfer.tabular.rows.footers import batch_metadata, batch_rows, open_arrow, read_metadata
+from qinfer.tabular.footers import batch_metadata, batch_rows, open_arrow, read_metadata
 
 METADATA_KEY = b"qinfer"
 _ZSTD_LEVEL = 1

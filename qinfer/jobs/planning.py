@@ -36,17 +36,15 @@ from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.store import Stat
-from qinfer.tabular.columns.fields import Fields, replaced
-from qinfer.tabular.columns.inputs import InputColumns
-from qinfer.tabular.columns.schemas import are_rounded, common_field, encode_schema, filled
-from qinfer.tabular.columns.texts import is_declared
-from qinfer.tabular.rows.csv_quotes import guessed_escape
-from qinfer.tabular.rows.footers import FOOTER_BYTES
-from qinfer.tabular.rows.json_numbers import Path, marked, marks, numbers, plain
-from qinfer.tabular.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
-from qinfer.tabular.rows.text_streams import BLOCK_BYTES, PieceKeeper, open_stream
-from qinfer.tabular.rows.text_types import TextTypes, joined, without_null
+from qinfer.tabular.footers import FOOTER_BYTES
+from qinfer.tabular.inputs import InputColumns
+from qinfer.tabular.schemas import Fields, are_rounded, common_field, encode_schema, filled, replaced
+from qinfer.tabular.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.tabular.spec import shown
+from qinfer.tabular.text_cuts import guessed_escape
+from qinfer.tabular.text_streams import BLOCK_BYTES, PieceKeeper, open_stream
+from qinfer.tabular.text_types import Path, TextTypes, joined, marked, marks, numbers, plain, without_null
+from qinfer.tabular.texts import is_declared
 
 Reading = Callable[[str], AbstractContextManager[None]]
 """Is entered around the reading of a file."""

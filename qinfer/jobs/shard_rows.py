@@ -26,12 +26,12 @@ from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat, Store
 from qinfer.tabular.batches import Fault, RowBatch, Segment
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.row_files import FileRows, RowFile, TextRows, WantedColumns, open_rows
-from qinfer.tabular.rows.source import FileFormat, ReadLimits, SourceBroken, format_of, is_text, reason_of
-from qinfer.tabular.rows.text_rows import header_of
-from qinfer.tabular.rows.text_streams import InputForm, KeptText, TextStream, open_stream
+from qinfer.tabular.row_files import FileRows, RowFile, TextRows, WantedColumns, open_rows
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken, format_of, is_text, reason_of
 from qinfer.tabular.spec import NO_GROUPS, Range
+from qinfer.tabular.text_rows import header_of
+from qinfer.tabular.text_streams import InputForm, KeptText, TextStream, open_stream
 
 READ_BYTES = 64 * 2**20
 

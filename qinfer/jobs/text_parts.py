@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from qinfer.jobs.job import Output
-from qinfer.tabular.columns.as_text import csv_column, json_objects
+from qinfer.tabular.texts import csv_column, json_objects
 
 _GZIP_LEVEL = 1
 _SLICE_BYTES = 8 * 2**20

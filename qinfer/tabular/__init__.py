@@ -1,4 +1,4 @@
 """Rows of files and messages: reading them in bounded memory, and columns as tensors; for bulk jobs and the bridge.
 
-Begin with `rows/source`, which finds and opens files, and `columns/inputs`, which makes a model's inputs.
+Begin with `source`, which finds and opens files, and `inputs`, which makes a model's inputs.
 """

@@ -17,7 +17,7 @@ from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
-from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.schemas import decode_schema
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
 

@@ -24,7 +24,7 @@ from qinfer.jobs.shard_rows import ShardReader, SourceChanged
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for
 from qinfer.storage.store import CommitOutcome
-from qinfer.tabular.columns.schemas import decode_schema
+from qinfer.tabular.schemas import decode_schema
 from qinfer.testing import stub_spec
 from tests.support.jobs.job_proof import parquet, rows_of
 from tests.support.servers.s3_server import S3Server

@@ -6,7 +6,7 @@ from base64 import b64encode
 
 import pyarrow as pa
 
-from qinfer.tabular.rows.arrow_schema import field_of, unsigned
+from qinfer.tabular.footers import field_of, unsigned
 
 _MESSAGE_HEADER = 2
 _FOOTER_SCHEMA, _SCHEMA_FIELDS, _FIELD_NAME = 1, 1, 0

@@ -13,7 +13,7 @@ from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import InputFile, Shard, SourceFile
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.storage.open import store_for
-from qinfer.tabular.rows.source import format_of, read_footer
+from qinfer.tabular.source import format_of, read_footer
 from qinfer.tabular.spec import Columns, Range
 
 JOB = "job-1"

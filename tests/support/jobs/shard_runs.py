@@ -14,7 +14,7 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.models.pins import ExecutedVersion
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
-from qinfer.tabular.columns.schemas import encode_schema
+from qinfer.tabular.schemas import encode_schema
 from qinfer.tabular.spec import Range
 from qinfer.testing import eventually
 

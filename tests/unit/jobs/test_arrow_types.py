@@ -18,8 +18,8 @@ from qinfer.jobs.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.parts import PartColumns, PartMetadata, PartWriter, _as_text
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.tabular.batches import RowErrors
-from qinfer.tabular.columns.inputs import InputColumns
-from qinfer.tabular.rows.source import find_files, format_of, read_footer
+from qinfer.tabular.inputs import InputColumns
+from qinfer.tabular.source import find_files, format_of, read_footer
 from tests.support.jobs.bulk_data import job_of, model_of, shard_of, tensor, write
 
 TEXTS, BYTES = ["a", 'b"é', None], [b"a", b"\xff", None]

@@ -17,9 +17,9 @@ from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.csv_quotes import guessed_escape, unescaped
+from qinfer.tabular.schemas import decode_schema
 from qinfer.tabular.spec import Csv
+from qinfer.tabular.text_cuts import guessed_escape, unescaped
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 MODEL = model_of([tensor("x", "INT64", 1)])
@@ -51,9 +51,9 @@ def rows(folder: Path, **fields: Any) -> tuple[list[Any], dict[int, str]]:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("text_rows", "text_streams", "planning"):
-        name = f"qinfer.jobs.{module}" if module == "planning" else f"qinfer.tabular.rows.{module}"
+        name = f"qinfer.jobs.{module}" if module == "planning" else f"qinfer.tabular.{module}"
         monkeypatch.setattr(f"{name}.BLOCK_BYTES", 256)
-    monkeypatch.setattr("qinfer.tabular.rows.text_rows.CUT_BYTES", 700)
+    monkeypatch.setattr("qinfer.tabular.text_rows.CUT_BYTES", 700)
 
 
 ESCAPED = r'1,"she said \"hi\""'

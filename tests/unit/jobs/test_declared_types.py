@@ -19,11 +19,10 @@ from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 from qinfer.tabular.batches import RowErrors
-from qinfer.tabular.columns.fields import select
-from qinfer.tabular.columns.inputs import InputColumns
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.columns.texts import TypedColumns, type_of, typed
+from qinfer.tabular.inputs import InputColumns
+from qinfer.tabular.schemas import decode_schema, select
 from qinfer.tabular.spec import Csv
+from qinfer.tabular.texts import TypedColumns, type_of, typed
 from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor, write
 
 DAY, NOON = datetime.date(2026, 1, 31), datetime.datetime.fromisoformat("2026-01-31T12:00:00.5")

@@ -22,8 +22,8 @@ from qinfer.jobs.plan import ExpectedParts, Shard
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.storage.open import store_for
 from qinfer.tabular.batches import RowBatch
-from qinfer.tabular.columns.schemas import encode_schema
-from qinfer.tabular.rows.footers import FOOTER_BYTES
+from qinfer.tabular.footers import FOOTER_BYTES
+from qinfer.tabular.schemas import encode_schema
 from qinfer.tabular.spec import Range
 from tests.support.jobs import parquet_bytes as raw
 from tests.support.jobs.arrow_bytes import file_of_one_name

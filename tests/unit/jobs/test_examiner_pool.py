@@ -36,7 +36,7 @@ from qinfer.jobs.plan import ExpectedParts, Shard, UnplannedJob, decode_plan
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for
-from qinfer.tabular.rows.footers import FOOTER_BYTES
+from qinfer.tabular.footers import FOOTER_BYTES
 from qinfer.testing import eventually, stub_spec, wait_until
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.examiner_stub import STUB, looking

@@ -17,10 +17,9 @@ from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
-from qinfer.tabular.columns.fields import Fields, pick, pruned, replaced, select
-from qinfer.tabular.columns.inputs import InputColumns
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.source import ReadLimits
+from qinfer.tabular.inputs import InputColumns
+from qinfer.tabular.schemas import Fields, decode_schema, pick, pruned, replaced, select
+from qinfer.tabular.source import ReadLimits
 from tests.support.jobs.bulk_data import ANY_FILE, HASH, JOB, job_of, model_of, shard_of, tensor, write
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

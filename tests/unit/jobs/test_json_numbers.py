@@ -19,9 +19,9 @@ from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.tabular.batches import RowErrors
-from qinfer.tabular.columns.inputs import InputColumns
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.json_numbers import quoted
+from qinfer.tabular.inputs import InputColumns
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.text_types import quoted
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 MODEL = model_of([tensor("x", "FP64", -1)], [tensor("y", "INT64", 1)])
@@ -78,7 +78,7 @@ def copied(folder: Path, *texts: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.tabular.rows.text_rows.BLOCK_BYTES", 512)
+    monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", 512)
 
 
 @pytest.fixture

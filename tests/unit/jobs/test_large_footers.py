@@ -14,8 +14,8 @@ from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import UnplannedJob, decode_plan
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.source import ReadLimits, SourceBroken
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.source import ReadLimits, SourceBroken
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
 
 MODEL = model_of([tensor("x", "FP64", 1)], [tensor("y", "FP64", 1)])

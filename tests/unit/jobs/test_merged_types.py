@@ -14,8 +14,8 @@ from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.source import SourceBroken
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.source import SourceBroken
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
 
 MODEL = model_of([tensor("x", "FP64", 1)], [tensor("y", "FP64", 1)])

@@ -19,8 +19,8 @@ from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for, url_to_fs
 from qinfer.storage.store import CommitOutcome
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.source import find_files
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.source import find_files
 from tests.support.jobs.bulk_data import model_of, tensor
 from tests.support.jobs.job_proof import parquet
 from tests.support.servers.s3_server import S3Server

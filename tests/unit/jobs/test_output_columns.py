@@ -13,7 +13,7 @@ from qinfer.jobs.job import Output
 from qinfer.jobs.outputs import OutputColumns, ScoredRows
 from qinfer.models.spec import TensorSpec
 from qinfer.tabular.batches import Array, RowBatch, RowErrors, Segment
-from qinfer.tabular.columns.schemas import list_type
+from qinfer.tabular.schemas import list_type
 from qinfer.tensors import Tensor, from_numpy
 from tests.support.jobs.bulk_data import job_of, model_of, tensor
 

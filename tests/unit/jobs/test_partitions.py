@@ -18,8 +18,8 @@ from qinfer.models.spec import TensorSpec
 from qinfer.storage.hive import partition_values
 from qinfer.storage.open import store_for
 from qinfer.storage.store import CommitOutcome
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.source import ReadLimits
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.source import ReadLimits
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
 from tests.support.servers import object_stores

@@ -25,7 +25,7 @@ from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_pa
 from qinfer.jobs.plan import RECORDS, PartInfo, Shard
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.storage.open import store_for
-from qinfer.tabular.columns.inputs import InputColumns
+from qinfer.tabular.inputs import InputColumns
 from tests.support.jobs import parquet_bytes as raw
 from tests.support.jobs.bulk_data import HASH, JOB, job_of, model_of, shard_of, tensor, write
 

@@ -10,7 +10,7 @@ from qinfer.jobs.job import Output
 from qinfer.jobs.parts import PartBroken, PartColumns, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import Shard
 from qinfer.storage.open import store_for
-from qinfer.tabular.columns.schemas import without_views
+from qinfer.tabular.schemas import without_views
 from qinfer.tabular.spec import Range
 from tests.unit.jobs.test_arrow_types import ARRAYS
 from tests.unit.jobs.test_parts import FORMATS

@@ -26,7 +26,7 @@ from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import ShardPace
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import Stat
-from qinfer.tabular.columns.schemas import common_type, decode_schema
+from qinfer.tabular.schemas import common_type, decode_schema
 from qinfer.tabular.spec import NO_GROUPS, Csv, Range
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE

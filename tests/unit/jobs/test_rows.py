@@ -22,8 +22,8 @@ from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat
 from qinfer.tabular.batches import Segment
-from qinfer.tabular.columns.schemas import common_type, decode_schema, encode_schema
-from qinfer.tabular.rows.source import ReadLimits, SourceBroken, format_of, read_footer
+from qinfer.tabular.schemas import common_type, decode_schema, encode_schema
+from qinfer.tabular.source import ReadLimits, SourceBroken, format_of, read_footer
 from qinfer.tabular.spec import Range
 from tests.support.jobs.bulk_data import job_of, shard_of, write
 from tests.support.servers import object_stores
@@ -149,7 +149,7 @@ def test_another_type_in_the_middle_is_named(tmp_path: Path, column: dict[str, A
 
 
 def test_a_text_that_is_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.tabular.rows.text_rows.BLOCK_BYTES", 8)
+    monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", 8)
     path = tmp_path / "a.csv"
     path.write_text("n\n1\n2\n3\n4\n5\nx\n")
 

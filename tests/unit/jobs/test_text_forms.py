@@ -24,10 +24,10 @@ from qinfer.jobs.shard_rows import ShardReader, SourceChanged
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.source import SourceBroken
-from qinfer.tabular.rows.text_cuts import row_blocks
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.source import SourceBroken
 from qinfer.tabular.spec import Csv
+from qinfer.tabular.text_cuts import row_blocks
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 ROWS = 300
@@ -44,8 +44,8 @@ COMPRESS: Mapping[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.tabular.rows.text_rows.BLOCK_BYTES", 256)
-    monkeypatch.setattr("qinfer.tabular.rows.text_rows.CUT_BYTES", 700)
+    monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", 256)
+    monkeypatch.setattr("qinfer.tabular.text_rows.CUT_BYTES", 700)
 
 
 def planned(folder: Path, model: ModelSpec, *, per_part: int = SHARD_ROWS, **fields: Any) -> JobPlan:
@@ -178,7 +178,7 @@ def test_an_extension_may_say_too_much(tmp_path: Path) -> None:
 
 
 def test_what_is_decompressed_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.tabular.rows.text_streams.MAX_DECODED_BYTES", 3000)
+    monkeypatch.setattr("qinfer.tabular.text_streams.MAX_DECODED_BYTES", 3000)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(csv_of().encode()))
 
     with pytest.raises(InvalidRequest, match=r"a\.csv\.gz'.* has more than 3000 bytes when it is decompressed"):

@@ -19,7 +19,7 @@ from qinfer.jobs.job import Output, OutputFormat
 from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import RECORDS, PartInfo, Shard
 from qinfer.storage.open import store_for
-from qinfer.tabular.columns.as_text import json_texts
+from qinfer.tabular.texts import json_texts
 from tests.support.jobs.bulk_data import HASH, JOB
 
 INSTANT = datetime(2026, 1, 31, 12, 0, 0, 5, UTC)

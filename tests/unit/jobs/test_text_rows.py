@@ -22,12 +22,12 @@ from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.store import Stat
-from qinfer.tabular.columns.inputs import InputColumns
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.rows.row_files import TextRows, WantedColumns
-from qinfer.tabular.rows.source import FileFormat, ReadLimits, read_footer
-from qinfer.tabular.rows.text_streams import TextFormat, TextStream
+from qinfer.tabular.inputs import InputColumns
+from qinfer.tabular.row_files import TextRows, WantedColumns
+from qinfer.tabular.schemas import decode_schema
+from qinfer.tabular.source import FileFormat, ReadLimits, read_footer
 from qinfer.tabular.spec import Csv, Range
+from qinfer.tabular.text_streams import TextFormat, TextStream
 from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor
 
 PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
@@ -37,7 +37,7 @@ NUMBER, WHOLE, TEXT = (model_of([tensor("x", datatype, 1)]) for datatype in ("FP
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.tabular.rows.text_rows.BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", BLOCK)
 
 
 def planned(folder: Path, model: ModelSpec, **fields: Any) -> JobPlan:
@@ -100,7 +100,7 @@ def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_planning(
     path = tmp_path / "x"
     path.write_text("\n".join(LINES[format_]))
     file = Watched(path)
-    monkeypatch.setattr("qinfer.tabular.rows.source.store_for", lambda _: OneFile(file))
+    monkeypatch.setattr("qinfer.tabular.source.store_for", lambda _: OneFile(file))
 
     assert read_footer(Stat("file:///x", 1, ""), format_).rows == 200
 

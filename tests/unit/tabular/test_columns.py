@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import TensorSpec
-from qinfer.tabular.columns.inputs import DecodedBatch, InputColumns
+from qinfer.tabular.inputs import DecodedBatch, InputColumns
 from qinfer.tabular.spec import Columns
 from tests.support.jobs.bulk_data import job_of, model_of, tensor
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.tabular.columns.fields import pick
-from qinfer.tabular.rows.source import SourceBroken, find_files, read_footer
+from qinfer.tabular.schemas import pick
+from qinfer.tabular.source import SourceBroken, find_files, read_footer
 from tests.support.jobs.bulk_data import shard_of
 from tests.unit.jobs.test_rows import read
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.tabular.rows.text_rows import NESTING_LIMIT, Nesting
+from qinfer.tabular.text_rows import NESTING_LIMIT, Nesting
 
 TEXTS = st.text('[]{}"\\a\n', max_size=8)
 VALUES = st.recursive(

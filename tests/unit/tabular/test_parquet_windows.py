@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.tabular.rows.parquet_rows import ParquetGroups
-from qinfer.tabular.rows.parquet_windows import ByteRange, Windows, windows_of
-from qinfer.tabular.rows.source import ReadLimits
+from qinfer.tabular.parquet_rows import ByteRange, ParquetGroups, Windows, windows_of
+from qinfer.tabular.source import ReadLimits
 from qinfer.tabular.spec import Range
 from tests.support.jobs.bulk_data import write
 

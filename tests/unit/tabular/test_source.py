@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.errors import InputMissing, InvalidRequest, StoreUnavailable
 from qinfer.storage.open import store_for
-from qinfer.tabular.rows.source import FileFormat, Footer, find_files, format_of, read_footer
+from qinfer.tabular.source import FileFormat, Footer, find_files, format_of, read_footer
 from tests.support.jobs.bulk_data import write
 
 TABLE = pa.table({"id": [1, 2, 3, 4, 5], "x": [0.5, None, 1.5, 2.5, 3.5], "v": [[1.0], None, [2.0, 3.0], [], [4.0]]})

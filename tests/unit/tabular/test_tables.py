@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.errors import Forbidden, InvalidRequest
-from qinfer.tabular.rows.source import find_files
+from qinfer.tabular.source import find_files
 from tests.support.servers import object_stores
 
 HUDI = "b3c8b2a4-0d3f-4c55-9c2e-0a4d2f8d7a11-0_0-22-25_20260131120000123.parquet"

@@ -17,7 +17,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec
-from qinfer.tabular.columns.schemas import list_type, lists_of
+from qinfer.tabular.schemas import list_type, lists_of
 from qinfer.tensors import Tensor, iter_bytes, to_numpy
 from qinfer.wire.kserve_json import encode_infer
 from qinfer.wire.outputs import OutputPlan, bind

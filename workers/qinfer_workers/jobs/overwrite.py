@@ -17,7 +17,7 @@ from qinfer.jobs.plan import FAILED, PLAN_NAME, RECORDS, decode_plan_names, url_
 from qinfer.jobs.queue.records import JobRecord, spec_of
 from qinfer.jobs.resumption import CHECKPOINTS
 from qinfer.storage.store import BROKEN, Stat
-from qinfer.tabular.rows.text_streams import KEPT_FOLDER
+from qinfer.tabular.text_streams import KEPT_FOLDER
 from qinfer_workers.jobs.documents import MAX_BYTES, PARTIAL_NAME, StoreFor, is_of
 
 _FIRST = (SUCCESS_NAME, MANIFEST_NAME, PARTIAL_NAME)

@@ -19,11 +19,10 @@ import pyarrow as pa
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.tabular.columns.decoded_sizes import decoded_bytes
-from qinfer.tabular.columns.fields import pruned
-from qinfer.tabular.columns.inputs import DecodedBatch, InputColumns
-from qinfer.tabular.columns.schemas import without_views
-from qinfer.tabular.rows.arrow_schema import check_schema_message, field_of, unsigned
+from qinfer.tabular.decoded_sizes import decoded_bytes
+from qinfer.tabular.footers import check_schema_message, field_of, unsigned
+from qinfer.tabular.inputs import DecodedBatch, InputColumns
+from qinfer.tabular.schemas import pruned, without_views
 from qinfer.tabular.spec import shown
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth, check_size

@@ -15,7 +15,7 @@ from qinfer.backends.base import Array
 from qinfer.errors import ErrorCode
 from qinfer.jobs.outputs import ScoredRows
 from qinfer.tabular.batches import Indices, RowBatch
-from qinfer.tabular.columns.inputs import DecodedBatch, Piece
+from qinfer.tabular.inputs import DecodedBatch, Piece
 from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3

@@ -32,11 +32,10 @@ from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import Within, store_for, writable
 from qinfer.storage.store import CommitOutcome, Store
 from qinfer.tabular.batches import BAD_FILE, RowBatch, RowErrors
-from qinfer.tabular.columns.fields import select
-from qinfer.tabular.columns.inputs import InputColumns
-from qinfer.tabular.columns.schemas import decode_schema
-from qinfer.tabular.columns.texts import TypedColumns, typed
-from qinfer.tabular.rows.source import ReadLimits
+from qinfer.tabular.inputs import InputColumns
+from qinfer.tabular.schemas import decode_schema, select
+from qinfer.tabular.source import ReadLimits
+from qinfer.tabular.texts import TypedColumns, typed
 from qinfer_workers.inference.bulk.chunks import Chunk, Chunks
 from qinfer_workers.inference.bulk.scoring import EXECUTION_FAILED
 

@@ -35,8 +35,8 @@ from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
-from qinfer.tabular.columns.schemas import encode_schema
-from qinfer.tabular.rows.footers import FOOTER_BYTES
+from qinfer.tabular.footers import FOOTER_BYTES
+from qinfer.tabular.schemas import encode_schema
 from qinfer.tabular.spec import Range
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec

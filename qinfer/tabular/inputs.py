@@ -14,11 +14,10 @@ import pyarrow as pa
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tabular.batches import Array, Indices, RowErrors
-from qinfer.tabular.columns.fields import Fields, pick, select
-from qinfer.tabular.columns.schemas import schema_without_views, without_views
-from qinfer.tabular.columns.tensor_columns import ListColumn, ScalarColumns
-from qinfer.tabular.columns.texts import numbers, read_type
+from qinfer.tabular.schemas import Fields, pick, schema_without_views, select, without_views
 from qinfer.tabular.spec import ColumnChoice, Columns
+from qinfer.tabular.tensor_columns import ListColumn, ScalarColumns
+from qinfer.tabular.texts import numbers, read_type
 
 _SHOWN = 20
 

@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from qinfer.errors import StoreNotFound
 from qinfer.storage.store import Store
-from qinfer.tabular.rows.csv_quotes import UnescapedText
-from qinfer.tabular.rows.text_cuts import ReadableFile
 from qinfer.tabular.spec import UTF_8, Csv, Cut, InputCompression, InputFormat
+from qinfer.tabular.text_cuts import ReadableFile, UnescapedText
 
 TextFormat = Literal["csv", "jsonl"]
 

@@ -15,12 +15,26 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
-from qinfer.tabular.rows.csv_quotes import UNBALANCED, is_balanced, mended
-from qinfer.tabular.rows.json_numbers import Path, changed, large, marked, marks, numbers, quoted, read, texts_of
-from qinfer.tabular.rows.text_cuts import CUT_BYTES, first_row, row_blocks
-from qinfer.tabular.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
-from qinfer.tabular.rows.text_types import TextTypes, csv_schema, joined, json_declared, json_schema, json_texts
 from qinfer.tabular.spec import Csv, Cut, shown
+from qinfer.tabular.text_cuts import CUT_BYTES, UNBALANCED, first_row, is_balanced, mended, row_blocks
+from qinfer.tabular.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
+from qinfer.tabular.text_types import (
+    Path,
+    TextTypes,
+    changed,
+    csv_schema,
+    joined,
+    json_declared,
+    json_schema,
+    large,
+    marked,
+    marks,
+    numbers,
+    numbers_as_texts,
+    quoted,
+    read,
+    texts_of,
+)
 
 MAX_COLUMNS = 10_000
 
@@ -147,7 +161,7 @@ class _Json:
             self.rows += rows
 
     def finish(self) -> None:
-        self.schema = json_texts(self.schema, self._types)
+        self.schema = numbers_as_texts(self.schema, self._types)
         found = {path: kind for field in self.schema for path, kind in numbers(field).items()}
         floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
         texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
@@ -159,7 +173,7 @@ class _Json:
         if table.num_columns > MAX_COLUMNS:
             raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
         schema = json_schema(table.schema)
-        if self._types.copied and any(numbers(field) for field in json_texts(schema, self._types)):
+        if self._types.copied and any(numbers(field) for field in numbers_as_texts(schema, self._types)):
             self._changed |= changed(table, read_lines(quoted(part), texts_of(schema)))
             self._large |= large(table)
         return schema, table.num_rows

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qinfer.tabular.batches import Array, Indices
-from qinfer.tabular.columns.schemas import as_list, run_values
+from qinfer.tabular.schemas import as_list, run_values
 from qinfer.tabular.spec import Null
 from qinfer.tensors import DATATYPES
 

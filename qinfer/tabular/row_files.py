@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from qinfer.tabular.columns.decoded_sizes import cut
-from qinfer.tabular.columns.fields import Fields, pick, pruned, select
-from qinfer.tabular.columns.schemas import as_read, cast, common_field
-from qinfer.tabular.rows.footers import open_arrow
-from qinfer.tabular.rows.parquet_rows import ParquetGroups
-from qinfer.tabular.rows.source import FileFormat, ReadLimits, SourceBroken
-from qinfer.tabular.rows.text_rows import FAULT, CsvReader, open_text
-from qinfer.tabular.rows.text_streams import TextFormat, TextStream
+from qinfer.tabular.decoded_sizes import cut
+from qinfer.tabular.footers import open_arrow
+from qinfer.tabular.parquet_rows import ParquetGroups
+from qinfer.tabular.schemas import Fields, as_read, cast, common_field, pick, pruned, select
+from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken
 from qinfer.tabular.spec import Csv, Range
+from qinfer.tabular.text_rows import FAULT, CsvReader, open_text
+from qinfer.tabular.text_streams import TextFormat, TextStream
 
 
 class WantedColumns(NamedTuple):

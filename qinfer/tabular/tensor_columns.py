@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.models.spec import TensorSpec
+from qinfer.tabular import casts
 from qinfer.tabular.batches import Array, Indices, Mask, RowErrors
-from qinfer.tabular.columns import casts
 from qinfer.tabular.spec import Columns, shown
 
 _RAGGED = -1

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qinfer.tabular.columns.casts import is_text
+from qinfer.tabular.casts import is_text
 
 Sizes = npt.NDArray[Any] | float
 """Bytes of each element, or the width of all, as floats, since sums may exceed any integer."""

@@ -1,1 +1,0 @@
-"""Arrow columns to tensors, and their types. Begin with `inputs`."""
