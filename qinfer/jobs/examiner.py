@@ -286,8 +286,8 @@ def _loaded(hello: ExaminerHello) -> _Do:
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import estimate, examine, make_plan
         from qinfer.storage import local  # noqa: F401  what the first job would load else
-        from qinfer.storage.errors import patiently
         from qinfer.storage.open import writable
+        from qinfer.storage.store import patiently
     except ImportError as error:
         name = error.name
 

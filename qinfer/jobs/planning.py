@@ -32,10 +32,9 @@ from qinfer.jobs.plan import (
 )
 from qinfer.jobs.shards import ShardPace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
-from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import readable, store_for, writable
-from qinfer.storage.store import Stat
+from qinfer.storage.store import Stat, patiently
 from qinfer.tabular.footers import FOOTER_BYTES
 from qinfer.tabular.inputs import InputColumns
 from qinfer.tabular.schemas import Fields, are_rounded, common_field, encode_schema, filled, replaced

@@ -19,12 +19,11 @@ from qinfer.jobs.examiner import OpenShard
 from qinfer.jobs.inputs import input_form, partition_arrays
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Shard
-from qinfer.storage.errors import store_error
 from qinfer.storage.hive import partition_values
 from qinfer.storage.local import local_path
 from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.s3_native import open_native
-from qinfer.storage.store import Stat, Store
+from qinfer.storage.store import Stat, Store, store_error
 from qinfer.tabular.batches import Fault, RowBatch, Segment
 from qinfer.tabular.row_files import FileRows, RowFile, TextRows, WantedColumns, open_rows
 from qinfer.tabular.schemas import decode_schema

@@ -18,9 +18,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from qinfer.core.documents import Unreadable, parse, problems_of, read_limited
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, SettingsError
-from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.results import Outputs, Prediction, Scoring, Task, field_of, make_prediction, outputs_of
-from qinfer.labeling.rules import Rule, rule_problems, wanted_outputs
+from qinfer.labeling.rules import LabelConfig, Rule, rule_problems, wanted_outputs
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, datatype, from_numpy, pack_bytes
 

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.rules import (
     Activation,
     BoxFormat,
     ChoicesRule,
     ImageSize,
+    LabelConfig,
     RectanglesRule,
     Rule,
     TextRule,

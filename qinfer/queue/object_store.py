@@ -46,10 +46,9 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.queue.values import REFERENCE_VERSION, NoSpace, Reference, ValueKind
-from qinfer.storage.errors import mapped
 from qinfer.storage.local import local_path, sync_path
 from qinfer.storage.open import open_store, remedy
-from qinfer.storage.store import Store
+from qinfer.storage.store import Store, mapped
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)

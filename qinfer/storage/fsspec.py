@@ -19,8 +19,18 @@ from typing import Any, BinaryIO, cast
 
 from qinfer.core.retry import Backoff
 from qinfer.errors import StoreChanged, StoreUnavailable
-from qinfer.storage.errors import answer_of, fail, mapped, not_empty, store_error
-from qinfer.storage.store import BROKEN, Child, CommitOutcome, Stat, Store
+from qinfer.storage.store import (
+    BROKEN,
+    Child,
+    CommitOutcome,
+    Stat,
+    Store,
+    answer_of,
+    fail,
+    mapped,
+    not_empty,
+    store_error,
+)
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qinfer.errors import StoreError
-from qinfer.storage.errors import mapped, not_empty
-from qinfer.storage.store import BROKEN, Child, CommitOutcome, Stat, Store
+from qinfer.storage.store import BROKEN, Child, CommitOutcome, Stat, Store, mapped, not_empty
 from qinfer.tensors import Bytes
 
 LEFTOVER_S = 24 * 3600.0

@@ -8,9 +8,8 @@ from typing import Any
 
 from qinfer.core.store_urls import UrlGrant, is_below, not_allowed
 from qinfer.errors import InvalidRequest, SettingsError, UnsupportedFeature
-from qinfer.storage.errors import ANSWER_TIMEOUT_S, fail
 from qinfer.storage.local import LocalStore, local_path
-from qinfer.storage.store import Store
+from qinfer.storage.store import ANSWER_TIMEOUT_S, Store, fail
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = ANSWER_TIMEOUT_S

@@ -10,8 +10,7 @@ from fsspec.asyn import sync
 from s3fs.core import S3_RETRYABLE_ERRORS, version_id_kw  # type: ignore[import-untyped]  # it has no types
 
 from qinfer.errors import StoreChanged
-from qinfer.storage.errors import answer_of, fail
-from qinfer.storage.store import Stat
+from qinfer.storage.store import Stat, answer_of, fail
 
 _TRIES = 3  # when connections break within an answer
 _IS_ANOTHER = 412

@@ -25,10 +25,9 @@ from qinfer.errors import (
     StoreNotFound,
     StoreUnavailable,
 )
-from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
-from qinfer.storage.store import Stat
+from qinfer.storage.store import Stat, patiently
 from qinfer.tabular.footers import FOOTER_BYTES, arrow_schema, batch_rows, open_arrow, read_metadata
 from qinfer.tabular.spec import Cut, InputFormat
 from qinfer.tabular.text_rows import OnBlock, read_through, text_schema

@@ -14,8 +14,8 @@ from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.validate import validate
-from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.decode import BodyCodec
 from qinfer_workers.bridge.replies import encode
 
 INPUTS = (

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.labeling.label_config import parse_label_config
 from qinfer.labeling.mapping import Mapping
+from qinfer.labeling.rules import parse_label_config
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, to_numpy
 

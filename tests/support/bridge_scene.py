@@ -18,8 +18,8 @@ from qinfer.core.messages import IdFactory
 from qinfer.core.settings import LimitSettings, Settings
 from qinfer.models.catalog import Catalog
 from qinfer.traffic.controller import EndpointFollower
+from qinfer_workers.bridge.__main__ import Bridge
 from qinfer_workers.bridge.config import BridgeConfig, parse_config
-from qinfer_workers.bridge.program import Bridge
 from tests.support.inline_workers import InlineWorkers
 from tests.support.worker_processes import WorkerProcesses
 

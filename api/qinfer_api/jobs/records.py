@@ -29,8 +29,7 @@ from qinfer.jobs.job import (
     encode_spec,
     with_checked_urls,
 )
-from qinfer.jobs.manifest import MANIFEST_NAME
-from qinfer.jobs.plan import Estimate, SkippedFiles
+from qinfer.jobs.plan import MANIFEST_NAME, Estimate, SkippedFiles
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, damage_told, spec_of
 from qinfer.jobs.shards import ShardPace

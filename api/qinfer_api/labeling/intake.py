@@ -40,10 +40,9 @@ from qinfer.observe.stats import (
 )
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Auth, CallerContext
-from qinfer_api.labeling.files import Files
 from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import request_of
-from qinfer_api.labeling.studio import LabelStudio
+from qinfer_api.labeling.studio import Files, LabelStudio
 from qinfer_api.labeling.wire import task_id
 from qinfer_api.requests.service import AsyncRequests, SubmitOptions
 

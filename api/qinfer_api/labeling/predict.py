@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from qinfer.core.messages import Failure, OutgoingRequest, Response
 from qinfer.errors import DeadlineExceeded, ErrorCode, InferenceFailed, Overloaded, QinferError
-from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.mapping import Mapping as TaskMapping
+from qinfer.labeling.rules import LabelConfig
 from qinfer.models.catalog import ServedVersion
 from qinfer.submission.pending import PendingCall
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import FutureSink
-from qinfer_api.labeling.files import Files
+from qinfer_api.labeling.studio import Files
 from qinfer_api.status import AGAIN
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from qinfer.core.messages import Failure
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
-from qinfer.labeling.label_config import parse_label_config
+from qinfer.labeling.rules import parse_label_config
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.observe.stats import LabelFailure
 from qinfer.queue.deliveries import outbox

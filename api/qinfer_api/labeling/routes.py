@@ -20,8 +20,7 @@ from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.repository.reader import is_model_name
 from qinfer_api.auth import CallerContext
 from qinfer_api.http.infer import HttpReply
-from qinfer_api.labeling.service import Labeling
-from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
+from qinfer_api.labeling.service import MAX_LIMIT, STATES, Labeling, LabelTaskBody, LabelTasksBody
 from qinfer_api.labeling.wire import (
     MAX_ID,
     Call,

@@ -17,10 +17,9 @@ from qinfer.cli.console import CommandFailed
 from qinfer.cli.jobs.output_rows import JobRows, Row
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.labeling.exports import Format, Task
-from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.mapping import Mapping as Labels
 from qinfer.labeling.mapping import model_version
-from qinfer.labeling.rules import wanted_outputs
+from qinfer.labeling.rules import LabelConfig, wanted_outputs
 
 _STDOUT = ("-", "/dev/stdout")
 _MAX_UNFIT = 100

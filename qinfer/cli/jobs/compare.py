@@ -25,7 +25,7 @@ from qinfer.errors import InvalidRequest, QinferError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from qinfer.cli.jobs.compared_outputs import Comparison
+    from qinfer.cli.jobs.output_rows import Comparison
     from qinfer.client import Client, Job, JobStatus
     from qinfer.client.job_flows import JobOptions
     from qinfer.traffic.differences import Rule
@@ -98,8 +98,7 @@ def compare(
     usage or a refused job; 66 no such input; 69 the server can't be reached or is overloaded; 130, 143 signals
     """
     try:
-        from qinfer.cli.jobs.compared_outputs import OutputComparison
-        from qinfer.cli.jobs.output_rows import JobRows
+        from qinfer.cli.jobs.output_rows import JobRows, OutputComparison
     except ImportError:
         raise CommandFailed("reading a job's output needs pyarrow: pip install 'qinfer-ml[bulk]'") from None
     from qinfer.traffic.differences import Rule

@@ -13,7 +13,7 @@ from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from qinfer.cli.jobs.annotations import RowReport
-    from qinfer.labeling.label_config import LabelConfig
+    from qinfer.labeling.rules import LabelConfig
 
 EXAMPLE = "Example: qinfer label s3://bucket/out --mapping sentiment.yaml --format label-studio --out tasks.json"
 
@@ -163,7 +163,7 @@ def _folder(job: str, url: str) -> str:
 
 
 def _label_config(path: Path | None) -> "LabelConfig | None":
-    from qinfer.labeling.label_config import parse_label_config
+    from qinfer.labeling.rules import parse_label_config
 
     if path is None:
         return None

@@ -26,8 +26,8 @@ from qinfer.errors import (
     StoreNotFound,
     UnsupportedFeature,
 )
-from qinfer.storage.errors import ANSWER_TIMEOUT_S
 from qinfer.storage.open import is_bucket, open_store, remedy
+from qinfer.storage.store import ANSWER_TIMEOUT_S
 
 IGNORED = "__pycache__"
 

@@ -18,8 +18,8 @@ from qinfer.queue.entries import MARGIN_S, Entry, Payload, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.queue.object_store import ObjectStore
 from qinfer.queue.router import Router, Script
-from qinfer.storage.errors import mapped
 from qinfer.storage.local import LocalStore
+from qinfer.storage.store import mapped
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request_apart
 from tests.contract.conftest import RedisQueue

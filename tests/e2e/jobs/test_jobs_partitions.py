@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
-from qinfer.jobs.manifest import decode_manifest
+from qinfer.jobs.plan import decode_manifest
 from qinfer.testing import wait_until
 from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving
 from tests.support.jobs.job_proof import compare, parquet, rows_of

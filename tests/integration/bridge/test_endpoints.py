@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.errors import QinferError
 from qinfer.testing import eventually
-from qinfer_workers.bridge.program import Bridge
+from qinfer_workers.bridge.__main__ import Bridge
 from tests.support.bridge_scene import DEAD, TASKS, Broker, bridge, routes
 from tests.support.endpoints import BODY, canary, declare, gateways, split
 from tests.support.gateway import Running

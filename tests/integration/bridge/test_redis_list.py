@@ -13,9 +13,8 @@ from kombu import Connection, Producer
 from qinfer.errors import SettingsError
 from qinfer.testing import wait_until
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Receipt, SourceMessage
+from qinfer_workers.bridge.messages import MessageSource, Receipt, SourceMessage
 from qinfer_workers.bridge.transports import redis_list
-from qinfer_workers.bridge.transports.base import MessageSource
 from qinfer_workers.bridge.transports.kombu import find_missing_queues, open_source
 from qinfer_workers.bridge.transports.redis_list import delivered
 from tests.support.servers.servers import RedisServer, SentinelSetup, redis_6_2, system_redis

@@ -15,8 +15,8 @@ from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling import predict
-from qinfer_api.labeling.files import Files
 from qinfer_api.labeling.intake import OUTBOX, TaskIntake
+from qinfer_api.labeling.studio import Files
 from tests.integration.labeling.test_label_studio_push import have_it_again
 from tests.support.gateway import Running, running_gateway, settings_of
 from tests.support.servers.label_studio_server import CONFIG, PERSONAL, LabelStudioServer, label_studio

@@ -36,9 +36,8 @@ from qinfer.storage.local import LocalStore
 from qinfer.storage.open import store_for
 from qinfer.storage.store import CommitOutcome
 from qinfer.testing import EmbeddedServer
-from qinfer_workers.jobs.finalise import Finaliser
-from qinfer_workers.jobs.plan import JobPlanner
 from qinfer_workers.jobs.services import JobServices
+from qinfer_workers.jobs.steps import Finaliser, JobPlanner
 from tests.support.servers.servers import Database
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from qinfer.storage.local import LocalStore
-from qinfer_workers.jobs import event_loop
+from qinfer_workers.jobs import app
 from qinfer_workers.jobs.__main__ import main
-from qinfer_workers.jobs.plan import JobPlanner
+from qinfer_workers.jobs.steps import JobPlanner
 from qinfer_workers.liveness import exit_process
 
 _put = LocalStore.put_if_absent
@@ -27,7 +27,7 @@ def install(when: str, name: str) -> None:
         LocalStore.read = _never  # type: ignore[method-assign,assignment]  # that is the purpose
         return
     if when == "hang":
-        event_loop.LOOK_EVERY_S, event_loop.ANSWER_S, event_loop.STOP_S = 0.1, 1.0, 0.5
+        app.LOOK_EVERY_S, app.ANSWER_S, app.STOP_S = 0.1, 1.0, 0.5
         JobPlanner.run = _hang  # type: ignore[method-assign]  # that is the purpose
         return
 

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings
 from qinfer.jobs.job import JobState
-from qinfer.jobs.manifest import decode_manifest, decode_success
+from qinfer.jobs.plan import decode_manifest, decode_success
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client

@@ -7,8 +7,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from qinfer.jobs.job import FailedRows, JobSpec, Output, OutputFormat
-from qinfer.jobs.manifest import Manifest, Part, encode_manifest
-from qinfer.jobs.plan import JobPlan, encode_plan
+from qinfer.jobs.plan import JobPlan, Manifest, Part, encode_manifest, encode_plan
 from qinfer.jobs.text_parts import TextFile
 
 

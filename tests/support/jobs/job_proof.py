@@ -16,7 +16,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 from onnx import helper
 
-from qinfer.jobs.manifest import decode_manifest, decode_success
+from qinfer.jobs.plan import decode_manifest, decode_success
 from qinfer.storage.open import url_to_fs
 from tests.support import models
 

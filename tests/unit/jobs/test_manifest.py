@@ -6,16 +6,19 @@ import msgspec
 import pytest
 
 from qinfer.errors import CorruptEntry
-from qinfer.jobs.manifest import (
+from qinfer.jobs.plan import (
+    JobPlan,
     Manifest,
     Part,
+    PartInfo,
+    Shard,
+    SourceFile,
     decode_manifest,
     decode_success,
     encode_manifest,
     encode_success,
     make_manifest,
 )
-from qinfer.jobs.plan import JobPlan, PartInfo, Shard, SourceFile
 from tests.support.jobs.bulk_data import HASH, JOB, job_of
 
 SOURCES = (SourceFile("s3://b/in/a.parquet", "e1", 1000, 7), SourceFile("s3://b/in/b.parquet", "e2", 500, 3))

@@ -84,7 +84,7 @@ def test_only_the_files_that_a_busy_store_refuses_are_read_again(
         return read(store, file, sequential=sequential)
 
     monkeypatch.setattr(LocalStore, "open_known", busy)
-    monkeypatch.setattr("qinfer.storage.errors.time.sleep", pauses.append)
+    monkeypatch.setattr("qinfer.storage.store.time.sleep", pauses.append)
 
     plan = planned(tmp_path)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.labeling.label_config import MAX_CHARACTERS, Control, parse_label_config
+from qinfer.labeling.rules import MAX_CHARACTERS, Control, parse_label_config
 
 CONFIG = """
 <View>

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from qinfer.errors import InvalidRequest, SettingsError
-from qinfer.labeling.label_config import parse_label_config
 from qinfer.labeling.mapping import Mapping, Mappings, load_mapping, load_mappings
-from qinfer.labeling.rules import ChoicesRule
+from qinfer.labeling.rules import ChoicesRule, parse_label_config
 from qinfer.models.spec import ModelSpec, TensorSpec
 
 CHOICE = {"type": "choices", "from_name": "mood", "to_name": "text", "scores": "PROBS", "labels": ["neg", "pos"]}

@@ -7,9 +7,9 @@ import pytest
 
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch
-from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping
 from qinfer.labeling.results import Array, Prediction
+from qinfer.labeling.rules import LabelConfig, parse_label_config
 from qinfer.tensors import from_numpy
 
 CHOICE: dict[str, Any] = {"type": "choices", "from_name": "mood", "to_name": "text"}

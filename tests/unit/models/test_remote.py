@@ -16,7 +16,7 @@ from qinfer.models.config.file_tensors import read_onnx
 from qinfer.models.repository import files as ranges
 from qinfer.models.repository.files import Ranges, RemoteFiles, TooFarSpreadError, place_of
 from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.storage.errors import ANSWER_TIMEOUT_S
+from qinfer.storage.store import ANSWER_TIMEOUT_S
 from tests.support import models
 
 

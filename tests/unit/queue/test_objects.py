@@ -19,8 +19,8 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, SettingsError, StoreD
 from qinfer.queue import object_store
 from qinfer.queue.object_store import SWEEP_MARGIN_S, ObjectStore
 from qinfer.queue.values import REFERENCE_VERSION, Reference, ValueKind
-from qinfer.storage.errors import mapped
 from qinfer.storage.local import LocalStore
+from qinfer.storage.store import mapped
 from qinfer.testing import eventually
 
 NOW_S = 1_800_000_000.0

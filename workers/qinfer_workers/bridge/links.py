@@ -16,9 +16,16 @@ from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
 from qinfer.models.catalog import ServedVersion
-from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
+from qinfer_workers.bridge.messages import (
+    MessageRefused,
+    MessageSink,
+    MessageSource,
+    Outgoing,
+    Receipt,
+    SettledMessages,
+    SourceMessage,
+)
 from qinfer_workers.bridge.reading import Reader, Work
-from qinfer_workers.bridge.transports.base import MessageRefused, MessageSink, MessageSource, SettledMessages
 
 logger = logging.getLogger(__name__)
 

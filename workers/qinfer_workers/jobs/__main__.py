@@ -29,11 +29,9 @@ from qinfer.observe import logs
 from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
-from qinfer_workers.jobs.app import UseCase, make_app
-from qinfer_workers.jobs.event_loop import TASKS_AT_ONCE, EventLoop, Watchdog, WorkStopped
-from qinfer_workers.jobs.finalise import Finaliser
-from qinfer_workers.jobs.plan import JobPlanner
+from qinfer_workers.jobs.app import TASKS_AT_ONCE, EventLoop, UseCase, Watchdog, WorkStopped, make_app
 from qinfer_workers.jobs.services import JobServices
+from qinfer_workers.jobs.steps import Finaliser, JobPlanner
 from qinfer_workers.jobs.sweep import Sweeper
 from qinfer_workers.liveness import exit_process, open_health
 

@@ -11,8 +11,7 @@ import pytest
 
 from qinfer.core.settings import LabelingSettings, StoreSettings
 from qinfer.errors import Forbidden, InvalidRequest, PayloadTooLarge, QinferError, Unreachable
-from qinfer_api.labeling.files import Files
-from qinfer_api.labeling.studio import LabelStudio
+from qinfer_api.labeling.studio import Files, LabelStudio
 from tests.support.servers.label_studio_server import PERSONAL, LabelStudioServer, label_studio
 
 
@@ -192,7 +191,7 @@ async def test_a_store_that_hangs_keeps_no_threads_of_others(tmp_path: Path, mon
         def stat(self, url: str) -> None:
             released.wait(30)
 
-    monkeypatch.setattr("qinfer_api.labeling.files.store_for", lambda url: Hanging())
+    monkeypatch.setattr("qinfer_api.labeling.studio.store_for", lambda url: Hanging())
     async with fetching(stores=[f"file://{tmp_path}"]) as files, asyncio.TaskGroup() as group:
         for number in range(40):  # more than there are threads by default
             group.create_task(_refused(files.fetch(f"file://{tmp_path}/{number}")))

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.decode import BodyCodec
 from qinfer_workers.bridge.replies import ReplyEncoding
 
 NUMBERS = TensorSpec(name="X", datatype="FP32", dims=(4,))

@@ -16,8 +16,8 @@ from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer_workers.bridge import messages
-from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.decode import BodyCodec
 from qinfer_workers.bridge.replies import encode, encode_error
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs/reference/bridge-messages.md").read_text()

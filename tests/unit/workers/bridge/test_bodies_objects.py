@@ -6,8 +6,8 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.decode import BodyCodec
 
 SPEC = ModelSpec(
     name="m",

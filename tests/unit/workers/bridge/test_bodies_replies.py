@@ -13,8 +13,8 @@ from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.outputs import OutputPlan
-from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.decode import BodyCodec
 from qinfer_workers.bridge.replies import EncodedReply, ReplyEncoding, encode, encode_error
 
 ROWS = b'{"X": 1}\n{"X": 2}'

@@ -11,8 +11,8 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import to_numpy
-from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.decode import BodyCodec
 from tests.support.jobs.arrow_bytes import stream_of_one_name
 
 LINES = "application/x-ndjson"

@@ -12,10 +12,8 @@ from qinfer.errors import QinferError, SettingsError
 from qinfer.queue.deliveries import outbox as outbox_kind
 from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestState
 from qinfer.testing import eventually
-from qinfer_workers.bridge import endings
-from qinfer_workers.bridge.endings import Endings
-from qinfer_workers.bridge.messages import PublishGroup
-from qinfer_workers.bridge.rendering import RenderedEnd
+from qinfer_workers.bridge.messages import PublishGroup, RenderedEnd
+from qinfer_workers.bridge.route import Endings
 
 MIB = 2**20
 
@@ -86,7 +84,7 @@ async def outbox(*sizes: int) -> AsyncIterator[Outbox]:
 
 async def test_large_results_wait_in_the_outbox_until_others_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink that is away must not fill the memory; small ones are taken by thousands."""
-    monkeypatch.setattr(endings, "MOST_BYTES_IN_HAND", 3 * MIB)
+    monkeypatch.setattr("qinfer_workers.bridge.route.MOST_BYTES_IN_HAND", 3 * MIB)
     async with outbox(*[MIB] * 8) as box:
         await eventually(lambda: len(box.posted) == 4)
         box.one.wake()
@@ -111,7 +109,7 @@ async def test_the_responses_of_a_stream_come_with_its_end() -> None:
 
 async def test_a_stream_waits_until_there_is_room_for_its_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not read before: the memory that streams take is bounded."""
-    monkeypatch.setattr(endings, "MOST_BYTES_IN_HAND", MIB)
+    monkeypatch.setattr("qinfer_workers.bridge.route.MOST_BYTES_IN_HAND", MIB)
     async with outbox(MIB, 1) as box:
         box.stream(1, 3)
         await eventually(lambda: box.posted == ["0-0"])

@@ -12,8 +12,18 @@ from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestSta
 from qinfer.tensors import from_numpy
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.bridge.config import RouteOptions, parse_config
-from qinfer_workers.bridge.messages import Destination, Note, Receipt, SourceMessage, body_hash, identity, request_id
-from qinfer_workers.bridge.rendering import GONE, refusal, render
+from qinfer_workers.bridge.messages import (
+    GONE,
+    Destination,
+    Note,
+    Receipt,
+    SourceMessage,
+    body_hash,
+    identity,
+    refusal,
+    render,
+    request_id,
+)
 from qinfer_workers.bridge.replies import ReplyEncoding
 from qinfer_workers.bridge.transports.amqp_frames import publish_frames
 

@@ -14,8 +14,7 @@ from qinfer.testing import stub_spec
 from qinfer.traffic.routing import Endpoints
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import Receipt, SourceMessage
-from qinfer_workers.bridge.reading import Reader
-from qinfer_workers.bridge.versions import RouteVersions
+from qinfer_workers.bridge.reading import Reader, RouteVersions
 
 KSERVE = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from qinfer.bridge.reports import BridgeReport, BridgeReports, ReportSequence, RouteTally, RouteTotals, count
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue.clients import admin_client
-from qinfer_workers.bridge.program import Reporter
+from qinfer_workers.bridge.__main__ import Reporter
 from tests.support.servers.servers import Database
 
 WAIT_S = 20.0

@@ -12,10 +12,8 @@ from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestSta
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.outputs import OutputPlan
-from qinfer_workers.bridge import rendering
 from qinfer_workers.bridge.config import RouteOptions, parse_config
-from qinfer_workers.bridge.messages import Destination, Note, Outgoing
-from qinfer_workers.bridge.rendering import RenderedEnd, render
+from qinfer_workers.bridge.messages import Destination, Note, Outgoing, RenderedEnd, render
 from qinfer_workers.bridge.replies import ReplyEncoding
 
 BROKEN = Failure("inference_failed", "no second token")
@@ -143,7 +141,7 @@ def test_a_row_has_one_row() -> None:
 
 def test_messages_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """All or none: nobody reads a part of a stream as the whole."""
-    monkeypatch.setattr(rendering, "MAX_EACH", 2)
+    monkeypatch.setattr("qinfer_workers.bridge.messages.MAX_EACH", 2)
 
     assert len(rendered("each", stream(y(0), y(1))).messages) == 2
     found = rendered("each", stream(y(0), y(1), y(2)))

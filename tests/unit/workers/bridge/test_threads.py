@@ -8,9 +8,16 @@ from qinfer.bridge.reports import RouteTally
 from qinfer.errors import InvalidRequest, ModelNotFound
 from qinfer.testing import wait_until
 from qinfer_workers.bridge.links import Consumer, LinkPublisher, Refused
-from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, Receipt, SourceMessage
+from qinfer_workers.bridge.messages import (
+    Destination,
+    MessageRefused,
+    Outgoing,
+    PublishGroup,
+    Receipt,
+    SettledMessages,
+    SourceMessage,
+)
 from qinfer_workers.bridge.reading import Work
-from qinfer_workers.bridge.transports.base import MessageRefused, SettledMessages
 
 JOIN_S = 5.0
 

@@ -8,10 +8,10 @@ import pytest
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import JobState
-from qinfer.jobs.manifest import Manifest, decode_manifest, decode_success
 from qinfer.jobs.parts import set_aside
+from qinfer.jobs.plan import Manifest, decode_manifest, decode_success
 from qinfer_workers.jobs.documents import expected
-from qinfer_workers.jobs.finalise import MAX_ROUNDS, Finaliser
+from qinfer_workers.jobs.steps import MAX_ROUNDS, Finaliser
 from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.servers.servers import Database

@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobState, Output
-from qinfer_workers.jobs import overwrite
+from qinfer_workers.jobs import documents
 from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 
@@ -156,17 +156,17 @@ async def test_what_another_process_has_made_meanwhile_stays(database: Database,
     one = await completed(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path, overwrite=True), "second"))
     record = await one.record("second")
-    listed = overwrite.earlier_output(lambda _: one.objects, record)
+    listed = documents.earlier_output(lambda _: one.objects, record)
     assert listed is not None
     await one.planner().run("second")
     (_, shard), *_ = await one.fetch()
     part = one.commit(shard, "second")
 
-    overwrite.clear(lambda _: one.objects, listed, threads=2)
+    documents.clear(lambda _: one.objects, listed, threads=2)
 
     assert names(tmp_path) == {"_plan.json", part.name}
     assert one.plan().job_id == "second"
-    assert overwrite.earlier_output(lambda _: one.objects, record) is None
+    assert documents.earlier_output(lambda _: one.objects, record) is None
 
 
 async def test_a_new_output_needs_no_earlier_one(database: Database, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from amqp.exceptions import ChannelError, NotFound
 from kombu import Connection
 
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
+from qinfer_workers.bridge.messages import MessageRefused, Outgoing, Receipt, SettledMessages, SourceMessage
 from qinfer_workers.bridge.transports.amqp_frames import (
     AckLine,
     Due,
@@ -23,7 +23,6 @@ from qinfer_workers.bridge.transports.amqp_frames import (
     ack_frames,
     publish_frames,
 )
-from qinfer_workers.bridge.transports.base import MessageRefused, SettledMessages
 
 
 class Waker:

@@ -11,11 +11,10 @@ from typing import Any
 
 from kombu import Connection
 
-from qinfer_workers.bridge.bodies.content import COMPRESSION_HEADER
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
+from qinfer_workers.bridge.content import COMPRESSION_HEADER
+from qinfer_workers.bridge.messages import MessageSink, MessageSource, Outgoing, Receipt, SettledMessages, SourceMessage
 from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSink, AmqpSource, missing_queues
-from qinfer_workers.bridge.transports.base import MessageSink, MessageSource, SettledMessages
 from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
 
 _SQS_WAIT_S = 1  # kombu's 10 s would delay acknowledgements

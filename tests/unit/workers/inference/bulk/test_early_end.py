@@ -8,9 +8,9 @@ import pytest
 
 from qinfer.errors import StoreDenied, StoreUnavailable
 from qinfer.jobs.job import JobState
-from qinfer.jobs.manifest import Manifest, decode_manifest
+from qinfer.jobs.plan import Manifest, decode_manifest
 from qinfer_workers.jobs.documents import write_partial
-from qinfer_workers.jobs.finalise import Finaliser
+from qinfer_workers.jobs.steps import Finaliser
 from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 

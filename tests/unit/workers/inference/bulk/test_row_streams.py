@@ -14,7 +14,7 @@ from qinfer.errors import Cancelled, DeadlineExceeded, InferenceFailed, OutputMi
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import stub_spec
-from qinfer_workers.inference.bulk.row_streams import RowStreams, StreamBounds
+from qinfer_workers.inference.bulk.scoring import RowStreams, StreamBounds
 from tests.support.backends import Answers
 from tests.support.jobs.shard_runs import read_parts
 from tests.unit.workers.inference.bulk.test_shard_run import Ground, Model, one_shard

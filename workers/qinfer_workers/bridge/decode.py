@@ -28,7 +28,8 @@ from qinfer.wire.json_pieces import JsonBounds
 from qinfer.wire.json_scan import LARGE_BYTES
 from qinfer.wire.kserve_json import decode_infer
 from qinfer.wire.outputs import NoRegions, OutputPlan, bind
-from qinfer_workers.bridge.bodies.content import (
+from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.content import (
     COMPRESSION_HEADER,
     Content,
     Kind,
@@ -36,9 +37,8 @@ from qinfer_workers.bridge.bodies.content import (
     parse_content_type,
     unpacked,
 )
-from qinfer_workers.bridge.bodies.rows import RowInputs, listed
-from qinfer_workers.bridge.config import BodyOptions
 from qinfer_workers.bridge.replies import Form, OutputColumn, ReplyEncoding, bound
+from qinfer_workers.bridge.rows import RowInputs, listed
 
 _LENGTH = struct.Struct("<I")
 

@@ -1,1 +1,0 @@
-"""Message bodies to inference requests, by content type. Begin with `decode`."""
