@@ -30,7 +30,7 @@ from qinfer.tabular.schemas import decode_schema
 from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken, format_of, is_text, reason_of
 from qinfer.tabular.spec import NO_GROUPS, Range
 from qinfer.tabular.text_rows import header_of
-from qinfer.tabular.text_streams import InputForm, KeptText, TextStream, open_stream
+from qinfer.tabular.text_streams import InputForm, TextStream, kept_text, open_stream
 
 READ_BYTES = 64 * 2**20
 
@@ -321,9 +321,10 @@ class _SourceFiles:
         header = header_of(text, format_, self._form.csv)
         if not self._form.is_decoded(source.url, format_):
             content.seek(begin)
-            return TextStream(content, header)
+            return TextStream.of_file(content, header)
         text.close()
-        return TextStream(KeptText(self._store, self._form.kept_url, source.url, source.etag, begin), header)
+        pieces = kept_text(self._store, self._form.kept_url, source.url, source.etag, begin)
+        return TextStream(pieces, pieces.close, header)
 
 
 @contextmanager

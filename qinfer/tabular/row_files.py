@@ -4,6 +4,7 @@ Rows are split before dictionaries, run lengths and other types are decoded, so 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from qinfer.tabular.parquet_rows import ParquetGroups
 from qinfer.tabular.schemas import Fields, as_read, cast, common_field, pick, pruned, select
 from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken
 from qinfer.tabular.spec import Csv, Range
-from qinfer.tabular.text_rows import FAULT, CsvReader, open_text
+from qinfer.tabular.text_rows import FAULT, text_batches
 from qinfer.tabular.text_streams import TextFormat, TextStream
 
 
@@ -107,16 +108,15 @@ class TextRows:
         self, content: TextStream, format_: TextFormat, wanted: WantedColumns, url: str, limits: ReadLimits, csv: Csv
     ) -> None:
         self._content, self._wanted, self._url, self._limits = content, wanted, url, limits
-        self._reader = open_text(content, format_, wanted.nested, csv)
-        self._read = iter(self._reader) if self._reader is not None else iter(())
+        self._opened = partial(text_batches, content, format_, wanted.nested, csv)
+        self._read: Iterator[pa.RecordBatch]
         self._row = -1  # the first unread row
 
     def batches(self, wanted: Range) -> Iterator[FileRows]:
         """Reads the next range."""
         if self._row < 0:
             self._row = wanted.first_row - wanted.first_in_group
-            if isinstance(self._reader, CsvReader):
-                self._reader.lines += self._row
+            self._read = self._opened(self._row)
         skip = wanted.first_row - self._row
         for record in _within(self._read, skip, wanted.rows, self._url, self._put_back):
             fault = (record.schema.metadata or {}).get(FAULT, b"").decode()
@@ -129,8 +129,6 @@ class TextRows:
 
     def close(self) -> None:
         """Closes the text."""
-        if self._reader is not None:
-            self._reader.close()
         self._content.close()
 
 

@@ -8,9 +8,9 @@ doubled quotes. A value with unbalanced quotes, such as `"a"b`, is ambiguous, so
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -23,27 +23,13 @@ CUT_BYTES = 16 * 2**20
 _TAIL_BYTES = 64 * 2**10
 
 
-class Readable(Protocol):
-    """Bytes that are read in order."""
-
-    def read(self, size: int, /) -> bytes:
-        """Returns up to `size` bytes."""
-        ...
-
-
-class ReadableFile(Readable, Protocol):
-    """A file of bytes, or a view of one."""
-
-    def close(self) -> None:
-        """Closes the file."""
-        ...
-
-
-def row_blocks(text: Readable, format_: Literal["csv", "jsonl"], csv: Csv, block_bytes: int) -> Iterator[bytes]:
+def row_blocks(
+    blocks: Iterable[bytes], format_: Literal["csv", "jsonl"], csv: Csv, block_bytes: int
+) -> Iterator[bytes]:
     """Splits a text into blocks of whole rows."""
     quote = csv.quote.encode() if format_ == "csv" else b""
     rest = b""
-    while block := text.read(block_bytes):
+    for block in blocks:
         rows = rest + block
         if not (quote and quote in rows):
             end = _last_end(rows)
@@ -126,27 +112,6 @@ _PAIR = re.compile(rb"\\.")
 _DOUBLED = re.compile(rb'[^,;\t|\r\n"]""|""[^,;\t|\r\n"]')
 
 
-class UnescapedText:
-    """CSV with doubled quotes instead of an escape character."""
-
-    def __init__(self, text: ReadableFile, csv: Csv, block_bytes: int) -> None:
-        self._text = text
-        self._blocks = row_blocks(text, "csv", csv, block_bytes)
-        self._csv = csv
-        self._rest = b""
-
-    def read(self, size: int) -> bytes:
-        """Reads up to `size` bytes."""
-        while not self._rest and (block := next(self._blocks, b"")):
-            self._rest = unescaped(block, self._csv)
-        found, self._rest = self._rest[:size], self._rest[size:]
-        return found
-
-    def close(self) -> None:
-        """Closes the text."""
-        self._text.close()
-
-
 def unescaped(rows: bytes, csv: Csv) -> bytes:
     """Replaces escaped quotes by doubled quotes."""
     quote, escape = csv.quote.encode(), csv.escape.encode()
@@ -224,16 +189,7 @@ def _is_plainly_balanced(rows: bytes, csv: Csv) -> bool:
 def _whole_rows(head: bytes, csv: Csv, *, is_whole: bool) -> bytes:
     if is_whole:
         return head
-    return next(row_blocks(_Once(head), "csv", csv, len(head) + 1), b"")
-
-
-class _Once:
-    def __init__(self, head: bytes) -> None:
-        self._head = head
-
-    def read(self, _: int, /) -> bytes:
-        head, self._head = self._head, b""
-        return head
+    return next(row_blocks([head], "csv", csv, len(head) + 1), b"")
 
 
 @lru_cache

@@ -2,14 +2,12 @@
 
 Quoted values of CSV may contain line ends; blank lines are no rows. `text_types` decides the types, `text_streams`
 decodes the text.
-
-A pyarrow reader reads ahead in its own thread, even after it is closed: never use its text again.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
@@ -17,7 +15,7 @@ import pyarrow.json
 
 from qinfer.tabular.spec import Csv, Cut, shown
 from qinfer.tabular.text_cuts import CUT_BYTES, UNBALANCED, first_row, is_balanced, mended, row_blocks
-from qinfer.tabular.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
+from qinfer.tabular.text_streams import BLOCK_BYTES, BOM, NotText, TextFormat, TextStream
 from qinfer.tabular.text_types import (
     Path,
     TextTypes,
@@ -28,7 +26,6 @@ from qinfer.tabular.text_types import (
     json_schema,
     large,
     marked,
-    marks,
     numbers,
     numbers_as_texts,
     quoted,
@@ -113,7 +110,7 @@ class _Csv:
         self._options = options
 
     def blocks(self) -> Iterator[bytes]:
-        return row_blocks(self._text, "csv", self._csv, BLOCK_BYTES)
+        return row_blocks(self._text.blocks(), "csv", self._csv, BLOCK_BYTES)
 
     def finish(self) -> None:
         """Does nothing: the columns are known from the beginning."""
@@ -145,7 +142,7 @@ class _Json:
         self._large: set[Path] = set()
 
     def blocks(self) -> Iterator[bytes]:
-        return row_blocks(_Objects(self._text), "jsonl", Csv(), BLOCK_BYTES)
+        return row_blocks(_objects(self._text), "jsonl", Csv(), BLOCK_BYTES)
 
     def add(self, block: bytes) -> None:
         cells_bytes = _PLANNED_CELLS_BYTES // (_COPIES if self._types.copied else 1)
@@ -179,75 +176,41 @@ class _Json:
         return schema, table.num_rows
 
 
-def open_text(
-    text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv
-) -> "CsvReader | NumbersReader | Any | None":
-    """Returns a reader, which keeps the text; `None` = an empty text."""
-    if format_ == "csv":
-        return CsvReader(text, types, csv)
-    if any(marks(field) for field in types):
-        return NumbersReader(text, types)
-    try:
-        return pyarrow.json.open_json(
-            _Objects(text, max_lines=_max_lines(len(types))),
-            # each thread would hold a decoded block
-            read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
-            parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
-        )
-    except pa.ArrowInvalid as error:
-        if str(error).startswith("Empty JSON"):
-            return None
-        raise
+def text_batches(
+    text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv, first_row: int
+) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a text that begins with `first_row`, below its header.
 
-
-class CsvReader:
-    """Reads CSV by blocks; rows with unbalanced quotes are null, in separate batches.
-
-    `lines` counts the lines before the next rows, without blank lines.
+    Rows of CSV with unbalanced quotes are null, in separate batches; some numbers of JSON lines stay as written.
     """
-
-    def __init__(self, text: TextStream, types: pa.Schema, csv: Csv) -> None:
-        self._text, self._types, self._csv = text, types, csv
-        self._names = csv_names(text.peek(BLOCK_BYTES), csv)
-        if csv.header:
-            text.read(len(first_row(text.peek(BLOCK_BYTES), csv)))
-        if text.peek(len(BOM)) == BOM:
-            text.read(len(BOM))
-        self.lines = int(csv.header)
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        for block in row_blocks(self._text, "csv", self._csv, BLOCK_BYTES):
-            whole, broken = mended(block, self._csv, len(self._names))
-            try:
-                table = read_block(whole, self._names, self._types, self._csv)
-            except pa.ArrowInvalid as error:
-                raise located(error, self._csv, self.lines) from None
-            self.lines += table.num_rows
-            place = 0
-            for first, rows in _runs(broken):
-                yield from table.slice(place, first - place).combine_chunks().to_batches()
-                nothing = [pa.nulls(rows, field.type) for field in self._types]
-                yield pa.RecordBatch.from_arrays(nothing, schema=self._types.with_metadata({FAULT: UNBALANCED}))
-                place = first + rows
-            yield from table.slice(place).combine_chunks().to_batches()
-
-    def close(self) -> None:
-        """Does nothing."""
+    if format_ == "csv":
+        yield from _csv_batches(text, types, csv, first_row + csv.header)
+        return
+    for block in row_blocks(_objects(text, _max_lines(len(types))), "jsonl", Csv(), BLOCK_BYTES):
+        yield from read(read_lines, block, types).combine_chunks().to_batches()
 
 
-class NumbersReader:
-    """Reads JSON lines by blocks; keeps some numbers as written."""
-
-    def __init__(self, text: TextStream, types: pa.Schema) -> None:
-        self._text, self._types = text, types
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        objects = _Objects(self._text, max_lines=_max_lines(len(self._types)))
-        for block in row_blocks(objects, "jsonl", Csv(), BLOCK_BYTES):
-            yield from read(read_lines, block, self._types).combine_chunks().to_batches()
-
-    def close(self) -> None:
-        """Does nothing."""
+def _csv_batches(text: TextStream, types: pa.Schema, csv: Csv, lines: int) -> Iterator[pa.RecordBatch]:
+    """Reads rows behind `lines` lines, without blank lines."""
+    names = csv_names(text.peek(BLOCK_BYTES), csv)
+    if csv.header:
+        text.read(len(first_row(text.peek(BLOCK_BYTES), csv)))
+    if text.peek(len(BOM)) == BOM:
+        text.read(len(BOM))
+    for block in row_blocks(text.blocks(), "csv", csv, BLOCK_BYTES):
+        whole, broken = mended(block, csv, len(names))
+        try:
+            table = read_block(whole, names, types, csv)
+        except pa.ArrowInvalid as error:
+            raise located(error, csv, lines) from None
+        lines += table.num_rows
+        place = 0
+        for first, rows in _runs(broken):
+            yield from table.slice(place, first - place).combine_chunks().to_batches()
+            nothing = [pa.nulls(rows, field.type) for field in types]
+            yield pa.RecordBatch.from_arrays(nothing, schema=types.with_metadata({FAULT: UNBALANCED}))
+            place = first + rows
+        yield from table.slice(place).combine_chunks().to_batches()
 
 
 FAULT = b"fault"
@@ -333,8 +296,9 @@ def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
     names = csv_names(head[:BLOCK_BYTES], csv)
     if not names:
         return pa.schema([])
-    text = TextStream(pa.BufferReader(head[len(first_row(head, csv)) if csv.header else 0 :].removeprefix(BOM)))
-    block = mended(next(row_blocks(text, "csv", csv, BLOCK_BYTES), b""), csv, len(names))[0]
+    head = head[len(first_row(head, csv)) if csv.header else 0 :].removeprefix(BOM)
+    rows = row_blocks([head[:BLOCK_BYTES], head[BLOCK_BYTES:]], "csv", csv, BLOCK_BYTES)
+    block = mended(next(rows, b""), csv, len(names))[0]
     try:
         return csv_schema(read_block(block, names, None, csv).schema, types)
     except pa.ArrowInvalid as error:
@@ -392,34 +356,25 @@ def _check_header(head: bytes, csv: Csv) -> None:
         raise pa.ArrowInvalid(f"its first line names more than {MAX_COLUMNS} columns")
 
 
-class _Objects(ForwardOnly):
-    """Reads about `max_lines` (0 = all); refuses nulls and deep nesting, which crash pyarrow."""
+def _objects(text: TextStream, max_lines: int = 0) -> Iterator[bytes]:
+    """Yields about `max_lines` (0 = all) at a time; refuses nulls and deep nesting, which crash pyarrow."""
+    nesting, last = Nesting(), b"\n"
+    for block in text.blocks():
+        for data in _some_lines(block, max_lines):
+            nesting.check(data)
+            begins = data.translate(_LINE_ENDS, b" \t")
+            if b"\nn" in begins or (last + begins[:1]) == b"\nn":
+                raise ValueError("a line is null; each must be an object")
+            last = begins[-1:] or last
+            yield data
 
-    def __init__(self, text: TextStream, *, max_lines: int = 0) -> None:
-        self._text = text
-        self._max_lines = max_lines
-        self._rest = b""
-        self._last = b"\n"
-        self._nesting = Nesting()
 
-    def read(self, size: int) -> bytes:
-        data = self._some_lines(self._rest or self._text.read(size))
-        self._nesting.check(data)
-        begins = data.translate(_LINE_ENDS, b" \t")
-        if b"\nn" in begins or (self._last + begins[:1]) == b"\nn":
-            raise ValueError("a line is null; each must be an object")
-        self._last = begins[-1:] or self._last
-        return data
-
-    def _some_lines(self, data: bytes) -> bytes:
-        self._rest = b""
-        while self._max_lines and len(data) > 1 and data.count(b"\n") + data.count(b"\r") > self._max_lines:
-            half = len(data) // 2
-            data, self._rest = data[:half], data[half:] + self._rest
-        return data
-
-    def close(self) -> None:
-        """Does nothing: the caller closes the text."""
+def _some_lines(data: bytes, most: int) -> Iterator[bytes]:
+    if most and len(data) > 1 and data.count(b"\n") + data.count(b"\r") > most:
+        yield from _some_lines(data[: len(data) // 2], most)
+        yield from _some_lines(data[len(data) // 2 :], most)
+    else:
+        yield data
 
 
 class Nesting:

@@ -8,15 +8,17 @@ import codecs
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, Literal, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import pyarrow as pa
 
 from qinfer.errors import StoreNotFound
 from qinfer.storage.store import Store
 from qinfer.tabular.spec import UTF_8, Csv, Cut, InputCompression, InputFormat
-from qinfer.tabular.text_cuts import ReadableFile, UnescapedText
+from qinfer.tabular.text_cuts import row_blocks, unescaped
 
 TextFormat = Literal["csv", "jsonl"]
 
@@ -78,10 +80,37 @@ class InputForm(NamedTuple):
 PLAIN = InputForm()
 
 
-class ForwardOnly:
-    """Methods of files that can't seek."""
+class TextStream:
+    """Text that can't seek: `head`, then `blocks`; `close` closes the file that they are read from."""
 
     closed = False
+
+    def __init__(self, blocks: Iterator[bytes], close: Callable[[], None], head: bytes = b"") -> None:
+        self._blocks = blocks
+        self.close = close
+        self._head = head
+        self._at = 0
+
+    @classmethod
+    def of_file(cls, file: BinaryIO | Any, head: bytes = b"") -> Self:
+        """Returns the text of a file, which it closes."""
+        return cls(iter(partial(file.read, BLOCK_BYTES), b""), file.close, head)
+
+    def peek(self, size: int) -> bytes:
+        """Returns up to `size` next bytes, which the next read returns again."""
+        while len(self._head) - self._at < size and (more := next(self._blocks, b"")):
+            self._head, self._at = self._head[self._at :] + more, 0
+        return self._head[self._at : self._at + size]
+
+    def read(self, size: int) -> bytes:
+        """Reads up to `size` bytes."""
+        data = self.peek(size)
+        self._at += len(data)
+        return data
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yields the text in blocks of one size."""
+        return iter(partial(self.read, BLOCK_BYTES), b"")
 
     def readable(self) -> bool:
         """Returns true."""
@@ -92,50 +121,19 @@ class ForwardOnly:
         return False
 
 
-class TextStream(ForwardOnly):
-    """Text that can't seek: `head`, then `file`, which it closes."""
-
-    def __init__(self, file: ReadableFile, head: bytes = b"") -> None:
-        self._file = file
-        self._head = head
-
-    def peek(self, size: int) -> bytes:
-        """Returns up to `size` next bytes, which the next read returns again."""
-        while len(self._head) < size and (more := self._file.read(size - len(self._head))):
-            self._head += more
-        return self._head[:size]
-
-    def read(self, size: int) -> bytes:
-        """Reads up to `size` bytes."""
-        data = self.peek(size)
-        self._head = self._head[size:]
-        return data
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
 def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: InputForm) -> TextStream:
     """Returns a file's decoded text; it closes the file."""
-    raw = TextStream(file)
-    compression = form.compression_of(url)
-    encoding = form.csv.encoding if format_ == "csv" else UTF_8
-
-    def utf_8(text: ReadableFile) -> TextStream:
-        recoded = text if encoding == UTF_8 else _RecodedStream(text, encoding)
-        is_escaped = format_ == "csv" and form.csv.escape
-        return TextStream(UnescapedText(recoded, form.csv, BLOCK_BYTES) if is_escaped else recoded)
-
-    if compression == "none":
-        return utf_8(raw) if form.is_decoded(url, format_) else raw
-    if (head := raw.peek(16)) and not re.match(_MAGIC[compression], head):
-        raise NotText(f"it is not {compression}, as its extension or 'input_compression' says; set the latter")
-    unpacked = (
-        _Gzip(raw) if compression == "gzip" else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
-    )
-    plain = _BoundedStream(unpacked, raw)
-    return utf_8(plain)
+    text = raw = TextStream.of_file(file)
+    if (compression := form.compression_of(url)) != "none":
+        if (head := raw.peek(16)) and not re.match(_MAGIC[compression], head):
+            raise NotText(f"it is not {compression}, as its extension or 'input_compression' says; set the latter")
+        text = TextStream(_bounded(_unpacked(raw, compression)), file.close)
+    if format_ == "csv" and form.csv.encoding != UTF_8:
+        text = TextStream(_recoded(text.blocks(), form.csv.encoding), file.close)
+    if format_ == "csv" and form.csv.escape:
+        rows = row_blocks(text.blocks(), "csv", form.csv, BLOCK_BYTES)
+        text = TextStream((unescaped(some, form.csv) for some in rows), file.close)
+    return text
 
 
 def check_text(stream: TextStream, format_: TextFormat) -> None:
@@ -154,80 +152,50 @@ def _check_kind(head: bytes) -> None:
             raise NotText(f"it {what}")
 
 
-class _BoundedStream:
-    def __init__(self, file: ReadableFile, raw: TextStream) -> None:
-        self._file, self._raw = file, raw
-        self._bytes = 0
-
-    def read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        self._bytes += len(data)
-        if self._bytes > MAX_DECODED_BYTES:
+def _bounded(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    size_bytes = 0
+    for block in blocks:
+        size_bytes += len(block)
+        if size_bytes > MAX_DECODED_BYTES:
             raise NotText(f"it has more than {MAX_DECODED_BYTES} bytes when it is decompressed; split it")
-        return data
-
-    def close(self) -> None:
-        self._file.close()
-        self._raw.close()
+        yield block
 
 
-class _Gzip:
-    """Like the command: members follow one another, and zeros after the last are padding."""
+def _unpacked(raw: TextStream, compression: str) -> Iterator[bytes]:
+    if compression == "gzip":
+        return _gunzipped(raw)
+    stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
+    return iter(partial(stream.read, BLOCK_BYTES), b"")
 
-    def __init__(self, raw: TextStream) -> None:
-        self._raw = raw
-        self._member: Any = None
-        self._data = b""
 
-    def read(self, size: int) -> bytes:
-        while self._member is not None or self._begin_member():
-            self._data = self._data or self._raw.read(_READ_BYTES)
-            if not self._data:
+def _gunzipped(raw: TextStream) -> Iterator[bytes]:
+    """Is like the command: members follow one another, and zeros after the last are padding."""
+    data = b""
+    while data := data.lstrip(b"\0") or raw.read(_READ_BYTES):
+        if not (data := data.lstrip(b"\0")):
+            continue
+        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        while not member.eof:
+            if not (data := data or raw.read(_READ_BYTES)):
                 raise ValueError("Truncated compressed stream")
             try:
-                found: bytes = self._member.decompress(self._data, size)
+                found = member.decompress(data, BLOCK_BYTES)
             except zlib.error as error:
                 raise ValueError(f"it is no gzip: {error}") from None
-            self._data = self._member.unconsumed_tail or self._member.unused_data
-            self._member = None if self._member.eof else self._member
+            data = member.unconsumed_tail or member.unused_data
             if found:
-                return found
-        return b""
-
-    def _begin_member(self) -> bool:
-        while not (data := self._data.lstrip(b"\0")):
-            self._data = self._raw.read(_READ_BYTES)
-            if not self._data:
-                return False
-        self._data = data
-        self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-        return True
-
-    def close(self) -> None:
-        self._data = b""
+                yield found
 
 
-class _RecodedStream:
-    def __init__(self, file: ReadableFile, encoding: str) -> None:
-        self._file = file
-        self._encoding = encoding
-        self._decode = codecs.getincrementaldecoder(encoding)()
-        self._rest = b""
-        self._is_over = False
-
-    def read(self, size: int) -> bytes:
-        while not (self._rest or self._is_over):
-            data = self._file.read(size)
-            self._is_over = not data
-            try:
-                self._rest = self._decode.decode(data, final=self._is_over).encode()
-            except UnicodeError as error:
-                raise NotText(f"it is no {self._encoding} text: {error}; set 'csv.encoding' to what it is") from None
-        found, self._rest = self._rest[:size], self._rest[size:]
-        return found
-
-    def close(self) -> None:
-        self._file.close()
+def _recoded(blocks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder(encoding)()
+    for block in chain(blocks, [b""]):
+        try:
+            text = decoder.decode(block, final=not block).encode()
+        except UnicodeError as error:
+            raise NotText(f"it is no {encoding} text: {error}; set 'csv.encoding' to what it is") from None
+        if text:
+            yield text
 
 
 def _piece_url(folder: str, url: str, etag: str, begin: int) -> str:
@@ -261,34 +229,17 @@ class PieceKeeper:
             self._store_for(self._url).put_if_absent(self._sink.getvalue().to_pybytes(), self._url)
 
 
-class KeptText:
-    """A file's text from the piece at `begin`."""
-
-    def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str, begin: int) -> None:
-        self._store_for = store_for
-        self._text = (folder, url, etag)
-        self._next = begin
-        self._piece: Any = None
-
-    def read(self, size: int) -> bytes:
-        """Reads up to `size` bytes."""
-        while self._piece is not None or self._open_piece():
-            data: bytes = self._piece.read(size)
-            self._next += len(data)
-            if data:
-                return data
-            self._piece = None
-        return b""
-
-    def close(self) -> None:
-        """Drops the open piece."""
-        self._piece = None
-
-    def _open_piece(self) -> bool:
+def kept_text(
+    store_for: Callable[[str], Store], folder: str, url: str, etag: str, begin: int
+) -> Generator[bytes, None, None]:
+    """Yields a file's text from the piece at `begin`, until a piece is missing: the caller counts the rows."""
+    while True:
+        piece = _piece_url(folder, url, etag, begin)
         try:
-            piece = _piece_url(*self._text, self._next)
-            data = self._store_for(piece).read(piece, _MOST_PIECE_BYTES)
-        except StoreNotFound:  # the caller counts the rows
-            return False
-        self._piece = pa.CompressedInputStream(pa.BufferReader(data), "zstd")
-        return True
+            data = store_for(piece).read(piece, _MOST_PIECE_BYTES)
+        except StoreNotFound:
+            return
+        stream = pa.CompressedInputStream(pa.BufferReader(data), "zstd")
+        while block := stream.read(BLOCK_BYTES):
+            begin += len(block)
+            yield block

@@ -10,7 +10,7 @@ lines are written without quotes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -204,8 +204,8 @@ def large(table: pa.Table) -> set[Path]:
 def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa.Schema) -> pa.Table:
     """Reads lines; keeps marked numbers as written."""
     raw, others = ([field for field in schema if bool(marks(field)) == is_raw] for is_raw in (True, False))
-    texts = block(quoted(lines), texts_of(pa.schema([plain(field) for field in raw])))
-    table = block(lines, pa.schema(others)) if others else texts
+    texts: Any = block(quoted(lines), texts_of(pa.schema([plain(field) for field in raw]))) if raw else None
+    table: Any = block(lines, pa.schema(others)) if others else None
     columns = []
     for field in schema:
         column = (texts if marks(field) else table).column(field.name)

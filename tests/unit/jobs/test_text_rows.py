@@ -115,7 +115,7 @@ def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_a_worker(tmp_path: P
     file = Watched(path)
 
     wanted = WantedColumns.from_paths(pa.schema([("n", pa.int64())]), ["n"])
-    opened = TextRows(TextStream(file), format_, wanted, "file:///x", ReadLimits.from_read_bytes(2**26), Csv())
+    opened = TextRows(TextStream.of_file(file), format_, wanted, "file:///x", ReadLimits.from_read_bytes(2**26), Csv())
     found = pa.Table.from_batches([rows.record for rows in opened.batches(Range("file:///x", "", -1, 120, 30, 120))])
     opened.close()
 
