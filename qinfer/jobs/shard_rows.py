@@ -25,7 +25,8 @@ from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat, Store, store_error
 from qinfer.tabular.batches import Fault, RowBatch, Segment
-from qinfer.tabular.row_files import FileRows, RowFile, TextRows, WantedColumns, open_rows
+from qinfer.tabular.decoded_sizes import FileRows
+from qinfer.tabular.row_files import RowFile, TextRows, WantedColumns, open_rows
 from qinfer.tabular.schemas import decode_schema
 from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken, format_of, is_text, reason_of
 from qinfer.tabular.spec import NO_GROUPS, Range

@@ -24,43 +24,44 @@ _SHARED = re.compile("dictionary|run_end_encoded|view|union|extension")
 """Types whose elements may share their bytes."""
 
 
-class RowSlice(NamedTuple):
-    """Rows decoded together, without the columns in `too_large`."""
+class FileRows(NamedTuple):
+    """Rows of a file; with a `fault` they are null."""
 
     record: pa.RecordBatch
     size_bytes: int
-    too_large: tuple[str, ...] = ()
+    is_too_large: bool = False
+    fault: str = ""
 
 
-def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[RowSlice]:
-    """Splits a valid batch into runs of rows within `max_bytes`, or single rows."""
+def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
+    """Splits a valid batch into runs of rows within `max_bytes`; a row that is too large loses its largest columns."""
     is_shared = any(_SHARED.search(str(kind)) for kind in record.schema.types)
     for begin in range(0, record.num_rows, _CUT_ROWS):
         part = record.slice(begin, _CUT_ROWS)
         if not is_shared and part.nbytes <= max_bytes:
-            yield RowSlice(part, part.nbytes)
+            yield FileRows(part, part.nbytes)
             continue
         before = _before(sum(map(sizes_of, part.columns), 0.0), part.num_rows)
         start = 0
         while start < part.num_rows:
             stop = int(np.searchsorted(before, before[start] + max_bytes, "right")) - 1
             if stop > start:
-                yield RowSlice(part.slice(start, stop - start), int(before[stop] - before[start]))
+                yield FileRows(part.slice(start, stop - start), int(before[stop] - before[start]))
             else:
                 stop = start + 1
                 yield _single(part.slice(start, 1), max_bytes)
             start = stop
 
 
-def _single(row: pa.RecordBatch, max_bytes: int) -> RowSlice:
-    sizes = {name: decoded_bytes(column) for name, column in zip(row.schema.names, row, strict=True)}
-    left, large = sum(sizes.values()), []
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+def _single(row: pa.RecordBatch, max_bytes: int) -> FileRows:
+    sizes = [decoded_bytes(column) for column in row]
+    left, is_too_large = sum(sizes), False
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         if left <= max_bytes:
             break
-        left -= sizes[name]
-        large.append(name)
-    return RowSlice(row, int(left), tuple(large))
+        left, is_too_large, field = left - sizes[number], True, row.schema.field(number)
+        row = row.set_column(number, field.with_nullable(True), pa.nulls(1, field.type))
+    return FileRows(row, int(left), is_too_large)
 
 
 def decoded_bytes(array: pa.Array) -> float:

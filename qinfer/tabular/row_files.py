@@ -3,14 +3,14 @@
 Rows are split before dictionaries, run lengths and other types are decoded, so that decoded rows are bounded, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from qinfer.tabular.decoded_sizes import cut
+from qinfer.tabular.decoded_sizes import FileRows, cut
 from qinfer.tabular.footers import open_arrow
 from qinfer.tabular.parquet_rows import ParquetGroups
 from qinfer.tabular.schemas import Fields, as_read, cast, common_field, pick, pruned, select
@@ -39,51 +39,26 @@ class WantedColumns(NamedTuple):
         return cls(pa.schema([(field.name, field.type) for field in columns]), pruned(schema, chosen))
 
 
-class FileRows(NamedTuple):
-    """Rows of a file; with a `fault` they are null."""
-
-    record: pa.RecordBatch
-    size_bytes: int
-    is_too_large: bool = False
-    fault: str = ""
-
-
 def open_rows(
     content: Any, format_: FileFormat, wanted: WantedColumns, url: str, *, far: bool, limits: ReadLimits
-) -> "RowFile":
+) -> "GroupRows":
     """Opens a Parquet or Arrow file; the rows close it."""
     if format_ == "parquet":
-        return _Parquet(content, wanted, url, far=far, limits=limits)
-    return _Arrow(content, wanted, url, limits)
-
-
-class _Parquet:
-    def __init__(self, content: Any, wanted: WantedColumns, url: str, *, far: bool, limits: ReadLimits) -> None:
-        self._url = url
         names = wanted.columns.names
-        self._groups = ParquetGroups(content, names, url, far=far, limits=limits, wanted=wanted.groups)
-        self._columns = _Columns(self._groups.schema, wanted, url, limits.rows_bytes)
-
-    def batches(self, wanted: Range) -> Iterator[FileRows]:
-        read = self._groups.batches(wanted)
-        for record in _within(read, wanted.first_in_group, wanted.rows, self._url):
-            yield from self._columns.decode_batch(record)
-
-    def close(self) -> None:
-        self._groups.close()
+        groups = ParquetGroups(content, names, url, far=far, limits=limits, wanted=wanted.groups)
+        return GroupRows(groups, wanted, url, limits)
+    return GroupRows(_ArrowBatches(content, wanted.columns.names, url, limits), wanted, url, limits)
 
 
-class _Arrow:
-    def __init__(self, content: Any, wanted: WantedColumns, url: str, limits: ReadLimits) -> None:
+class _ArrowBatches:
+    def __init__(self, content: Any, names: Sequence[str], url: str, limits: ReadLimits) -> None:
         self._content, self._url = content, url
-        there = open_arrow(content, limits.footer_bytes).schema
-        self._columns = _Columns(there, wanted, url, limits.rows_bytes)
-        names = pruned(there, wanted.columns.names).names
-        fields = [there.get_field_index(name) for name in names]
+        self.schema: pa.Schema = open_arrow(content, limits.footer_bytes).schema
+        fields = [self.schema.get_field_index(name) for name in pruned(self.schema, names).names]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         self._reader = pa.ipc.open_file(content, options=options)
 
-    def batches(self, wanted: Range) -> Iterator[FileRows]:
+    def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
         if not 0 <= wanted.row_group < self._reader.num_record_batches:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
         try:
@@ -94,8 +69,7 @@ class _Arrow:
                 "worker may use to read it; write record batches of fewer rows, or raise QINFER_BULK__MAX_READ_BYTES"
             ) from None
         whole.validate(full=True)  # damaged offsets could point anywhere
-        for record in _within(iter([whole]), wanted.first_in_group, wanted.rows, self._url):
-            yield from self._columns.decode_batch(record)
+        yield whole
 
     def close(self) -> None:
         self._content.close()
@@ -120,7 +94,7 @@ class TextRows:
         skip = wanted.first_row - self._row
         for record in _within(self._read, skip, wanted.rows, self._url, self._put_back):
             fault = (record.schema.metadata or {}).get(FAULT, b"").decode()
-            for rows in _cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes):
+            for rows in cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes):
                 yield rows._replace(fault=fault)
         self._row = wanted.first_row + wanted.rows
 
@@ -132,22 +106,16 @@ class TextRows:
         self._content.close()
 
 
-RowFile = _Parquet | _Arrow | TextRows
-"""An open input file.
+class GroupRows:
+    """Rows of the groups of a Parquet file, or the record batches of an Arrow file."""
 
-`batches` reads a range. It raises `SourceBroken` if the range is not in the file or values do not fit,
-`pyarrow.ArrowException` and `OSError` if the file is damaged or can't be read.
-"""
-
-
-class _Columns:
-    def __init__(self, there: pa.Schema, wanted: WantedColumns, url: str, rows_bytes: int) -> None:
-        self.wanted = wanted.columns
-        self._url = url
-        self._rows_bytes = rows_bytes
+    def __init__(
+        self, groups: ParquetGroups | _ArrowBatches, wanted: WantedColumns, url: str, limits: ReadLimits
+    ) -> None:
+        self._groups, self._wanted, self._url, self._rows_bytes = groups, wanted.columns, url, limits.rows_bytes
         self._here = []
-        fields = Fields(there)
-        for field in self.wanted:
+        fields = Fields(groups.schema)
+        for field in self._wanted:
             one = fields.field(field.name)
             if one is None and wanted.may_lack and not fields.places(field.name):
                 continue
@@ -161,14 +129,20 @@ class _Columns:
                 raise SourceBroken(self._type_mismatch(field, one.type))
             self._here.append(field.name)
 
-    def decode_batch(self, record: pa.RecordBatch) -> Iterator[FileRows]:
-        for rows in _cut(pick(record, self._here), self._rows_bytes):
-            yield rows._replace(record=self._decoded(rows.record))
+    def batches(self, wanted: Range) -> Iterator[FileRows]:
+        """Reads a range."""
+        for record in _within(self._groups.batches(wanted), wanted.first_in_group, wanted.rows, self._url):
+            for rows in cut(pick(record, self._here), self._rows_bytes):
+                yield rows._replace(record=self._decoded(rows.record))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._groups.close()
 
     def _decoded(self, record: pa.RecordBatch) -> pa.RecordBatch:
         here = dict(zip(self._here, record.columns, strict=True))
         columns = []
-        for field in self.wanted:
+        for field in self._wanted:
             column = here.get(field.name)
             if column is None:
                 columns.append(pa.nulls(record.num_rows, field.type))
@@ -177,7 +151,7 @@ class _Columns:
                 columns.append(column if column.type == field.type else cast(column, field.type))
             except pa.ArrowException:
                 raise SourceBroken(self._type_mismatch(field, column.type)) from None
-        return pa.RecordBatch.from_arrays(columns, schema=self.wanted)
+        return pa.RecordBatch.from_arrays(columns, schema=self._wanted)
 
     def _type_mismatch(self, field: pa.Field, found: pa.DataType) -> str:
         return (
@@ -186,15 +160,12 @@ class _Columns:
         )
 
 
-def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
-    """Cuts a record into parts; a row that is too large loses its largest columns."""
-    for part in cut(record, max_bytes):
-        record = part.record
-        for name in part.too_large:
-            index = record.schema.get_field_index(name)
-            field = record.schema.field(index).with_nullable(True)
-            record = record.set_column(index, field, pa.nulls(1, field.type))
-        yield FileRows(record, part.size_bytes, bool(part.too_large))
+RowFile = GroupRows | TextRows
+"""An open input file.
+
+`batches` reads a range. It raises `SourceBroken` if the range is not in the file or values do not fit,
+`pyarrow.ArrowException` and `OSError` if the file is damaged or can't be read.
+"""
 
 
 def _within(
