@@ -31,7 +31,8 @@ from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Shard, UnplannedJob, decode_plan, decode_plan_head, encode_plan_head
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer_workers.inference.bulk.chunks import BatchSize, Chunks
+from qinfer_workers.inference.bulk.arbiter import BatchSize
+from qinfer_workers.inference.bulk.chunks import Chunks
 from qinfer_workers.inference.bulk.shard_files import ScoringTask, ShardFiles
 
 READ_BYTES = 64 * 2**20

@@ -78,6 +78,7 @@ def copied(folder: Path, *texts: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qinfer.tabular.text_streams.BLOCK_BYTES", 512)
     monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", 512)
 
 

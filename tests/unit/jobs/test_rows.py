@@ -149,6 +149,7 @@ def test_another_type_in_the_middle_is_named(tmp_path: Path, column: dict[str, A
 
 
 def test_a_text_that_is_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qinfer.tabular.text_streams.BLOCK_BYTES", 8)
     monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", 8)
     path = tmp_path / "a.csv"
     path.write_text("n\n1\n2\n3\n4\n5\nx\n")

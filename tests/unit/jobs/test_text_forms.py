@@ -44,6 +44,7 @@ COMPRESS: Mapping[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qinfer.tabular.text_streams.BLOCK_BYTES", 256)
     monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", 256)
     monkeypatch.setattr("qinfer.tabular.text_rows.CUT_BYTES", 700)
 

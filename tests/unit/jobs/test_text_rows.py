@@ -37,6 +37,7 @@ NUMBER, WHOLE, TEXT = (model_of([tensor("x", datatype, 1)]) for datatype in ("FP
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qinfer.tabular.text_streams.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("qinfer.tabular.text_rows.BLOCK_BYTES", BLOCK)
 
 

@@ -21,8 +21,7 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer_workers.inference.bulk.arbiter import DeviceArbiter, JobBatcher
-from qinfer_workers.inference.bulk.chunks import BatchSize
+from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter, JobBatcher
 from qinfer_workers.inference.bulk.ensembles import EnsembleParts
 from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.publisher import LeaseKeeper

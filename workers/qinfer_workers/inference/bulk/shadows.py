@@ -19,8 +19,7 @@ from qinfer.errors import QinferError
 from qinfer.queue.entries import Lane, shadow_lane
 from qinfer.traffic.endpoints import Role, why_no_shadow
 from qinfer.traffic.store import EndpointStore
-from qinfer_workers.inference.bulk.arbiter import DeviceArbiter, JobBatcher, Turn
-from qinfer_workers.inference.bulk.chunks import BatchSize
+from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter, JobBatcher, Turn
 from qinfer_workers.inference.bulk.context import ShardContext
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.intake import LeaseIntake

@@ -24,8 +24,7 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.store import EndpointStore
-from qinfer_workers.inference.bulk.arbiter import DeviceArbiter, JobBatcher
-from qinfer_workers.inference.bulk.chunks import BatchSize
+from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter, JobBatcher
 from qinfer_workers.inference.bulk.context import HeldShard, ScoredVersion, ShardContext, ShardSlots
 from qinfer_workers.inference.bulk.ensembles import EnsembleParts
 from qinfer_workers.inference.bulk.shadows import ShadowLoops

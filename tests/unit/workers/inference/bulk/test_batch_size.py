@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from qinfer_workers.inference.bulk.chunks import BatchSize
+from qinfer_workers.inference.bulk.arbiter import BatchSize
 
 
 def settled(most: int, limit_s: float, seconds: Callable[[int], float]) -> tuple[BatchSize, list[int]]:

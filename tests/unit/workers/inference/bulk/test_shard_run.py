@@ -41,8 +41,8 @@ from qinfer.tabular.spec import Range
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.bulk import scoring, shard_files
-from qinfer_workers.inference.bulk.arbiter import DeviceArbiter
-from qinfer_workers.inference.bulk.chunks import BatchSize, Chunk
+from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter
+from qinfer_workers.inference.bulk.chunks import Chunk
 from qinfer_workers.inference.bulk.context import Abandoned, PutOff, ScoredVersion
 from qinfer_workers.inference.bulk.resuming import Resuming
 from qinfer_workers.inference.bulk.scoring import Purpose
