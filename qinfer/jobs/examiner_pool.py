@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 import msgspec
@@ -372,12 +372,15 @@ class _ExaminerChild:
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
         """Starts a process by vfork(2); asyncio with uvloop forks, which blocks large gateways."""
-        notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
-        rows = open(os.memfd_create("examiner-rows"), "rb")  # noqa: ASYNC230, SIM115
-        mine, theirs = socket.socketpair()
-        with theirs:
-            reader, writer = await asyncio.open_connection(sock=mine)
-            try:
+        with ExitStack() as failed:
+            notes, rows = (
+                failed.enter_context(open(os.memfd_create(name), "rb"))  # noqa: ASYNC230  closed by `_on_exit`
+                for name in ("examiner-notes", "examiner-rows")
+            )
+            mine, theirs = socket.socketpair()
+            with theirs:
+                reader, writer = await asyncio.open_connection(sock=mine)
+                failed.callback(writer.transport.abort)
                 process = subprocess.Popen(  # noqa: ASYNC220, S603  see above; our own interpreter and module
                     command,
                     stdin=theirs.fileno(),
@@ -387,20 +390,14 @@ class _ExaminerChild:
                     pass_fds=(notes.fileno(), rows.fileno()),
                     start_new_session=True,  # Ctrl-C in a terminal is for the gateway, which drains
                 )
-            except OSError:
-                writer.transport.abort()
-                notes.close()
-                rows.close()
-                raise
-        try:
-            return cls(process, reader, writer, notes, rows, bound)
-        except RuntimeError:
-            process.kill()
-            process.communicate()
-            writer.transport.abort()
-            notes.close()
-            rows.close()
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+            failed.callback(process.communicate)
+            failed.callback(process.kill)
+            try:
+                child = cls(process, reader, writer, notes, rows, bound)
+            except RuntimeError:
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+            failed.pop_all()
+            return child
 
     @property
     def how(self) -> str:

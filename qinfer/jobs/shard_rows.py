@@ -22,7 +22,7 @@ from qinfer.jobs.plan import Shard
 from qinfer.storage.hive import partition_values
 from qinfer.storage.local import local_path
 from qinfer.storage.open import readable, store_for, writable
-from qinfer.storage.s3_native import open_native
+from qinfer.storage.s3_objects import open_native
 from qinfer.storage.store import Stat, Store, store_error
 from qinfer.tabular.batches import Fault, RowBatch, Segment
 from qinfer.tabular.decoded_sizes import FileRows

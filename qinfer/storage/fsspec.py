@@ -241,7 +241,7 @@ class S3Store(FsspecStore):
 
     def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
         """Implements `Store.open_known`: GETs with this etag."""
-        from qinfer.storage.s3_reads import KnownObject
+        from qinfer.storage.s3_objects import KnownObject
 
         with mapped(file.url):
             opened = KnownObject(self._files, self._path(file.url), file)

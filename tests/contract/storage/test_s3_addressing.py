@@ -15,7 +15,7 @@ from qinfer.errors import SettingsError
 from qinfer.models.repository.open import open_repositories
 from qinfer.storage import open as opening
 from qinfer.storage.open import S3_ADDRESSING, store_for
-from qinfer.storage.s3_native import open_native
+from qinfer.storage.s3_objects import open_native
 from tests.support.servers.s3_server import S3Server
 
 BUCKET = "models"

@@ -19,7 +19,7 @@ from qinfer.errors import StoreUnavailable
 from qinfer.jobs.plan import Shard
 from qinfer.jobs.shard_rows import ShardReader, SourceChanged
 from qinfer.storage.open import store_for
-from qinfer.storage.s3_native import open_native
+from qinfer.storage.s3_objects import open_native
 from qinfer.storage.store import Stat
 from qinfer.tabular.batches import Segment
 from qinfer.tabular.schemas import common_type, decode_schema, encode_schema

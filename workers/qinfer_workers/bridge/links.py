@@ -22,6 +22,7 @@ from qinfer_workers.bridge.messages import (
     MessageSource,
     Outgoing,
     Receipt,
+    Refused,
     SettledMessages,
     SourceMessage,
 )
@@ -114,8 +115,6 @@ class LinkThread(ABC, Generic[L]):
         if not self._is_over:
             self._stopping.wait(self._backoff.next_s())
 
-
-Refused = tuple[SourceMessage, QinferError]
 
 _RECEIVE_S = 1.0
 _HELD_S = 0.5

@@ -57,6 +57,9 @@ class SourceMessage(msgspec.Struct, kw_only=True):
     broken: str = ""
 
 
+Refused = tuple[SourceMessage, QinferError]
+
+
 class Note(msgspec.Struct, frozen=True, array_like=True):
     """The part of a message kept for the reply."""
 

@@ -27,8 +27,7 @@ from qinfer.queue.entries import Ending, EntryAddress, RequestState, reply_addre
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
-from qinfer_workers.bridge.intake import MessageIntake
-from qinfer_workers.bridge.links import Consumer, LinkPublisher, Refused
+from qinfer_workers.bridge.links import Consumer, LinkPublisher
 from qinfer_workers.bridge.messages import (
     Destination,
     MessageSink,
@@ -36,12 +35,13 @@ from qinfer_workers.bridge.messages import (
     Outgoing,
     PublishGroup,
     Receipt,
+    Refused,
     RenderedEnd,
     SettledMessages,
     refusal,
     render,
 )
-from qinfer_workers.bridge.reading import PARTITION, Reader, RouteVersions
+from qinfer_workers.bridge.reading import PARTITION, MessageIntake, Reader, RouteVersions
 from qinfer_workers.bridge.transports.kombu import open_sink, open_source
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
 from qinfer.jobs.inputs import input_form
 from qinfer.jobs.parts import part_of_failed
@@ -25,7 +24,6 @@ from qinfer.jobs.plan import (
     PLAN_NAME,
     RECORDS,
     SUCCESS_NAME,
-    ExpectedParts,
     JobPlan,
     Manifest,
     PartInfo,
@@ -53,12 +51,6 @@ MAX_BYTES = 2**30
 """a million files are about 200 MB"""
 
 _TRIES = 5
-
-
-def expected(plan: JobPlan, shards: Iterable[Shard], grant: UrlGrant) -> ExpectedParts:
-    """Returns the planned parts of some shards."""
-    output = plan.spec.output
-    return ExpectedParts(plan.job_id, plan.model_hash, output.url, tuple(shards), grant, output.is_split)
 
 
 def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:

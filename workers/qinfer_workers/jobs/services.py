@@ -28,7 +28,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.stats import PUT_OFF
 from qinfer.storage.open import Within, readable, writable
 from qinfer.storage.store import Store
-from qinfer_workers.jobs.documents import expected, read_plan
+from qinfer_workers.jobs.documents import read_plan
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -162,7 +162,8 @@ class JobServices:
 
     def parts_of(self, record: JobRecord, plan: JobPlan, shards: Iterable[Shard]) -> ExpectedParts:
         """Returns the planned parts of some shards."""
-        return expected(plan, shards, self.grant_of(record))
+        output, grant = plan.spec.output, self.grant_of(record)
+        return ExpectedParts(plan.job_id, plan.model_hash, output.url, tuple(shards), grant, output.is_split)
 
     def hanging(self, longer_than_s: float) -> int:
         """Returns how many abandoned threads have run longer."""

@@ -10,10 +10,8 @@ from qinfer.bridge.reports import RouteTally
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QinferError, QueueFull, SettingsError
 from qinfer.queue.entries import Acceptance, AcceptOutcome, EntryAddress, Lane
 from qinfer.testing import eventually
-from qinfer_workers.bridge.intake import FEWEST_AT_ONCE, MOST_AT_ONCE, Disposition, MessageIntake, disposition_of
-from qinfer_workers.bridge.links import Refused
-from qinfer_workers.bridge.messages import Receipt, SourceMessage
-from qinfer_workers.bridge.reading import Work
+from qinfer_workers.bridge.messages import Receipt, Refused, SourceMessage
+from qinfer_workers.bridge.reading import FEWEST_AT_ONCE, MOST_AT_ONCE, Disposition, MessageIntake, Work, disposition_of
 
 
 def work(number: int, epoch: int = 1) -> Work:

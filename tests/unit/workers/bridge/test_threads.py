@@ -7,13 +7,14 @@ from typing import Any
 from qinfer.bridge.reports import RouteTally
 from qinfer.errors import InvalidRequest, ModelNotFound
 from qinfer.testing import wait_until
-from qinfer_workers.bridge.links import Consumer, LinkPublisher, Refused
+from qinfer_workers.bridge.links import Consumer, LinkPublisher
 from qinfer_workers.bridge.messages import (
     Destination,
     MessageRefused,
     Outgoing,
     PublishGroup,
     Receipt,
+    Refused,
     SettledMessages,
     SourceMessage,
 )

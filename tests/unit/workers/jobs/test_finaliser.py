@@ -9,8 +9,7 @@ from qinfer.errors import StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import JobState
 from qinfer.jobs.parts import set_aside
-from qinfer.jobs.plan import Manifest, decode_manifest, decode_success
-from qinfer_workers.jobs.documents import expected
+from qinfer.jobs.plan import ExpectedParts, Manifest, decode_manifest, decode_success
 from qinfer_workers.jobs.steps import MAX_ROUNDS, Finaliser
 from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
 from tests.support.jobs.bulk_data import ANY_FILE
@@ -310,7 +309,11 @@ async def test_a_part_that_was_made_again_meanwhile_is_not_set_aside(database: D
     plan = one.plan()
     one.commit(plan.shards[0])
 
-    set_aside(one.objects, expected(plan, plan.shards, ANY_FILE), plan.shards[0])
+    set_aside(
+        one.objects,
+        ExpectedParts(plan.job_id, plan.model_hash, plan.spec.output.url, plan.shards, ANY_FILE),
+        plan.shards[0],
+    )
 
     assert (tmp_path / "out" / "part-00000.parquet").exists()
     assert "_broken" not in names(tmp_path)
