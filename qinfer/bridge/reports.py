@@ -239,10 +239,6 @@ class BridgeReports:
         read = [self._records.one(uses, BridgeUses, "a bridge") for uses in live]
         return _merged(counts, [of.routes for of in read if of is not None])
 
-    async def close(self) -> None:
-        """Closes the client."""
-        await self._client.aclose()
-
 
 class ReportSequence:
     """Makes the reports of one bridge; for one thread."""

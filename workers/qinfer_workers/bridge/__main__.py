@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -50,55 +49,30 @@ CLOSE_S = 5.0
 
 
 class Reporter:
-    """A thread that adds the bridge's counts to the installation's metrics; without Redis they grow."""
+    """Adds the bridge's counts to the installation's metrics; without Redis they grow."""
 
     def __init__(
-        self,
-        process: str,
-        tallies: Sequence[RouteTally],
-        connect: Callable[[], BridgeReports],
-        every_s: float = REPORT_EVERY_S,
+        self, process: str, tallies: Sequence[RouteTally], reports: BridgeReports, every_s: float = REPORT_EVERY_S
     ) -> None:
         self._sequence = ReportSequence(process, tallies)
-        self._connect = connect
+        self._reports = reports
         self._every_s = every_s
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
         self._outage = OutageLog(logger, "the bridge's counts are not stored", "the bridge's counts are stored again")
-        self._thread = threading.Thread(target=self._run_loop, name="bridge-reporter", daemon=True)
 
-    def start(self) -> None:
-        """Begins to report."""
-        self._thread.start()
+    async def run(self, stop: asyncio.Event) -> None:
+        """Reports until `stop`, and then what is left."""
+        while not stop.is_set():
+            await self._report(REPORT_TTL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s):
+                    await stop.wait()
+        await self._report(0.0)
+        if not self._sequence.is_complete:  # the report repeated an earlier report
+            await self._report(0.0)
 
-    def close(self) -> None:
-        """Writes the last report, and ends the thread; blocking."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(CLOSE_S)
-
-    def _run_loop(self) -> None:
-        with contextlib.closing(self._loop):
-            self._loop.run_until_complete(self._report_on())
-
-    async def _report_on(self) -> None:
-        reports = self._connect()
+    async def _report(self, ttl_s: float) -> None:
         try:
-            while not self._stop.is_set():
-                await self._report(reports, REPORT_TTL_S)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._every_s):
-                        await self._stop.wait()
-            await self._report(reports, 0.0)
-            if not self._sequence.is_complete:  # the report repeated an earlier report
-                await self._report(reports, 0.0)
-        finally:
-            with contextlib.suppress(QinferError, OSError):
-                await reports.close()
-
-    async def _report(self, reports: BridgeReports, ttl_s: float) -> None:
-        try:
-            await reports.put(self._sequence.next(), ttl_s)
+            await self._reports.put(self._sequence.next(), ttl_s)
         except QinferError as error:
             self._outage.failed(error.message)
             return
@@ -207,21 +181,20 @@ async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator
 async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: asyncio.Event) -> None:
     """Runs a bridge until `stop` is set."""
     delivery, store, endpoints = links
-    async with AsyncExitStack() as opened:
-        bridge = Bridge(config, delivery, endpoints, settings)
-        tallies = [route.tally for route in bridge.routes]
-        reporter = Reporter(bridge.process, tallies, lambda: BridgeReports(admin_client(settings.redis)))
-        reporter.start()
-        opened.push_async_callback(asyncio.to_thread, reporter.close)
-        logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})
-        liveness = asyncio.create_task(
-            report_liveness(store, f"qinfer-bridge-{os.getpid()}@{socket.gethostname()}", BRIDGE)
-        )
-        try:
-            await bridge.run(stop)
-        finally:
-            liveness.cancel()
-            await asyncio.wait([liveness])
+    bridge, ended = Bridge(config, delivery, endpoints, settings), asyncio.Event()
+    tallies = [route.tally for route in bridge.routes]
+    reporter = asyncio.create_task(Reporter(bridge.process, tallies, BridgeReports(store.client)).run(ended))
+    logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})
+    liveness = asyncio.create_task(
+        report_liveness(store, f"qinfer-bridge-{os.getpid()}@{socket.gethostname()}", BRIDGE)
+    )
+    try:
+        await bridge.run(stop)
+    finally:
+        ended.set()
+        liveness.cancel()
+        await asyncio.wait([liveness, reporter], timeout=CLOSE_S)
+        reporter.cancel()
     logger.info("bridge stopped")
 
 

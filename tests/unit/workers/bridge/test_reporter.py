@@ -2,11 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from qinfer.bridge.reports import BridgeReport, BridgeReports, ReportSequence, RouteTally, RouteTotals, count
 from qinfer.errors import BrokerUnavailable
-from qinfer.queue.clients import admin_client
 from qinfer_workers.bridge.__main__ import Reporter
 from tests.support.servers.servers import Database
 
@@ -14,7 +13,7 @@ WAIT_S = 20.0
 
 
 class WeakReports(BridgeReports):
-    """Fails where it is told to, before it writes or after; lives on the reporter's event loop.
+    """Fails where it is told to, before it writes or after.
 
     Attributes:
         fails: How often it is away; a report is lost.
@@ -23,9 +22,9 @@ class WeakReports(BridgeReports):
     """
 
     def __init__(self, database: Database, fails: int = 0, forgets: int = 0) -> None:
-        super().__init__(admin_client(database.settings))
+        super().__init__(database.store().client)
         self.fails, self.forgets = fails, forgets
-        self.asked = threading.Semaphore(0)
+        self.asked = asyncio.Semaphore(0)
 
     async def put(self, report: BridgeReport, ttl_s: float) -> None:
         try:
@@ -48,28 +47,27 @@ async def counted(database: Database) -> int:
     return (await totals(database)).counts["accepted"]
 
 
-def reported(reports: WeakReports, work: Callable[[RouteTally], None]) -> RouteTally:
+async def reported(reports: WeakReports, work: Callable[[RouteTally], Awaitable[None]]) -> RouteTally:
     """Runs a reporter while a route counts: 2 accepted, then what `work` counts after the first report has come."""
-    tally = RouteTally("r", accepted=2)
-    reporter = Reporter("b1", [tally], lambda: reports, every_s=0.001)
-    reporter.start()
-    try:
+    tally, stop = RouteTally("r", accepted=2), asyncio.Event()
+    running = asyncio.create_task(Reporter("b1", [tally], reports, every_s=0.001).run(stop))
+    async with asyncio.timeout(WAIT_S):
         for _ in range(3):
-            assert reports.asked.acquire(timeout=WAIT_S)
-        work(tally)
-    finally:
-        reporter.close()
+            await reports.asked.acquire()
+        await work(tally)
+        stop.set()
+        await running
     return tally
 
 
-def add(tally: RouteTally) -> None:
+async def add(tally: RouteTally) -> None:
     tally.accepted += 5
     count(tally.refused, "conflict")
 
 
 async def test_all_is_stored_at_the_end(database: Database) -> None:
     """What was counted since the last report too; the bridge does not live then."""
-    await asyncio.to_thread(reported, WeakReports(database), add)
+    await reported(WeakReports(database), add)
 
     route = await totals(database)
     assert (route.counts["accepted"], route.counts["refused:conflict"], route.processes) == (7, 1, 0)
@@ -77,14 +75,14 @@ async def test_all_is_stored_at_the_end(database: Database) -> None:
 
 async def test_a_store_that_is_away_loses_nothing(database: Database) -> None:
     """The counts are stored when it is back."""
-    tally = await asyncio.to_thread(reported, WeakReports(database, fails=3), add)
+    tally = await reported(WeakReports(database, fails=3), add)
 
     assert await counted(database) == tally.accepted == 7
 
 
 async def test_a_report_that_was_stored_unsaid_counts_once(database: Database) -> None:
     """It is sent again as it was, and what came meanwhile afterwards."""
-    tally = await asyncio.to_thread(reported, WeakReports(database, forgets=2), add)
+    tally = await reported(WeakReports(database, forgets=2), add)
 
     assert await counted(database) == tally.accepted == 7
 
@@ -93,13 +91,13 @@ async def test_the_last_report_comes_after_one_that_failed(database: Database) -
     """That one is sent once more, and then the rest."""
     reports = WeakReports(database)
 
-    def break_store(tally: RouteTally) -> None:
+    async def break_store(tally: RouteTally) -> None:
         reports.forgets = 1
         while reports.forgets:
-            assert reports.asked.acquire(timeout=WAIT_S)
-        add(tally)
+            await reports.asked.acquire()
+        await add(tally)
 
-    await asyncio.to_thread(reported, reports, break_store)
+    await reported(reports, break_store)
 
     assert await counted(database) == 7
 
