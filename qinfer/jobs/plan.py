@@ -201,18 +201,9 @@ class _Shard(msgspec.Struct, frozen=True, array_like=True):
     ranges: tuple[_Piece, ...]
 
 
-class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
+class _PlanJson(JobPlan, frozen=True, kw_only=True):
     format: Literal[1] = 1
-    job_id: str
-    model_hash: str
-    rows: int
-    spec: JobSpec
-    schema: str
-    sources: tuple[SourceFile, ...]
-    shards: tuple[_Shard, ...]
-    skipped: tuple[BadFile, ...] = ()
-    created_at: float = 0.0
-    executes: tuple[ExecutedVersion, ...] = ()
+    shards: tuple[_Shard, ...]  # type: ignore[assignment]  # with sources as numbers
 
 
 class _NamedShard(msgspec.Struct, frozen=True, array_like=True):
