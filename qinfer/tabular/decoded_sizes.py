@@ -21,7 +21,7 @@ Sizes = npt.NDArray[Any] | float
 _OFFSET_BYTES = 8
 _CUT_ROWS = 2**18
 _SHARED = re.compile("dictionary|run_end_encoded|view|union|extension|(?<!not )null")
-"""Types whose elements may share their bytes, or have none."""
+"""Types whose elements may share their bytes, or have no bytes."""
 
 
 class FileRows(NamedTuple):
