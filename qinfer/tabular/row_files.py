@@ -133,13 +133,13 @@ class GroupRows:
         """Reads a range."""
         for record in _within(self._groups.batches(wanted), wanted.first_in_group, wanted.rows, self._url):
             for rows in cut(pick(record, self._here), self._rows_bytes):
-                yield rows._replace(record=self._decoded(rows.record))
+                yield rows._replace(record=self._cast_columns(rows.record))
 
     def close(self) -> None:
         """Closes the file."""
         self._groups.close()
 
-    def _decoded(self, record: pa.RecordBatch) -> pa.RecordBatch:
+    def _cast_columns(self, record: pa.RecordBatch) -> pa.RecordBatch:
         here = dict(zip(self._here, record.columns, strict=True))
         columns = []
         for field in self._wanted:
