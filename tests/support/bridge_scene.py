@@ -21,6 +21,7 @@ from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.__main__ import Bridge
 from qinfer_workers.bridge.config import BridgeConfig, parse_config
 from tests.support.inline_workers import InlineWorkers
+from tests.support.programs import ForkedProgram
 from tests.support.worker_processes import WorkerProcesses
 
 Process = subprocess.Popen[bytes]
@@ -148,7 +149,7 @@ async def bridge(scene: InlineWorkers | WorkerProcesses, document: Mapping[str, 
 def start_process(redis_url: str, config: Path, **environment: str) -> Process:
     """Starts a bridge in a process of its own."""
     env = {**os.environ, "QINFER_REDIS__URL": redis_url, "QINFER_LOG__LEVEL": "INFO", **environment}
-    return subprocess.Popen([sys.executable, "-m", "qinfer_workers.bridge", str(config)], env=env)
+    return ForkedProgram(["qinfer_workers.bridge", str(config)], env)
 
 
 def kill(process: Process) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from qinfer.testing import eventually, wait_until
 from tests.support import models
+from tests.support.programs import ForkedProgram
 from tests.support.servers.servers import RedisServer, SentinelSetup, command, free_port, system_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(180)]
@@ -52,7 +52,7 @@ class Server:
         mine |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"} | settings
         self.processes: list[subprocess.Popen[bytes]] = []
         for program in ("qinfer_api", "qinfer_workers.inference"):
-            self.processes.append(subprocess.Popen([sys.executable, "-m", program], env=mine))
+            self.processes.append(ForkedProgram([program], mine))
 
     def wait_until_ready(self) -> None:
         wait_until(lambda: self._is_ready() or not self.lives, READY_WITHIN_S, "readiness")

@@ -6,8 +6,6 @@ Redis, the gateway and the worker are processes, whose time to drain is longer t
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -16,6 +14,7 @@ import pytest
 from qinfer.queue.clients import admin_client
 from qinfer.testing import eventually
 from tests.support.faulty_backend import SLOW, write_model
+from tests.support.programs import ForkedProgram
 from tests.support.servers.servers import free_port
 from tests.support.worker_processes import Process, WorkerProcesses, worker_processes
 
@@ -29,7 +28,7 @@ def start_gateway(one: WorkerProcesses) -> str:
     port = str(free_port())
     mine = {"QINFER_REDIS__URL": one.url, "QINFER_HTTP__PORT": port, "QINFER_HTTP__DRAIN_S": "3600"}
     other = {"QINFER_GRPC__ENABLED": "false", "QINFER_METRICS__PORT": "0"}
-    one.processes.append(subprocess.Popen([sys.executable, "-m", "qinfer_api"], env={**os.environ, **mine, **other}))
+    one.processes.append(ForkedProgram(["qinfer_api"], {**os.environ, **mine, **other}))
     return f"http://127.0.0.1:{port}"
 
 

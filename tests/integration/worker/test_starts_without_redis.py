@@ -3,7 +3,6 @@
 import asyncio
 import os
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.testing import eventually
 from tests.e2e.conftest import clean_environment
+from tests.support.programs import ForkedProgram
 from tests.support.proxy import Proxy
 from tests.support.servers.servers import RedisServer, free_port, system_redis
 
@@ -108,9 +108,8 @@ class Late:
             "QINFER_METRICS__PORT": "0",
             "QINFER_WORKER__HEALTH_DIR": str(self.health),
         }
-        command = [sys.executable, "-m", *COMMANDS[program]]
         with self.log.open("wb") as output:
-            process = subprocess.Popen(command, env=env, cwd=self._directory, stdout=output, stderr=output)
+            process = ForkedProgram(COMMANDS[program], env, cwd=self._directory, log=output)
         with process:
             try:
                 yield process

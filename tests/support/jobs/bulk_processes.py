@@ -20,6 +20,7 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
 from tests.support.jobs.bulk_bench import MODEL, Bench, record_of, spec, write_inputs
+from tests.support.programs import ForkedProgram
 from tests.support.servers.servers import RedisServer, free_port
 
 ROOT = Path(__file__).parents[3]
@@ -50,8 +51,7 @@ class BulkProcesses(Bench):
         }
         env = {**os.environ, **settings, **variables}
         with self.log.open("ab") as log:
-            command = [sys.executable, "-m", *module]
-            self.processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
+            self.processes.append(ForkedProgram(module, env, cwd=ROOT, log=log))
         return self.processes[-1]
 
     def start_flower(self) -> int:

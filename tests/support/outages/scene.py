@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.chaos.repository import write_stub
 from tests.e2e.conftest import EVERY_MODEL, clean_environment
 from tests.support import faulty_backend
 from tests.support.deploy.deployments import DEPLOY, tool
+from tests.support.programs import ForkedProgram
 from tests.support.servers.servers import RedisCluster, RedisServer, free_port, system_redis
 
 MODELS = ("digits", "words")
@@ -89,8 +89,7 @@ class Scene:
     ) -> subprocess.Popen[bytes]:
         """Starts a program with its arguments, and settings of its own."""
         with (self.directory / f"{module}.log").open("ab") as log:
-            command = [sys.executable, "-m", module, *words]
-            process = subprocess.Popen(command, env=self._env | dict(more), stdout=log, stderr=log)
+            process = ForkedProgram([module, *words], self._env | dict(more), log=log)
         self.stack.callback(_end, process)
         return process
 
