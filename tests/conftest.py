@@ -74,6 +74,13 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture
+def collected() -> None:
+    """What there was before the test is not looked at by its own collections: that would take seconds."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
 def embedded() -> EmbeddedServer:
     """The server that all tests of a process share; nobody moves its time."""
     return embedded_server()

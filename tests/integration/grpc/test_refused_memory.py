@@ -22,17 +22,14 @@ async def server() -> AsyncIterator[Rpc]:
 
 
 @pytest.fixture
-def garbage() -> Iterator[list[object]]:
+def garbage(collected: None) -> Iterator[list[object]]:
     """Collects nothing by itself until the test ends; what was garbage then comes into the list.
 
     Errors of before, such as a failure of another test that its report lets go of now, are not garbage of this one.
     """
-    gc.collect()
-    before = [one for one in gc.get_objects() if issubclass(type(one), BaseException)]
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     yield gc.garbage
-    before.clear()
     gc.set_debug(0)
     gc.garbage.clear()
     gc.enable()

@@ -205,6 +205,7 @@ async def test_refusals_are_errors(scene: Scene, client: httpx.AsyncClient) -> N
     assert {span.status.status_code for span in scene.spans} == {StatusCode.UNSET}
 
 
+@pytest.mark.usefixtures("collected")
 async def test_a_caller_who_leaves_ends_the_traces(scene: Scene, client: httpx.AsyncClient) -> None:
     """As cancelled; nothing is left behind for the garbage collector."""
     await client.post("/v2/trace/setting", json=ON)

@@ -307,6 +307,7 @@ async def test_a_client_that_leaves() -> None:
 
 
 @pytest.mark.parametrize("sent", [GET, b"not HTTP\r\n\r\n", GET[:20]], ids=["answered", "refused", "cut off"])
+@pytest.mark.usefixtures("collected")
 async def test_a_lost_connection_leaves_no_cycle_of_references(sent: bytes) -> None:
     """Thousands come and go; the garbage collector runs rarely."""
     async with serving(answering(start(204), piece(b""))) as (port, reader, writer), asyncio.timeout(TIMEOUT_S):

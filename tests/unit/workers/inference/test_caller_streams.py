@@ -122,6 +122,7 @@ async def test_the_end_of_the_other_worker_is_told() -> None:
             await asyncio.to_thread(next, responses)
 
 
+@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("is_forgotten", [True, False])
 async def test_who_stops_reading_cancels(*, is_forgotten: bool) -> None:
     async with scene() as one:
