@@ -17,6 +17,7 @@ from qinfer_workers.liveness import LIVE, READY
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
 TOOLS = ROOT / ".venv" / "tools"
+COMMANDS: Any = typer.main.get_command(app)
 SECRETS = {
     name: f"secret-{name.lower()}"
     for name in ("REDIS_PASSWORD", "S3_ACCESS_KEY", "S3_SECRET_KEY", "GRAFANA_PASSWORD", "FLOWER_PASSWORD")
@@ -145,7 +146,7 @@ def is_program(module: str) -> bool:
 
 
 def _parse(arguments: list[str]) -> None:
-    command: Any = typer.main.get_command(app)
+    command = COMMANDS
     context = command.make_context("qinfer", list(arguments))
     while hasattr(command, "resolve_command"):
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])

@@ -7,22 +7,19 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import kubernetes_validate
-import typer
 import yaml
 from kubernetes_validate import utils as kubernetes_validate_files
 
-from qinfer.cli.main import app
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer_workers.bridge.config import parse_config
 from scripts.reference_http import document
 from tests.support.deploy import custom_resources
-from tests.support.deploy.deployments import is_look_at_health, is_program
+from tests.support.deploy.deployments import COMMANDS, is_look_at_health, is_program
 from tests.support.deploy.kubernetes import Object, containers, environment, of_kind, pods
 
 VERSIONS = ("1.27", "1.34")
@@ -78,7 +75,7 @@ def is_command(words: Sequence[str]) -> bool:
         return is_look_at_health(words)
     if list(words[:2]) == ["python", "-m"]:
         return len(words) == 3 and is_program(words[2])
-    command: Any = typer.main.get_command(app)
+    command = COMMANDS
     rest = list(words)
     if rest.pop(0) != "qinfer":
         return False
