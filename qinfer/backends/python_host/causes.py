@@ -3,13 +3,15 @@
 Python at most prints such an exception, and drops the sender; here the request ends with it.
 """
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import islice
 from types import FrameType, FunctionType, ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Cause(NamedTuple):
@@ -44,10 +46,10 @@ def watch(noted: Callable[[BaseException, str], Cause]) -> None:
     Future.set_exception = in_future  # type: ignore[method-assign, assignment]  # the only place that a pool tells it to
 
 
-def watch_loop(loop: asyncio.AbstractEventLoop, noted: Callable[[BaseException, str], Cause]) -> None:
+def watch_loop(loop: "asyncio.AbstractEventLoop", noted: Callable[[BaseException, str], Cause]) -> None:
     """Calls `noted` with unretrieved exceptions of tasks."""
 
-    def in_task(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def in_task(loop: "asyncio.AbstractEventLoop", context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, Exception):
             noted(error, "a task of the model raised")

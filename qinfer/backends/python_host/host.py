@@ -1,6 +1,5 @@
 """The program of a host process: it runs one `model.py` until the worker is gone."""
 
-import asyncio
 import gc
 import importlib
 import inspect
@@ -20,7 +19,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -67,6 +66,11 @@ from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
+
+if TYPE_CHECKING:
+    import asyncio
+
+T = TypeVar("T")
 
 CALLS_AT_ONCE = 64
 """Concurrent calls by `async_exec`."""
@@ -449,7 +453,7 @@ class ModelHost:
     def _in_background(
         self, coroutine: Coroutine[Any, Any, object], streams: Sequence[ResponseStream]
     ) -> "Future[None]":
-        return asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._running_loop())
+        return self._on_loop(self._awaited(coroutine, streams))
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[ResponseStream]) -> None:
         try:
@@ -466,16 +470,18 @@ class ModelHost:
     def _must_return_none(self) -> str:
         return f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the model's loop, which outlives `execute`: tasks may answer later."""
+    def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Uses the model's loop, which outlives `execute`: tasks may answer later."""
+        import asyncio
+
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
             causes.watch_loop(self._loop, self._noted)
             threading.Thread(target=self._run_loop, args=(self._loop,), name="loop", daemon=True).start()
-        return self._loop
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_loop(self, loop: "asyncio.AbstractEventLoop") -> None:
         """Runs the loop, and goes on after a task has called `sys.exit`."""
         while True:
             try:
@@ -489,8 +495,7 @@ class ModelHost:
         with self._turn:
             returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
-                outcome = asyncio.run_coroutine_threadsafe(_outcome(returned), self._running_loop())
-                returned, error = outcome.result()
+                returned, error = self._on_loop(_outcome(returned)).result()
                 if error is not None:
                     raise error
         if returned is None:

@@ -1,6 +1,5 @@
 """Requests as a model sees them."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +19,8 @@ from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.core.messages import Scalar
 
 if TYPE_CHECKING:
+    import asyncio
+
     from qinfer.backends.python_host.host import ModelHost
 
 RESCHEDULE = 2
@@ -303,8 +304,9 @@ class InferenceRequest:
         decoupled: bool = False,  # noqa: FBT001, FBT002
     ) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
         """Runs `exec` in a thread, for an `async` `execute`."""
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(None, copy_context().run, self.exec, decoupled)
+        from asyncio import get_running_loop
+
+        return get_running_loop().run_in_executor(None, copy_context().run, self.exec, decoupled)
 
 
 class ResponseIterator:
@@ -337,7 +339,9 @@ class ResponseIterator:
         return iter(self)
 
     async def __anext__(self) -> InferenceResponse:
-        response = await asyncio.get_running_loop().run_in_executor(None, self._next)
+        from asyncio import get_running_loop
+
+        response = await get_running_loop().run_in_executor(None, self._next)
         if response is None:
             raise StopAsyncIteration
         return response

@@ -6,7 +6,6 @@ It is called between executions, once a second (in Triton at each check); reques
 https://github.com/triton-inference-server/python_backend/pull/430
 """
 
-import asyncio
 import inspect
 import socket
 import threading
@@ -101,6 +100,8 @@ class _Own:
         try:
             answer = self._is_ready()
             if inspect.iscoroutine(answer):
+                import asyncio
+
                 answer = asyncio.run(answer)
         except BaseException as error:  # noqa: BLE001  the boundary to the model's code
             if repr(error) != self._seen:
