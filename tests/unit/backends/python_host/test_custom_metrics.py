@@ -17,7 +17,7 @@ LABELS = {"a": "1", "b": "2"}
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricMemory]:
+def memory(collected: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricMemory]:
     """The memory of a process, which is this one."""
     memory = MetricMemory()
     monkeypatch.setattr(custom_metrics, "_table", MetricTable(memory.descriptor))
