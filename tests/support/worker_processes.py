@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,6 @@ from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_responses
 from tests.support.faulty_backend import install
-from tests.support.programs import ForkedProgram
 from tests.support.servers.servers import RedisServer, system_redis
 
 Process = subprocess.Popen[bytes]
@@ -71,7 +71,8 @@ class WorkerProcesses:
 
     def start(self, **environment: str) -> Process:
         """Starts a worker process with short leases."""
-        self.processes.append(ForkedProgram(["qinfer_workers.inference"], self._env | SHORT_LEASE | environment))
+        command = [sys.executable, "-m", "qinfer_workers.inference"]
+        self.processes.append(subprocess.Popen(command, env=self._env | SHORT_LEASE | environment))
         return self.processes[-1]
 
     async def worker(self, **environment: str) -> Process:
