@@ -72,7 +72,7 @@ class Kept:
         """They are not counted here."""
         return self
 
-    def release(self) -> None:
+    def release(self, *, unanswered: bool = False) -> None:
         """As `hold`."""
 
 
