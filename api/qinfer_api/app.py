@@ -22,7 +22,7 @@ from qinfer.core.messages import IdFactory
 from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import BulkSettings, HttpSettings, RepositorySettings, Settings
 from qinfer.core.settings_sections import SegmentSettings
-from qinfer.errors import BrokerUnavailable, Overloaded
+from qinfer.errors import BrokerUnavailable, Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.shards import ShardPace, pace_of
@@ -481,10 +481,14 @@ class RepositoryWatch:
     async def sync_models(self) -> None:
         """Writes the changes since the last poll."""
         try:
-            with self._outage.noted():
-                self.note(await sync(self._source, self._store, self._delivery, min_workers=self._min_workers))
+            found = await sync(self._source, self._store, self._delivery, min_workers=self._min_workers)
+        except QinferError as error:
+            self._outage.failed(error.message)
         except Exception as error:  # noqa: BLE001 - the loop boundary: one odd file must not end the gateway
             self._outage.failed(repr(error), error)
+        else:
+            self._outage.over()
+            self.note(found)
 
     def note(self, models: Sequence[SyncedModel]) -> None:
         """Logs a sync's changes."""

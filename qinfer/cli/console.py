@@ -94,6 +94,14 @@ _COLOURS = {
 _KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
 _TRY_AGAIN, _REDIS_REMEDY = "; try again", "; `qinfer doctor` finds problems of Redis"
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
+_WORDS = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, unable to parse string as an integer", "expected a whole number"),
+    ("Input should be a valid number, unable to parse string as a number", "expected a number"),
+    ("Input should be greater than or equal to", "expected at least"),
+    ("Input should be less than or equal to", "expected at most"),
+    ("Input should be", "expected"),
+)
 _CommandError: Any = typer.BadParameter.__mro__[2]
 """click's usage error; some versions of typer bring their own click."""
 
@@ -198,6 +206,7 @@ class ErrorsAsText(TyperGroup):
             text = f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'"
             code = fail(text, "not_installed", FAILED, as_json=as_json)
         except _CommandError as error:
+            error.message = in_words(error.message)
             if _are_json(arguments):
                 from qinfer.cli.local.deployment import JsonMessages
 
@@ -224,6 +233,13 @@ def _with_remedy(error: QinferError) -> str:
     if isinstance(error, BrokerUnavailable) and error.message.endswith(_TRY_AGAIN):  # Redis answers, and refuses
         return error.message.removesuffix(_TRY_AGAIN) + _REDIS_REMEDY
     return error.message + (_KEY_REMEDY if isinstance(error, Unauthorized) else "")
+
+
+def in_words(message: str) -> str:
+    """Returns a message without pydantic's wording."""
+    for theirs, ours in _WORDS:
+        message = message.replace(theirs, ours)
+    return message
 
 
 def exit_code(error: QinferError) -> int:

@@ -96,7 +96,7 @@ def show_dead_letter(
     found = _run(redis, data_dir, lambda _, letters: letters.show(model, letter_id))
     if found is None:
         raise _missing(model, letter_id)
-    letter = _decoded(found, output)
+    letter = _letter_fields(found, output)
     show(letter, lambda: _details(letter), as_json=as_json)
 
 
@@ -173,7 +173,7 @@ def _choose(ids: Sequence[str] | None, *, everything: bool) -> Sequence[str] | N
     return ids or None
 
 
-def _decoded(letter: "DeadLetter", directory: Path | None) -> dict[str, Any]:
+def _letter_fields(letter: "DeadLetter", directory: Path | None) -> dict[str, Any]:
     """Returns a dead letter as `dlq show` prints it; writes its tensors to `directory`."""
     from qinfer.errors import CorruptEntry
     from qinfer.queue.dead_letters import GONE, NOT_KEPT, head_of

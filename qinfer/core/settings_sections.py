@@ -340,7 +340,7 @@ class SegmentSettings(Section):
     listen_host: str = Field(
         "",
         description="Address to bind, such as 0.0.0.0, at which workers of other machines read the tensors, and send "
-        "replies, over TCP. Empty = no port is opened. Workers of `qinfer up` open none.",
+        "replies, over TCP. Empty = no port is opened. The workers of `qinfer up` do not listen.",
     )
     listen_port: int = Field(8004, ge=0, le=65535, description="Port of `listen_host`; 0 picks a free one.")
     advertise_host: str = Field(

@@ -237,7 +237,7 @@ class OwnerAtReader(TensorLink):
         """Takes note that tensors come."""
         self._progressed_s = self._loop.time()
 
-    def take(self, kind: MessageKind, number: int, body: bytes) -> bool:
+    def obey(self, kind: MessageKind, number: int, body: bytes) -> bool:
         """See `TensorLink.take`."""
         if not self.peer:
             return self._is_greeted(kind, body)

@@ -156,7 +156,7 @@ class TensorLink(asyncio.BufferedProtocol):
             known, number, room = self._begun
         self._begun, self._into = None, memoryview(self._head)
         if known is not MessageKind.CHUNK:
-            return self.take(known, number, bytes(room))
+            return self.obey(known, number, bytes(room))
         incoming = self._incoming[number]
         if not incoming.rest:
             del self._incoming[number]
@@ -199,7 +199,7 @@ class TensorLink(asyncio.BufferedProtocol):
         """Takes note that a part of a chunk has come."""
 
     @abstractmethod
-    def take(self, kind: MessageKind, number: int, body: bytes) -> bool:
+    def obey(self, kind: MessageKind, number: int, body: bytes) -> bool:
         """Takes a message; returns false if it breaks the rules."""
 
     @abstractmethod

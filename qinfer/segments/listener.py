@@ -157,7 +157,7 @@ class ReaderAtOwner(TensorLink):
         """Returns whether a reply may come beside others."""
         return 0 < nbytes <= MOST_TENSOR_BYTES - self.incoming_bytes
 
-    def take(self, kind: MessageKind, number: int, body: bytes) -> bool:
+    def obey(self, kind: MessageKind, number: int, body: bytes) -> bool:
         """See `TensorLink.take`."""
         if not self.peer:
             return kind is MessageKind.PROOF and self._is_proven(body)

@@ -69,7 +69,7 @@ class SegmentSharing:
         """The names of the processes that read the memory of this one, and of those that did until lately."""
         return self.shelf.known if self.listener is None else self.shelf.known | self.listener.readers
 
-    def follow(self, changed: Callable[[], None], replied: Callable[[Bytes], None]) -> None:
+    def serve_readers(self, changed: Callable[[], None], replied: Callable[[Bytes], None]) -> None:
         """Calls `changed` when a reader comes or goes; `replied` gets replies of other machines."""
         self.shelf.changed = changed
         if self.listener is not None:

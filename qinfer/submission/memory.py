@@ -101,7 +101,7 @@ class TensorMemory:
 
     def serve(self, replied: Callable[[Bytes], None]) -> None:
         """Follows the readers of the memory; `replied` gets replies of other machines."""
-        self._sharing.follow(self.forget, replied)
+        self._sharing.serve_readers(self.forget, replied)
 
     @property
     def held_bytes(self) -> int:

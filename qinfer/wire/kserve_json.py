@@ -126,7 +126,7 @@ def _decode_parts(
 
 
 class _KnownText(NamedTuple):
-    """What a text says that clients repeat before large binary tensors."""
+    """The meaning of a text that clients repeat before large binary tensors."""
 
     client_id: str
     inputs: list[tuple[str, str, tuple[int, ...], slice]]

@@ -20,6 +20,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.app import bind
 from qinfer_api.observe.metrics_port import open_metrics_port
+from qinfer_workers.inference.worker import Worker
 from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer
@@ -30,8 +31,10 @@ QUEUE = "default_queue_policy { max_queue_size: 1 }"
 class Scraped:
     """A gateway, a worker with two models, and a reader of the gateway's metrics."""
 
-    def __init__(self, scene: InlineWorkers, delivery: Queue, url: str, client: httpx.AsyncClient) -> None:
-        self.scene, self.delivery, self.client = scene, delivery, client
+    def __init__(
+        self, scene: InlineWorkers, delivery: Queue, url: str, client: httpx.AsyncClient, worker: Worker
+    ) -> None:
+        self.scene, self.delivery, self.client, self.worker = scene, delivery, client, worker
         self._url = url
         self.page = ""
 
@@ -69,7 +72,7 @@ async def scraped(redis_server: RedisServer) -> AsyncIterator[Scraped]:
     async with inline_workers(delivery, store) as scene:
         await scene.model("stub", batching=QUEUE)
         await scene.model("raises", mode="raise")
-        await scene.worker(heartbeat_every_s=0.05)
+        worker = await scene.worker(heartbeat_every_s=0.05)
         settings = settings_of({"drain_s": 1}).model_copy(update={"metrics": MetricsSettings(port=0)})
         listener = open_metrics_port(settings)
         assert listener is not None
@@ -80,7 +83,7 @@ async def scraped(redis_server: RedisServer) -> AsyncIterator[Scraped]:
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()
         async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
-            yield Scraped(scene, theirs[0], gateway.metrics.url, client)
+            yield Scraped(scene, theirs[0], gateway.metrics.url, client, worker)
         scene.go()
         gateway.stop()
         await asyncio.wait([serving])
@@ -127,6 +130,8 @@ async def test_failures_have_their_reason(scraped: Scraped, monkeypatch: pytest.
     waiting.cancel()
     await scraped.shows("nv_inference_request_failure", "1", reason="CANCELED")
     await scraped.scene.queued(1)
+    held_by = scraped.worker._keeper.held  # it may have taken the cancelled request before
+    await eventually(lambda: len(held_by()) == 1, description="a worker with the execution alone")
     scraped.scene.go()
     raised = await scraped.ask("raises")
 

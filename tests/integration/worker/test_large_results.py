@@ -17,7 +17,7 @@ async def test_large_results_that_wait_keep_others_in_the_queue(
     scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's memory has those of a few executions; another model of it goes on."""
-    monkeypatch.setattr(publisher, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(publisher, "MOVED_AT_ONCE_BYTES", 2**20)
     await scene.model(dims=-1, scheduler="")
     await scene.model("other")
     worker = await scene.worker()

@@ -180,8 +180,11 @@ async def test_without_room_steps_travel_through_redis(tmp_path: Path) -> None:
         await load(scene)
         await shared(scene, "front", "back")
 
+        full = memory_of(scene, "front")._memory.take(2**19, "")
+        assert full is not None, "room for no image is left"
         await asyncio.gather(*[ask(scene, "both", number) for number in range(REQUESTS)])
 
+        full.release()
         ways = memory_of(scene, "front").ways
         assert ways[NO_MEMORY] > 0
         assert ways.keys() <= {MEMORY, NO_MEMORY}

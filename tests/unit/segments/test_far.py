@@ -74,7 +74,7 @@ class Scene:
 
         kinds = ("worker-",) if name.startswith("gateway") else ("gateway-",)
         sharing = SegmentSharing(settings, name, kinds, told, reader=name, registry=self.registry)
-        sharing.follow(self._changed, lambda reply: self.replies.append(bytes(reply)))
+        sharing.serve_readers(self._changed, lambda reply: self.replies.append(bytes(reply)))
         self._running[name] = sharing, asyncio.create_task(sharing.run())
         return sharing
 

@@ -53,7 +53,9 @@ class Scene:
         catalog = cast(Catalog, self.models)
         self.memory = OwnMemory("gateway-a", 4 * MIB)
         self.dispatcher = Dispatcher(queue, catalog, GatewayTally(), LimitSettings(), "me", None)
-        self.sharing = SimpleNamespace(own=self.memory, readers={"worker-w1"}, others=None, follow=lambda *_: None)
+        self.sharing = SimpleNamespace(
+            own=self.memory, readers={"worker-w1"}, others=None, serve_readers=lambda *_: None
+        )
         self.tensors = TensorMemory(cast(SegmentSharing, self.sharing), 1000, catalog)
         self.dispatcher.submission.set_memory(self.tensors)
         self.pending = self.dispatcher.submission.pending
