@@ -18,7 +18,8 @@ from qinfer.core.settings_sections import SegmentSettings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, SettingsError
 from qinfer.segments.link import (
     MOST_NAME_BYTES,
-    MOST_TENSOR_BYTES,
+    MOST_READ_BYTES,
+    MOST_REPLY_BYTES,
     SECRET_BYTES,
     STALLED_S,
     TICK_S,
@@ -76,7 +77,7 @@ class TensorConnector:
             TensorsUnreachable: The tensors do not come, here and now.
             CorruptEntry: The reference is too large.
         """
-        if not 0 < reference.size <= MOST_TENSOR_BYTES:
+        if not 0 < reference.size <= MOST_READ_BYTES:
             raise CorruptEntry(f"{reference.size} bytes of tensors are no part of a request")
         link = self._links.get(reference.owner)
         if link is None:
@@ -218,7 +219,7 @@ class OwnerAtReader(TensorLink):
     def send_reply(self, reply: bytes) -> "asyncio.Future[bool] | None":
         """See `TensorConnector.send_reply`."""
         unconfirmed = sum(size for _, size in self._replies.values())
-        if not self.is_open or not 0 < len(reply) <= MOST_TENSOR_BYTES - unconfirmed:
+        if not self.is_open or not 0 < len(reply) <= MOST_REPLY_BYTES - unconfirmed:
             return None
         number = next(self._numbers)
         if not self.send_chunks(number, memoryview(reply), lambda: True):
@@ -238,7 +239,7 @@ class OwnerAtReader(TensorLink):
         self._progressed_s = self._loop.time()
 
     def obey(self, kind: MessageKind, number: int, body: bytes) -> bool:
-        """See `TensorLink.take`."""
+        """See `TensorLink.obey`."""
         if not self.peer:
             return self._is_greeted(kind, body)
         if kind is MessageKind.GONE:

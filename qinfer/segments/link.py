@@ -27,8 +27,11 @@ import numpy as np
 CHUNK_BYTES = 256 * 1024
 """The most bytes of a message, and of what the event loop copies at once."""
 
-MOST_TENSOR_BYTES = 16 * 2**20
-"""The most bytes of one reference, or of the replies of a reader that have come in part."""
+MOST_REPLY_BYTES = 16 * 2**20
+"""The most bytes of the replies of a reader that have come in part."""
+
+MOST_READ_BYTES = 2**29
+"""The most bytes of one reference; gateways receive less."""
 
 SECRET_BYTES = 32
 """Bytes of a challenge, and of a proof."""

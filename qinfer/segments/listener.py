@@ -15,7 +15,8 @@ from qinfer.core.settings_sections import SegmentSettings
 from qinfer.errors import SettingsError
 from qinfer.segments.link import (
     MOST_NAME_BYTES,
-    MOST_TENSOR_BYTES,
+    MOST_READ_BYTES,
+    MOST_REPLY_BYTES,
     SECRET_BYTES,
     TICK_S,
     MessageKind,
@@ -155,10 +156,10 @@ class ReaderAtOwner(TensorLink):
 
     def is_welcome(self, nbytes: int) -> bool:
         """Returns whether a reply may come beside others."""
-        return 0 < nbytes <= MOST_TENSOR_BYTES - self.incoming_bytes
+        return 0 < nbytes <= MOST_REPLY_BYTES - self.incoming_bytes
 
     def obey(self, kind: MessageKind, number: int, body: bytes) -> bool:
-        """See `TensorLink.take`."""
+        """See `TensorLink.obey`."""
         if not self.peer:
             return kind is MessageKind.PROOF and self._is_proven(body)
         if not self.known.is_set():  # it knows that it is connected, and may be told of references
@@ -194,7 +195,7 @@ class ReaderAtOwner(TensorLink):
         except msgspec.MsgspecError:
             return False
         segment, offset, size, generation = place
-        if min(place) < 0 or not 0 < size <= MOST_TENSOR_BYTES or not generation:
+        if min(place) < 0 or not 0 < size <= MOST_READ_BYTES or not generation:
             return False
         own = self._listener.memory.segments.get(segment)
         begin = offset + HEADER_BYTES

@@ -147,7 +147,7 @@ async def until_gone(far: TensorConnector, reference: MemoryReference) -> None:
         await far.read(reference)
 
 
-@pytest.mark.parametrize("nbytes", [1, 602_112, link.CHUNK_BYTES, 8 * MIB])
+@pytest.mark.parametrize("nbytes", [1, 602_112, link.CHUNK_BYTES, 8 * MIB, 40 * MIB])
 async def test_a_worker_of_another_machine_reads_tensors(scene: Scene, nbytes: int) -> None:
     gateway, far = await scene.pair()
     held, data = written(gateway, nbytes)
@@ -230,7 +230,7 @@ async def test_replies_come_and_are_confirmed(scene: Scene) -> None:
 
 async def test_replies_beyond_the_bound_are_not_sent(scene: Scene) -> None:
     _, far = await scene.pair()
-    most = link.MOST_TENSOR_BYTES // MIB
+    most = link.MOST_REPLY_BYTES // MIB
     came = [far.send_reply(OWNER, lambda: bytes(MIB)) for _ in range(most + 1)]
 
     assert [one is None for one in came] == [False] * most + [True]
@@ -437,7 +437,7 @@ async def test_an_unproven_process_may_say_nothing_else(scene: Scene, message: t
         (MessageKind.READ, msgspec.msgpack.encode((0, -1, 5, 1)), 0),
         (MessageKind.READ, msgspec.msgpack.encode((0, 0, 5, 0)), 0),
         (MessageKind.CHUNK, b"more than the whole", 5),
-        (MessageKind.CHUNK, b"too large", link.MOST_TENSOR_BYTES + 1),
+        (MessageKind.CHUNK, b"too large", link.MOST_REPLY_BYTES + 1),
         (MessageKind.CHUNK, b"", 5),
         (MessageKind.WELCOME, b"", 0),
     ],
