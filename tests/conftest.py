@@ -75,7 +75,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def collected() -> None:
-    """What there was before the test is not looked at by its own collections: that would take seconds."""
+    """Freezes the objects before the test: its own collections would take seconds to look at them."""
     gc.collect()
     gc.freeze()
 

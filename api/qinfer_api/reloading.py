@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from qinfer.core.api_keys import ApiKey, parse_keys, read_key_file
-from qinfer.core.retry import OutageLog
 from qinfer.errors import SettingsError
 from qinfer_api.auth import Auth
 
@@ -25,14 +24,20 @@ class KeyFile:
         self._path = path
         self._auth = auth
         self._content: bytes | None = None
-        words = ("API keys can't be read; the previous ones stay valid", "API keys can be read again")
-        self._outage = OutageLog(logger, *words, level=logging.ERROR)
+        self._problem = ""
 
     async def refresh_keys(self) -> None:
         """Reloads a changed file; logs each problem once."""
-        keys = None
-        with self._outage.noted(SettingsError):
+        try:
             keys = await asyncio.to_thread(self._changed)
+        except SettingsError as error:
+            if error.message != self._problem:
+                logger.error("API keys can't be read; the previous ones stay valid", extra={"reason": error.message})
+            self._problem = error.message
+            return
+        if self._problem:
+            self._problem = ""
+            logger.info("API keys can be read again")
         if keys is not None:
             self._auth.replace_keys(keys)
             logger.info("API keys read", extra={"path": str(self._path), "count": len(keys)})

@@ -292,6 +292,8 @@ class Wrapper:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # a copy has it later
+            raise AttributeError(name)
         return getattr(self.inner, name)
 
 

@@ -215,6 +215,8 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
 
 def decide(plan: CanaryPlan, state: CanaryState, now_s: float, parts: Mapping[str, Blocks]) -> CanaryDecision:
     """Decides after further requests at this revision and step: those of all gateways, by tenant."""
+    if state.ended:
+        return CanaryDecision(Action.HOLD, f"it has ended: {state.ended}", state)
     state = _observed(plan, state, now_s, parts or {"": {}})
     verdicts = numbers_of(plan, state)
     names = bounded(state.tenants, state.since_s, now_s, plan.no_data_s)

@@ -86,15 +86,18 @@ def decode_infer(
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
     is_repeated = len(tail) >= _BINARY_BYTES and len(text) <= _SMALL_TEXT_BYTES
     known = _known_text(bytes(text), bounds.depth) if is_repeated else None
-    if known is not None and known.nbytes == len(tail):
-        return known.request(model, version, tail)
-    return _decode_parts(text, tail, model, version, bounds, regions)
+    if isinstance(known, _KnownText):
+        if known.nbytes == len(tail):
+            return known.request(model, version, tail)
+        known = None
+    said = _read_text(text, bounds) if known is None else (None, known)
+    return _decode_parts(said, tail, model, version, bounds, regions)
 
 
 def _decode_parts(
-    text: Bytes, tail: Bytes, model: str, version: int, bounds: JsonBounds, regions: Regions
+    said: tuple[Document | None, Request], tail: Bytes, model: str, version: int, bounds: JsonBounds, regions: Regions
 ) -> tuple[OutgoingRequest, OutputPlan]:
-    document, parsed = _read_text(text, bounds)
+    document, parsed = said
     form = _PLAIN
     fields: dict[str, Any] = {}
     if parsed.parameters is not UNSET:
@@ -143,24 +146,24 @@ class _KnownText(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _known_text(text: bytes, depth: int) -> _KnownText | None:
-    """Returns `None` for a text with data, shared memory, classes, or parameters of the model."""
+def _known_text(text: bytes, depth: int) -> _KnownText | Request:
+    """Returns a text as parsed if it has data, shared memory, classes, or parameters of the model."""
     parsed, fields = _parsed(text, depth), dict[str, Any]()
     form = _PLAIN if parsed.parameters is UNSET else kserve_exact.apply_parameters(parsed.parameters, fields)
     if fields:
-        return None
+        return parsed
     inputs, position = [], 0
     for entry in parsed.inputs:
         parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
         size = parameters.binary_data_size
         if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:
-            return None
+            return parsed
         inputs.append((entry.name, NAMES[type(entry)], entry.shape, slice(position, position + size)))
         position += size
     for output in parsed.outputs:
         asked = output.parameters
         if asked is not UNSET and (asked.classification, asked.shared_memory_region) != (UNSET, UNSET):
-            return None
+            return parsed
     outputs, plan = _plan(parsed.outputs, NO_REGIONS, form) if parsed.outputs else ((), _plan_of(form))
     return _KnownText(parsed.id, inputs, position, outputs, plan)
 

@@ -36,7 +36,7 @@ class SmallMemory:
 
     @property
     def used_bytes(self) -> int:
-        """What is used, without pages of files, which the kernel gives back."""
+        """Returns the bytes in use, without pages of files, which the kernel gives back."""
         counts = dict(line.split() for line in (self._group / "memory.stat").read_text().splitlines())
         files = sum(int(counts[name]) for name in ("inactive_file", "active_file"))
         return int((self._group / "memory.current").read_text()) - files

@@ -612,7 +612,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 
 
 def _batch_of(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str]) -> ReceivedBatch:
-    """As in Triton, a request without output names gets all outputs."""
+    """Returns the batch of a message; a request that names no outputs gets all, as in Triton."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     return ReceivedBatch(message, [_parts(array, message, position) for position, array in enumerate(arrays)], outputs)
 

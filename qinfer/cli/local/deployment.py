@@ -8,31 +8,19 @@ The gateway stops first, so that requests in flight are answered, then the worke
 when models are loaded. This process imports little; `preparation` runs in another one.
 """
 
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Union
-
-from qinfer.cli.local.machine import RunFile, claim_ports, read_run, remove_run, share_cpus, usable_cpus, write_run
-from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
-from qinfer.core.clock import SystemClock
-from qinfer.core.environments import system_environment
-from qinfer.core.processes import protect_process
-from qinfer.queue.embedded import EmbeddedRedis
-
-if TYPE_CHECKING:
-    from qinfer.cli.scaling.scaler import Autoscaler
 import builtins
 import json
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, Union
 
 import msgspec
 from rich.console import Console
@@ -40,8 +28,25 @@ from rich.status import Status
 from rich.text import Text
 
 from qinfer import errors
-from qinfer.cli.local.machine import GatewayAddress
+from qinfer.cli.local.machine import (
+    GatewayAddress,
+    RunFile,
+    claim_ports,
+    read_run,
+    remove_run,
+    share_cpus,
+    usable_cpus,
+    write_run,
+)
+from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
+from qinfer.core.clock import SystemClock
+from qinfer.core.environments import system_environment
+from qinfer.core.processes import protect_process
 from qinfer.errors import QinferError
+from qinfer.queue.embedded import EmbeddedRedis
+
+if TYPE_CHECKING:
+    from qinfer.cli.scaling.scaler import Autoscaler
 
 
 class Messages:

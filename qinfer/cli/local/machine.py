@@ -4,6 +4,7 @@
 """
 
 import errno
+import json
 import os
 import secrets
 import socket
@@ -13,13 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from qinfer.errors import SettingsError
 
 if TYPE_CHECKING:
     from qinfer.core.settings import Settings
-import json
-
-import msgspec
 
 CHOSEN_PORTS = range(16384, 32768)
 """The kernel gives higher ports to outgoing connections."""

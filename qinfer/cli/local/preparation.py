@@ -1,4 +1,4 @@
-"""The preparation of `qinfer up`, and its summary; run by `preparer`, because it imports much."""
+"""The preparation of `qinfer up`, and its summary; run by `deployment.Preparer`, because it imports much."""
 
 import contextlib
 import importlib.util

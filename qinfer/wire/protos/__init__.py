@@ -3,6 +3,7 @@
 `grpc_service_pb2` and the others have the names that protoc's modules have; each is loaded when it is first named.
 """
 
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,4 +27,5 @@ def __getattr__(name: str) -> Any:
     builder.BuildMessageAndEnumDescriptors(descriptor, found)
     builder.BuildTopDescriptorsAndMessages(descriptor, module.__name__, found)
     vars(module).update(found)
+    sys.modules[module.__name__] = module
     return globals().setdefault(name, module)

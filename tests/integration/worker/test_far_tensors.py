@@ -107,7 +107,7 @@ async def test_images_and_answers_travel_beside_redis(machines: Machines) -> Non
 async def test_tensors_that_do_not_come_go_through_redis(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, *, after: int, stalls: bool
 ) -> None:
-    """Those of pending requests, too; no attempt is counted. After a while they travel beside it again."""
+    """Pending requests are answered, and no attempt is counted; after a while tensors travel beside Redis again."""
     redelivered = Mock()
     monkeypatch.setattr(StatsTally, "redelivered", redelivered)
     monkeypatch.setattr("qinfer.submission.memory.LEFT_S", 3.0)
@@ -176,7 +176,7 @@ def certificate_of(machines: Machines) -> str:
 
 
 async def test_a_large_request_whose_answer_is_too_large_for_the_connection(machines: Machines) -> None:
-    """Of nearly 8 MiB."""
+    """Request and answer have nearly 8 MiB each."""
     values = np.arange(2**21 - 1000, dtype="f4").reshape(1, -1)
     await machines.ask(2, values)
 

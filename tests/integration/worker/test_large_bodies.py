@@ -156,7 +156,7 @@ async def test_a_large_body_beyond_the_bound_is_answered_through_redis(scene: Se
 async def test_a_request_that_ends_while_it_is_copied_is_not_executed(
     scene: ServedModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory may have become another's between two pieces."""
+    """The memory may have become another request's between two pieces."""
     looks: list[TensorView] = []
 
     def is_first_look(view: TensorView) -> bool:

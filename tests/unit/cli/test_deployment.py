@@ -1,4 +1,4 @@
-"""What `qinfer up` decides about bulk jobs and large tensors, and errors that cross the pipe of its preparation."""
+"""Decisions of `qinfer up` about bulk jobs and large tensors, and errors that cross the pipe of its preparation."""
 
 import importlib.util
 import os

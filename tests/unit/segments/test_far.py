@@ -31,7 +31,7 @@ OWNER, READER = "gateway-g", "worker-w"
 
 
 class Registry:
-    """What processes have announced; `replaced` addresses stand for a proxy in between."""
+    """The addresses that processes have announced; `replaced` ones stand for a proxy in between."""
 
     def __init__(self) -> None:
         self.live: dict[str, str] = {}
@@ -174,7 +174,7 @@ async def test_many_tensors_come_by_turns(scene: Scene) -> None:
 
 
 async def test_tensors_of_an_ended_request_are_gone(scene: Scene) -> None:
-    """Also if their memory has others, or the request ends while they are on their way."""
+    """A reader learns it if the memory is free or has others, and while tensors are on their way."""
     gateway, far = await scene.pair()
     held, _ = written(gateway, 5000)
     held.release()

@@ -87,6 +87,7 @@ def test_after_the_last_step_the_canary_is_stable(controller: Controller) -> Non
     assert decision.action == Action.FINISH
     assert controller.state.stable == CANARY
     assert controller.state.ended == "finish"
+    assert controller.see(1).reason == "it has ended: finish"
 
 
 def test_a_worse_canary_is_rolled_back_with_the_numbers(controller: Controller) -> None:

@@ -13,7 +13,7 @@ from qinfer.core.messages import OutgoingRequest, Response, SequenceFlags
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.json_pieces import JsonBounds
-from qinfer.wire.kserve_json import _decode_parts, decode_infer, elements, encode_infer
+from qinfer.wire.kserve_json import _decode_parts, _parsed, decode_infer, elements, encode_infer
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan
 
 JSON_PLAN = OutputPlan()
@@ -385,7 +385,7 @@ def test_a_text_that_is_repeated_before_large_tensors_says_the_same(
     for number in range(3):
         tail = bytes([number]) * size
         request, plan = _decode(text + tail, len(text))
-        expected = _decode_parts(text, tail, "m", 0, JsonBounds(), NO_REGIONS)
+        expected = _decode_parts((None, _parsed(text, 100)), tail, "m", 0, JsonBounds(), NO_REGIONS)
         assert (request, plan) == expected
         assert request.inputs[-1].data == tail[-LARGE:]
         assert type(request.sequence) is type(expected[0].sequence)

@@ -98,7 +98,7 @@ def test_what_is_written_into_reserved_memory_is_sent_as_it_is(ends: Ends) -> No
 
 
 def test_reserved_memory_that_is_not_sent_is_used_again(ends: Ends) -> None:
-    """Also by a message that has its buffers elsewhere."""
+    """A message that has its buffers elsewhere leaves the memory to the next one."""
     for _ in range(3):
         ends[0].reserve([LARGE])
         ends[0].send(ModelLoaded(), [large(1)])
