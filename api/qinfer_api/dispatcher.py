@@ -171,10 +171,10 @@ class Dispatcher:
         memory = self._lands(model, version, nbytes - begin)
         return None if memory is None else memory.land(nbytes, begin, model, tenant, most)
 
-    def may_land(self, model: str, version: int, nbytes: int) -> bool:
+    def may_land(self, model: str, version: int, nbytes: int, tenant: str) -> bool:
         """Returns whether a body of so many bytes, more than `MOST_BYTES`, is received into memory now."""
         memory = self._lands(model, version, nbytes)
-        return memory is not None and memory.may_land(nbytes, model)
+        return memory is not None and memory.may_land(nbytes, model, tenant)
 
     def _lands(self, model: str, version: int, nbytes: int) -> TensorMemory | None:
         memory = self.submission.memory

@@ -37,6 +37,8 @@ WHOLE_WITHIN_S = 60
 
 SPENT = "the gateway has no memory left for bodies (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
 
+NO_ROOM = "the gateway has no memory left for tensors; try again, or another gateway"
+
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
 
 ANSWER_BYTES = 3
@@ -355,7 +357,7 @@ class ReceivingBudget:
         if held := self._held.get(owner, 0) + more:
             self._held[owner] = held
         else:
-            del self._held[owner]
+            self._held.pop(owner, None)
         if owner in self._waiting.own:
             self._waiting.holds(owner)
 

@@ -100,7 +100,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         apart: Whether it is part of a batch that raised: its items must not be merged with others.
         earlier: Responses before the final responses, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
-        gives_way: Its calls were refused to free the instance; it runs again.
+        gives_way: Its calls were refused to free the instance, or a request had ended; it runs again.
     """
 
     items: Sequence[WorkItem]
@@ -181,12 +181,9 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         """Executes without raising; every item then has an answer or is `unanswered`."""
         self.begin_ns = time.perf_counter_ns()
         try:
-            if self.assemble is not None:
-                self.batch = self.assemble(getattr(backend, "room", None))
-                if not all(item.is_current is None or item.is_current() for item in self.items):
-                    raise InferenceFailed("a request of the batch has ended where it was submitted")
-                begin_ns, self.begin_ns = self.begin_ns, time.perf_counter_ns()
-                self.input_ns += self.begin_ns - begin_ns
+            if self.assemble is not None and not self._assembled(self.assemble, getattr(backend, "room", None)):
+                self.gives_way, self.end_ns = True, time.perf_counter_ns()
+                return
             backend.execute(self.batch, self)
             self.error = self._missing()
         except QinferError as error:
@@ -204,6 +201,24 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         if self._refusals:
             self.answers = [None if answer is None else self._own(answer) for answer in self.answers]
             self.earlier = [(item, self._own(answer), said) for item, answer, said in self.earlier]
+
+    def _assembled(self, assemble: Callable[[Room | None], Batch], room: Room | None) -> bool:
+        """Makes the batch; false = a request has ended, whose memory may have tensors of others, also in the batch."""
+        if not self._are_current:
+            return False
+        self.batch = assemble(room)
+        if not self._are_current:
+            for array in self.batch.inputs.values():
+                if array.flags.writeable:  # in memory that a model's process sees
+                    array.fill(0)
+            return False
+        begin_ns, self.begin_ns = self.begin_ns, time.perf_counter_ns()
+        self.input_ns += self.begin_ns - begin_ns
+        return True
+
+    @property
+    def _are_current(self) -> bool:
+        return all(item.is_current is None or item.is_current() for item in self.items)
 
     @property
     def batch_id(self) -> str:

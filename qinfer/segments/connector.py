@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 CONNECTED_WITHIN_S = 3.0
 READ_WITHIN_S = 10.0
+LEAST_BYTES_PER_S = 2**20
+"""Large reads have so much more time; one of which nothing comes is given up before."""
+
 REGISTRY_EVERY_S = 3.0
 _MOST_READS = 64
 _MOST_OWNERS = 1024
@@ -137,7 +140,7 @@ class TensorConnector:
                 await link.known.wait()
         except TimeoutError:
             reason = f"no answer within {CONNECTED_WITHIN_S:g} s"
-        except (OSError, ValueError) as error:
+        except (OSError, OverflowError, ValueError) as error:
             reason = str(error)
         finally:
             self._connecting.discard(name)
@@ -208,7 +211,7 @@ class OwnerAtReader(TensorLink):
             place = reference.segment, reference.offset, reference.size, reference.generation
             self.send(MessageKind.READ, number, msgspec.msgpack.encode(place))
             try:
-                async with asyncio.timeout(READ_WITHIN_S):
+                async with asyncio.timeout(READ_WITHIN_S + self.incoming_bytes / LEAST_BYTES_PER_S):
                     return await read
             except TimeoutError:
                 self._stall()

@@ -119,9 +119,9 @@ class OwnMemory:
         now_s = self._now_s()
         return now_s - next(iter(self._since_s.values()), now_s)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Returns whether `take` has room for so many bytes of any tenant."""
-        return self._slabs.has_room(nbytes)
+    def has_room(self, nbytes: int, tenant: str) -> bool:
+        """Returns whether `take` has room for so many bytes of a tenant."""
+        return self._slabs.has_room(nbytes, tenant)
 
     def write(self, parts: Sequence[Bytes], nbytes: int, tenant: str) -> HeldTensors | None:
         """Copies `parts`, `nbytes` together, into a slab; `None` without room."""

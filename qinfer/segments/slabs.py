@@ -37,6 +37,12 @@ class _Idle(NamedTuple):
     since_s: float
 
 
+class _Resting(NamedTuple):
+    place: Place
+    since_s: float
+    tenant: str
+
+
 @lru_cache(maxsize=1024)
 def slab_size(nbytes: int) -> int:
     """Returns the size of the slab for so many bytes of tensors.
@@ -66,7 +72,7 @@ class Slabs:
         self._idle: dict[int, list[_Idle]] = {}
         self._bare: dict[int, list[Place]] = {}
         """Free slabs without pages."""
-        self._resting: deque[_Idle] = deque()
+        self._resting: deque[_Resting] = deque()
         self._resting_bytes = 0
         self._end = Place(0, 0, 0)
         """The segment that slabs are cut from, and what is left of it."""
@@ -75,16 +81,17 @@ class Slabs:
         """Bytes with pages: those that are held, and those of free slabs."""
         self._held_by = defaultdict[object, int](int)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Returns whether the bound allows another slab for so many bytes."""
+    def has_room(self, nbytes: int, tenant: str) -> bool:
+        """Returns whether the bound, and the tenant's share, allow another slab for so many bytes."""
         if self._resting:
             self._end_rests()
-        return self.held_bytes + self._resting_bytes + slab_size(nbytes) <= self.most_bytes
+        size = slab_size(nbytes)
+        return self.held_bytes + self._resting_bytes + size <= self.most_bytes and self._has_share(size, tenant)
 
     def take(self, nbytes: int, tenant: str) -> Place | None:
         """Takes a slab for so many bytes of tensors; `None` if the bound or the tenant's share does not allow it."""
         size = slab_size(nbytes)
-        if not self.has_room(nbytes) or not self._has_share(size, tenant):
+        if not self.has_room(nbytes, tenant):
             return None
         if idle := self._idle.get(size):
             place = idle.pop().place
@@ -99,11 +106,12 @@ class Slabs:
 
     def free(self, place: Place, tenant: str, *, rests: bool = False) -> None:
         """Frees a slab."""
-        self._let_go(place.size, tenant)
         if rests:
-            self._resting.append(_Idle(place, self._now_s()))
+            self.held_bytes -= place.size
+            self._resting.append(_Resting(place, self._now_s(), tenant))
             self._resting_bytes += place.size
         else:
+            self._let_go(place.size, tenant)
             self._idled(place, self._now_s())
 
     def give_up(self, place: Place, tenant: str) -> None:
@@ -129,7 +137,8 @@ class Slabs:
         while self._resting and self._resting[0].since_s <= before_s:
             one = self._resting.popleft()
             self._resting_bytes -= one.place.size
-            self._idled(*one)
+            self._give_share(one.place.size, one.tenant)
+            self._idled(one.place, one.since_s)
 
     def _idled(self, place: Place, since_s: float) -> None:
         since_s = since_s if place.size <= LARGE_BYTES else -math.inf
@@ -137,6 +146,9 @@ class Slabs:
 
     def _let_go(self, size: int, tenant: str) -> None:
         self.held_bytes -= size
+        self._give_share(size, tenant)
+
+    def _give_share(self, size: int, tenant: str) -> None:
         self._held_by[tenant] -= size
         if not self._held_by[tenant]:
             del self._held_by[tenant]

@@ -8,22 +8,19 @@ credentials, endpoint and region. With options for fsspec alone (`FSSPEC_S3_…`
 `store.open` reads.
 """
 
+import io
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+from qinfer.errors import StoreChanged
 from qinfer.storage.open import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, addressing_style
-from qinfer.storage.store import Store
+from qinfer.storage.store import Stat, Store, answer_of, fail
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-import io
-
-from qinfer.errors import StoreChanged
-from qinfer.storage.store import Stat, answer_of, fail
 
 _TRIES = 3  # when connections break within an answer
 _IS_ANOTHER = 412

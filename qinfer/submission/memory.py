@@ -155,9 +155,9 @@ class TensorMemory:
         self.ways[NO_MEMORY if held is None else MEMORY] += 1
         return held
 
-    def may_land(self, nbytes: int, model: str) -> bool:
+    def may_land(self, nbytes: int, model: str, tenant: str) -> bool:
         """Returns whether there is memory for so many bytes of a body, beside other tenants'."""
-        return self._memory.has_room(nbytes + ALIGNMENT) and self._way(model) is MEMORY
+        return self._memory.has_room(nbytes + ALIGNMENT, tenant) and self._way(model) is MEMORY
 
     def land(self, nbytes: int, begin: int, model: str, tenant: str, most: int) -> "Landing | None":
         """Returns memory for a body whose tensors have `most` bytes; `None` if it is to travel through Redis."""

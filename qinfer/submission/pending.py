@@ -245,6 +245,8 @@ class PendingRequests:
         self._late: list[PendingCall] = []
         self._stored: list[PendingCall] = []
         self._apart: list[PendingCall] = []
+        self._storing: set[str] = set()
+        """Requests whose tensors are being stored."""
         self._work = asyncio.Event()
         self._credits = Credits(queue, window_bytes, self._pending.__contains__)
 
@@ -283,11 +285,11 @@ class PendingRequests:
         ends_s, now_s, owe = pending.started_s + timeout_s, self._clock.monotonic_s, self._credits.owe
         pending.stream = StreamReader(pending.request_id, resumes, pause_s, ends_s, now_s, owe)
 
-    def remove(self, pending: PendingCall) -> bool:
+    def remove(self, pending: PendingCall, *, unanswered: bool = True) -> bool:
         """Removes a request; returns whether it was pending."""
         if not self._take_out(pending):
             return False
-        _give_back(pending)
+        _give_back(pending, unanswered=unanswered)
         return True
 
     def submitted(self, pending: PendingCall, outcome: Entry | QinferError) -> None:
@@ -343,9 +345,10 @@ class PendingRequests:
         self._work.set()
 
     async def _store_tensors(self, pending: PendingCall) -> None:
-        if pending.tensors is None or pending.entry is None:  # the worker asks again
-            return
+        if pending.tensors is None or pending.entry is None or pending.request_id in self._storing:
+            return  # the worker asks again
         kept = pending.tensors.hold()
+        self._storing.add(pending.request_id)
         try:
             left_s = pending.bucket / _BUCKETS_PER_S - self._clock.monotonic_s()
             payload = Payload(pending.request_id, kept.view(), max(left_s, 0.0) + PAYLOAD_MARGIN_S)
@@ -354,6 +357,7 @@ class PendingRequests:
             extra = {"request_id": pending.request_id, "error": error.message}
             logger.warning("tensors that a worker can't read are not stored", extra=extra)
         finally:
+            self._storing.discard(pending.request_id)
             kept.release()
 
     def request_of(self, response: Response) -> PendingCall | None:
@@ -375,7 +379,7 @@ class PendingRequests:
             del self._pending[response.request_id]
             self._remove_entry(pending)
             if pending.tensors is not None:
-                _give_back(pending, unanswered=False)
+                _give_back(pending, unanswered=response.attempt > 1)  # an earlier worker may still read them
         return pending
 
     def cancel(self, pending: PendingCall) -> bool:
@@ -623,7 +627,7 @@ class PendingRequests:
             else:
                 await self._drop(*_outputs_of(pending))
             return
-        is_awaited = self.remove(pending)  # another attempt's outputs are as good
+        is_awaited = self.remove(pending, unanswered=pending.attempt > 1)  # another attempt's outputs are as good
         if is_awaited:
             self.answer_caller(pending, msgspec.structs.replace(response, stored=False))
         if not is_awaited or pending.holder is None:

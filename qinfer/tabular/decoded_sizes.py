@@ -1,27 +1,22 @@
 """Computes how many bytes rows of Arrow arrays take when decoded, without decoding them. Pure.
 
 A value of a dictionary or run is stored once for many rows, so a file of kilobytes can become gigabytes. Sizes come
-from indices, run ends and lengths (https://arrow.apache.org/docs/format/Columnar.html).
+from indices, run ends and offsets (https://arrow.apache.org/docs/format/Columnar.html).
 """
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from qinfer.tabular.casts import is_text
-
-Sizes = npt.NDArray[Any] | float
-"""Bytes of each element, or the width of all, as floats, since sums may exceed any integer."""
+Positions = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+Sizes = npt.NDArray[np.float64]
+"""Bytes, as floats, since products may exceed any integer."""
 
 _OFFSET_BYTES = 8
 _CUT_ROWS = 2**18
-_SHARED = re.compile("dictionary|run_end_encoded|view|union|extension|(?<!not )null")
-"""Types whose elements may share their bytes, or have no bytes."""
 
 
 class FileRows(NamedTuple):
@@ -35,13 +30,14 @@ class FileRows(NamedTuple):
 
 def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
     """Splits a valid batch into runs of rows within `max_bytes`; a row that is too large loses its largest columns."""
-    is_shared = any(_SHARED.search(str(kind)) for kind in record.schema.types)
     for begin in range(0, record.num_rows, _CUT_ROWS):
         part = record.slice(begin, _CUT_ROWS)
-        if not is_shared and part.nbytes <= max_bytes:
-            yield FileRows(part, part.nbytes)
+        whole = sum(float(bytes_before(column, np.array([part.num_rows]))[0]) for column in part.columns)
+        if whole <= max_bytes:
+            yield FileRows(part, int(whole))
             continue
-        before = _before(sum(map(sizes_of, part.columns), 0.0), part.num_rows)
+        edges = np.arange(part.num_rows + 1)
+        before = sum((bytes_before(column, edges) for column in part.columns), np.zeros(len(edges)))
         start = 0
         while start < part.num_rows:
             stop = int(np.searchsorted(before, before[start] + max_bytes, "right")) - 1
@@ -54,7 +50,7 @@ def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
 
 
 def _single(row: pa.RecordBatch, max_bytes: int) -> FileRows:
-    sizes = [decoded_bytes(column) for column in row]
+    sizes = [bytes_before(column, np.arange(2))[1] for column in row]
     left, is_too_large = sum(sizes), False
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         if left <= max_bytes:
@@ -64,98 +60,174 @@ def _single(row: pa.RecordBatch, max_bytes: int) -> FileRows:
     return FileRows(row, int(left), is_too_large)
 
 
-def decoded_bytes(array: pa.Array) -> float:
-    """Returns the decoded bytes of a valid array."""
-    return float(_before(sizes_of(array), len(array))[-1])
-
-
-def sizes_of(array: pa.Array) -> Sizes:
-    """Returns the decoded bytes of a valid array's elements."""
+def bytes_before(array: pa.Array, positions: Positions) -> Sizes:
+    """Returns the decoded bytes before each position."""
     kind = array.type
-    for is_of, sizes in _KINDS:
+    for is_of, sizes_of in _BY_ELEMENT:
         if is_of(kind):
-            return sizes(array)
-    return 1.0 if pa.types.is_null(kind) else max(1.0, kind.bit_width / 8)
+            return _summed(sizes_of(array), positions)
+    for is_of, before in _BY_POSITION:
+        if is_of(kind):
+            return before(array, positions)
+    found: Sizes = positions.astype(np.float64) * _width(kind)
+    return found
 
 
-def _of_dictionary(array: pa.DictionaryArray) -> Sizes:
-    return _each(array.dictionary)[_numpy(array.indices.fill_null(0)).astype(np.int64)]
+def _in_storage(array: pa.ExtensionArray, positions: Positions) -> Sizes:
+    return bytes_before(array.storage, positions)
 
 
-def _of_runs(array: pa.RunEndEncodedArray) -> Sizes:
-    rows = np.arange(array.offset, array.offset + len(array))
-    return _each(array.values)[np.searchsorted(_numpy(array.run_ends), rows, "right")]
+def _in_structs(array: pa.StructArray, positions: Positions) -> Sizes:
+    fields = (bytes_before(array.field(number), positions) for number in range(array.type.num_fields))
+    return sum(fields, positions.astype(np.float64))
 
 
-def _of_struct(array: pa.StructArray) -> Sizes:
-    return sum((sizes_of(array.field(number)) for number in range(array.type.num_fields)), 1.0)
-
-
-def _of_views(array: pa.Array) -> Sizes:
-    words = np.frombuffer(array.buffers()[1] or b"", np.int32)[::4]  # a view's first four bytes are its length
-    lengths = words[array.offset : array.offset + len(array)]
-    return np.where(_numpy(array.is_valid()), lengths, 0).astype(np.float64) + _OFFSET_BYTES
-
-
-def _of_texts(array: pa.Array) -> Sizes:
-    return _numpy(pc.binary_length(array).fill_null(0)).astype(np.float64) + _OFFSET_BYTES
-
-
-def _of_fixed_lists(array: pa.FixedSizeListArray) -> Sizes:
+def _in_fixed_lists(array: pa.FixedSizeListArray, positions: Positions) -> Sizes:
     size = array.type.list_size
-    each = sizes_of(array.values.slice(array.offset * size, len(array) * size))
-    found: Sizes = each * size if isinstance(each, float) else each.reshape(len(array), size).sum(axis=1)
+    return bytes_before(array.values.slice(array.offset * size, len(array) * size), positions * size)
+
+
+def _in_maps(array: pa.MapArray, positions: Positions) -> Sizes:
+    offsets = _numpy(array.offsets)
+    return _in_items(array.keys, offsets, positions) + _in_items(array.items, offsets, positions)
+
+
+def _in_lists(array: pa.Array, positions: Positions) -> Sizes:
+    return _in_items(array.values, _numpy(array.offsets), positions)
+
+
+def _in_texts(array: pa.Array, positions: Positions) -> Sizes:
+    offsets = _text_offsets(array)
+    found: Sizes = offsets[positions].astype(np.float64) - offsets[0] + positions * float(_OFFSET_BYTES)
     return found
 
 
-def _of_lists(array: Any) -> Sizes:
-    begins, kind = _numpy(array.offsets).astype(np.int64), array.type
-    is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-    lengths = _numpy(array.sizes).astype(np.int64) if is_view else np.diff(begins)
-    begins = begins[: len(array)]
-    first, last = (int(begins.min()), int((begins + lengths).max())) if len(array) else (0, 0)
-    columns = (array.keys, array.items) if pa.types.is_map(kind) else (array.values,)
-    each = sum((sizes_of(items.slice(first, last - first)) for items in columns), 0.0)
-    if isinstance(each, float):
-        return lengths * each + _OFFSET_BYTES
-    before = _before(each, last - first)
-    found: Sizes = before[begins + lengths - first] - before[begins - first] + _OFFSET_BYTES
+def _in_items(items: pa.Array, offsets: Positions, positions: Positions) -> Sizes:
+    offsets = offsets.astype(np.int64, copy=False)
+    own = items.slice(offsets[0], offsets[-1] - offsets[0])
+    return bytes_before(own, offsets[positions] - offsets[0]) + positions * float(_OFFSET_BYTES)
+
+
+def _in_runs(array: pa.RunEndEncodedArray, positions: Positions) -> Sizes:
+    ends = _numpy(array.run_ends).astype(np.int64)
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    sizes = _each(array.values)
+    before = np.concatenate([[0.0], np.cumsum((ends - begins) * sizes)])
+    places = np.concatenate([[0], positions]) + array.offset
+    runs = np.minimum(np.searchsorted(ends, places, "right"), max(len(ends) - 1, 0))
+    if not len(ends):
+        return np.zeros(len(positions))
+    whole: Sizes = before[runs] + (places - begins[runs]) * sizes[runs]
+    found: Sizes = whole[1:] - whole[0]
     return found
 
 
-def _of_union(array: pa.UnionArray) -> Sizes:
+def _dictionary_sizes(array: pa.DictionaryArray) -> Sizes:
+    sizes = np.append(_each(array.dictionary), 0.0)
+    indices = _numpy(array.indices.fill_null(0)).astype(np.int64)
+    if len(sizes) == 1:
+        return np.zeros(len(array))
+    found: Sizes = sizes[indices]
+    return found
+
+
+def _list_view_sizes(array: pa.Array) -> Sizes:
+    begins, lengths = _numpy(array.offsets).astype(np.int64), _numpy(array.sizes).astype(np.int64)
+    items = array.values
+    found: Sizes = bytes_before(items, begins + lengths) - bytes_before(items, begins) + float(_OFFSET_BYTES)
+    return found
+
+
+def _view_sizes(array: pa.Array) -> Sizes:
+    if not len(array):
+        return np.zeros(0)
+    words = np.frombuffer(array.buffers()[1], np.int32)[::4]  # a view's first four bytes are its length
+    lengths = words[array.offset : array.offset + len(array)]
+    found: Sizes = np.where(_numpy(array.is_valid()), lengths, 0).astype(np.float64) + _OFFSET_BYTES
+    return found
+
+
+def _union_sizes(array: pa.UnionArray) -> Sizes:
     fields = [array.field(number) for number in range(array.type.num_fields)]
     if array.type.mode == "sparse":
-        return sum(map(sizes_of, fields), 1.0)
-    types, offsets, found = _numpy(array.type_codes), _numpy(array.offsets), np.ones(len(array))
+        return sum((_each(field) for field in fields), np.ones(len(array)))
+    types, offsets = _numpy(array.type_codes), _numpy(array.offsets)
+    found = np.ones(len(array))
     for code, field in zip(array.type.type_codes, fields, strict=True):
         chosen = types == code
         found[chosen] += _each(field)[offsets[chosen]]
     return found
 
 
-_KINDS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[Any], Sizes]], ...] = (
-    (lambda kind: isinstance(kind, pa.BaseExtensionType), lambda array: sizes_of(array.storage)),
-    (pa.types.is_dictionary, _of_dictionary),
-    (pa.types.is_run_end_encoded, _of_runs),
-    (pa.types.is_union, _of_union),
-    (pa.types.is_struct, _of_struct),
-    (pa.types.is_fixed_size_list, _of_fixed_lists),
-    (pa.types.is_nested, _of_lists),
-    (lambda kind: pa.types.is_string_view(kind) or pa.types.is_binary_view(kind), _of_views),
-    (lambda kind: is_text(kind) and not pa.types.is_fixed_size_binary(kind), _of_texts),
-)
+def _each(array: pa.Array) -> Sizes:
+    sizes: Sizes = np.diff(bytes_before(array, np.arange(len(array) + 1)))
+    return sizes
 
 
-def _each(array: pa.Array) -> npt.NDArray[Any]:
-    """Returns the sizes of all elements, and 0 behind them, for indices without a value."""
-    return np.append(np.broadcast_to(sizes_of(array), len(array)), 0.0)
+def _summed(sizes: npt.NDArray[Any], positions: Positions) -> Sizes:
+    before: Sizes = np.concatenate([[0.0], np.cumsum(sizes, dtype=np.float64)])
+    return before[positions]
 
 
-def _before(sizes: Sizes, count: int) -> npt.NDArray[Any]:
-    return np.concatenate([[0.0], np.cumsum(np.broadcast_to(sizes, count))])
+def _text_offsets(array: pa.Array) -> Positions:
+    buffer = array.buffers()[1]
+    if buffer is None or not len(array):
+        return np.zeros(len(array) + 1, np.int64)
+    dtype: Any = np.int64 if _is_large_text(array.type) else np.int32
+    offsets: Positions = np.frombuffer(buffer, dtype, count=array.offset + len(array) + 1)[array.offset :]
+    return offsets
+
+
+def _is_large_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind)) or _is_large_text(kind)
+
+
+def _is_view(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _is_list_view(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _is_extension(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.BaseExtensionType)
+
+
+def _width(kind: pa.DataType) -> float:
+    return 1.0 if pa.types.is_null(kind) else max(1.0, kind.bit_width / 8)
 
 
 def _numpy(array: pa.Array) -> npt.NDArray[Any]:
     found: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
     return found
+
+
+_IsOf = Callable[[pa.DataType], bool]
+
+_BY_ELEMENT: tuple[tuple[_IsOf, Callable[[Any], Sizes]], ...] = (
+    (pa.types.is_dictionary, _dictionary_sizes),
+    (pa.types.is_union, _union_sizes),
+    (_is_list_view, _list_view_sizes),
+    (_is_view, _view_sizes),
+)
+"""Elements are not contiguous or in order."""
+
+_BY_POSITION: tuple[tuple[_IsOf, Callable[[Any, Positions], Sizes]], ...] = (
+    (_is_text, _in_texts),
+    (_is_list, _in_lists),
+    (pa.types.is_struct, _in_structs),
+    (pa.types.is_fixed_size_list, _in_fixed_lists),
+    (pa.types.is_map, _in_maps),
+    (pa.types.is_run_end_encoded, _in_runs),
+    (_is_extension, _in_storage),
+)
+"""Offsets or run ends give the size before a position."""

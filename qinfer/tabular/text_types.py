@@ -203,6 +203,8 @@ def large(table: pa.Table) -> set[Path]:
 
 def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa.Schema) -> pa.Table:
     """Reads lines; keeps marked numbers as written."""
+    if not len(schema):
+        return block(lines, schema)  # rows without columns are counted
     raw, others = ([field for field in schema if bool(marks(field)) == is_raw] for is_raw in (True, False))
     texts: Any = block(quoted(lines), texts_of(pa.schema([plain(field) for field in raw]))) if raw else None
     table: Any = block(lines, pa.schema(others)) if others else None

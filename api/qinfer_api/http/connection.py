@@ -33,7 +33,7 @@ from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
 from qinfer_api.http.infer import LARGE_BYTES, Headers, HttpReply, Writer, error_reply
-from qinfer_api.receiving import READ_BYTES, SPENT, SwitchingConnection
+from qinfer_api.receiving import NO_ROOM, READ_BYTES, SwitchingConnection
 from qinfer_api.turns import SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class HttpConnection(SwitchingConnection):
         if self._landing is not None and not self._refused:
             return self._landing.room
         port = self.port
-        if self._reading is None and self._lands:
+        if self._reading is None and self._lands and not self._refused:
             return port.head_buffer
         is_less = port.held_bytes >= MOST_HELD_BYTES and self._body_left <= LESS_READ_BYTES
         return port.less_buffer if is_less else port.buffer
@@ -225,7 +225,7 @@ class HttpConnection(SwitchingConnection):
             if not landing.rest:
                 self._end_landing()
             elif not (landing.room or landing.has_room()):
-                self._refuse(503, SPENT)
+                self._refuse_landing()
             return
         self.data_received(self.port.buffer[:nbytes].tobytes())
 
@@ -234,13 +234,16 @@ class HttpConnection(SwitchingConnection):
         self._landing, self._lands = landing, True
         for part in parts:
             if not landing.has_room(len(part)):
-                self._refuse(503, SPENT)
+                self._refuse_landing()
                 return
             landing.add(part)
         if not landing.has_room():
-            self._refuse(503, SPENT)
+            self._refuse_landing()
         elif not self._is_buffered:
             self.read_into_buffers()
+
+    def _refuse_landing(self) -> None:
+        self._refuse(503, NO_ROOM)
 
     def _end_landing(self) -> None:
         self._landing = None

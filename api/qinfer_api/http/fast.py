@@ -39,7 +39,7 @@ from qinfer_api.http.infer import (
     strictly,
     with_headers,
 )
-from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
+from qinfer_api.receiving import NO_ROOM, SPENT, ReceivingBudget, Reservation
 from qinfer_api.shared_memory import TakesLong
 
 logger = logging.getLogger(__name__)
@@ -343,8 +343,12 @@ class QinferHttpProtocol(HttpConnection):
         return self._fast.dispatcher.landing(target.model, target.version, head.length, begin, tenant, head.length)
 
     def _may_land(self, head: RequestHead) -> bool:
-        target = head.target
-        return self._fast.dispatcher.may_land(target.model, target.version, head.length)
+        target, dispatcher = head.target, self._fast.dispatcher
+        try:
+            tenant = dispatcher.authorize(head.context, Scope.INFER, self.peer).tenant
+        except QinferError:
+            return False  # the route refuses it
+        return dispatcher.may_land(target.model, target.version, head.length, tenant)
 
     def _watch(self, memory: Reservation, head: RequestHead) -> None:
         memory.watch(lambda: head.length if self._is_paused else head.length - self._body_left, self._time_out)
@@ -412,6 +416,14 @@ class QinferHttpProtocol(HttpConnection):
             self._land(landing, call.parts)
             self._parser = self._new_parser()  # the old one waits for the body
             call.parts = []
+        elif call.head.length > MAX_BINARY_BYTES:  # others have the memory now
+            self._drop(call, call.head, Overloaded(NO_ROOM))
+
+    def _refuse_landing(self) -> None:
+        if isinstance(call := self._reading, FastCall):
+            target, error = call.head.target, Overloaded(NO_ROOM)
+            self._fast.dispatcher.refuse(target.model, target.version, error, call.head.context)
+        super()._refuse_landing()
 
     def _drop(self, call: FastCall, head: RequestHead, error: QinferError) -> None:
         self._release()

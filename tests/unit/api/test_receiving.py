@@ -466,3 +466,13 @@ async def test_an_answer_that_is_read_too_slowly_is_given_up_where_others_wait(*
         budget.second_passed()
 
     assert late == ["late"] * others_wait
+
+
+def test_a_body_of_no_bytes_takes_none() -> None:
+    bodies = Bodies()
+    one = bodies.ask("empty", 0)
+    assert one is not None
+    one.release()
+
+    assert bodies.granted == ["empty"]
+    assert bodies.budget.held_bytes == 0

@@ -240,5 +240,22 @@ def test_what_was_overwritten_while_an_instance_copied_it_is_not_executed() -> N
 
     run.run(Halting(AssertionError("it was executed")))
 
-    assert isinstance(run.error, InferenceFailed)
+    assert run.gives_way
+    assert run.error is None
     assert run.unanswered == run.items
+
+
+def test_memory_of_an_ended_request_is_not_copied_for_an_instance_nor_left_there() -> None:
+    """Others may have it: while the batch waited for its instance, or while it was copied."""
+    run, looks, copied = execution(None), [True, False], np.ones((2, 2), np.float32)
+    run.items[1].is_current = lambda: looks.pop(0)
+    run.assemble = lambda _: Batch(requests=run.batch.requests, rows=run.batch.rows, inputs={"x": copied})
+
+    run.run(Halting(AssertionError("it was executed")))
+
+    assert run.gives_way
+    assert not copied.any()
+    again = execution(None)
+    again.items[0].is_current, again.assemble = lambda: False, lambda _: pytest.fail("it was copied")
+    again.run(Halting(AssertionError("it was executed")))
+    assert again.gives_way

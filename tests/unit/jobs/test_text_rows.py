@@ -27,7 +27,9 @@ from qinfer.tabular.row_files import TextRows, WantedColumns
 from qinfer.tabular.schemas import decode_schema
 from qinfer.tabular.source import FileFormat, ReadLimits, read_footer
 from qinfer.tabular.spec import Csv, Range
+from qinfer.tabular.text_rows import read_lines
 from qinfer.tabular.text_streams import TextFormat, TextStream
+from qinfer.tabular.text_types import read
 from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor
 
 PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
@@ -404,3 +406,10 @@ def test_types_follow_from_what_a_column_is_for() -> None:
         "k": pa.float64(),
     }
     assert types.is_copied("id")
+
+
+def test_rows_of_json_lines_without_a_column_are_counted() -> None:
+    """All columns that a job reads may be those of its folders' names."""
+    table = read(read_lines, b'{"a": 1}\n{"a": 2}\n', pa.schema([]))
+
+    assert [batch.num_rows for batch in table.combine_chunks().to_batches()] == [2]

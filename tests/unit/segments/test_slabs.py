@@ -58,6 +58,20 @@ def test_a_slab_that_may_be_read_rests() -> None:
     assert scene.take(MIB - HEADER_BYTES) == first
 
 
+def test_a_tenant_whose_slabs_rest_takes_no_more_than_its_half() -> None:
+    """One that sends and leaves at once would take the room of all."""
+    scene = Scene()
+    taken = 0
+    while (place := scene.slabs.take(MIB - HEADER_BYTES, "rude")) is not None:
+        scene.slabs.free(place, "rude", rests=True)
+        taken += place.size
+
+    assert taken == scene.slabs.most_bytes // 2
+    assert scene.slabs.take(MIB - HEADER_BYTES, "other") is not None
+    scene.now_s = REST_S
+    assert scene.slabs.take(MIB - HEADER_BYTES, "rude") is not None
+
+
 def test_slabs_do_not_overlap() -> None:
     """Of many sizes, taken and freed at random."""
     scene, chosen, held = Scene(64 * MIB), random.Random(7), dict[Place, int]()

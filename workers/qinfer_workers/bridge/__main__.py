@@ -195,6 +195,7 @@ async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: as
         liveness.cancel()
         await asyncio.wait([liveness, reporter], timeout=CLOSE_S)
         reporter.cancel()
+        await asyncio.wait([reporter])  # its client is closed next
     logger.info("bridge stopped")
 
 

@@ -6,7 +6,6 @@ flatbuffer `Message` that is a message's metadata and that pyarrow has checked.
 """
 
 import io
-import re
 import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.tabular.decoded_sizes import decoded_bytes
+from qinfer.tabular.casts import is_text
 from qinfer.tabular.footers import check_schema_message, field_of, unsigned
 from qinfer.tabular.inputs import DecodedBatch, InputColumns
 from qinfer.tabular.schemas import pruned, without_views
@@ -35,8 +35,7 @@ _MAX_MESSAGES = 1024
 _MESSAGE_HEADER = 2
 _DICTIONARY_DATA = 1
 _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
-_FILE_BEGIN, _FILE_END = b"ARROW1\0\0", b"ARROW1"
-_UNREAD = re.compile(r"run_end_encoded<|list_view<|dictionary<values=\w+<")
+_FILE_BEGIN, _FILE_END = b"ARROW1\0\0", struct.Struct("<i6s")  # size of the footer, mark
 
 
 def check_unpacked(stream: Bytes, max_bytes: int) -> None:
@@ -147,29 +146,55 @@ def _stream_of(body: Bytes, form: ArrowForm) -> Bytes:
     if form == "arrow-stream":
         return body
     view = memoryview(body)
-    if view[: len(_FILE_BEGIN)] != _FILE_BEGIN or view[-len(_FILE_END) :] != _FILE_END:
-        raise ValueError("it does not end as Arrow's file format does")
-    return view[len(_FILE_BEGIN) :]
+    if view[: len(_FILE_BEGIN)] == _FILE_BEGIN and len(view) >= len(_FILE_BEGIN) + _FILE_END.size:
+        size, mark = _FILE_END.unpack(view[-_FILE_END.size :])
+        end = len(view) - _FILE_END.size - size
+        if mark == _FILE_BEGIN[: len(mark)] and len(_FILE_BEGIN) <= end <= len(view):
+            return view[len(_FILE_BEGIN) : end]  # some writers leave out the mark at the stream's end
+    raise ValueError("it does not end as Arrow's file format does")
 
 
 def _batches(batches: Iterable[pa.RecordBatch], limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
-    rows, size_bytes = 0, 0.0
+    rows, size_bytes = 0, 0
     for batch in batches:
         rows += batch.num_rows
         if rows > limits.rows:
             raise InvalidRequest(limits.too_many_rows())
         batch.validate(full=True)  # damaged offsets would read any memory
         for column in batch.columns:
-            if unread := _UNREAD.search(str(column.type)):
-                remedy = (
-                    "write plain values" if unread[0].startswith("dictionary") else "write plain values, or plain lists"
-                )
-                raise InvalidRequest(f"a column is of type {column.type}; {remedy}")
-            size_bytes += decoded_bytes(column)
+            size_bytes += _size(column, limits)
         if size_bytes > limits.size_bytes:
             raise InvalidRequest(limits.too_large())
         if batch.num_rows:
             yield batch
+
+
+def _size(array: pa.Array, limits: ArrowLimits) -> int:
+    kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        return _size(array.storage, limits)
+    if pa.types.is_run_end_encoded(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        raise InvalidRequest(f"a column is of type {kind}; write plain values, or plain lists")
+    if isinstance(array, pa.DictionaryArray):
+        if pa.types.is_nested(kind.value_type) or pa.types.is_dictionary(kind.value_type):
+            raise InvalidRequest(f"a column is of type {kind}; write plain values")
+        each = _lengths(array.dictionary)
+        return int(each[array.indices.drop_null().to_numpy()].sum())
+    if pa.types.is_fixed_size_list(kind) and len(array) * kind.list_size > limits.size_bytes:
+        raise InvalidRequest(limits.too_large())
+    if any((pa.types.is_list(kind), pa.types.is_large_list(kind), pa.types.is_fixed_size_list(kind))):
+        return _size(array.flatten(), limits)
+    return int(_lengths(array).sum()) if is_text(kind) else len(array) * 8
+
+
+def _lengths(array: pa.Array) -> Any:
+    kind = array.type
+    if len(array) and (pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)):
+        views = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
+        return np.where(array.is_valid().to_numpy(zero_copy_only=False), views, 0).astype(np.int64)
+    if len(array) and is_text(kind):
+        return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.full(len(array), 8, np.int64)
 
 
 def _broken(form: ArrowForm, error: BaseException) -> InvalidRequest:

@@ -268,6 +268,16 @@ LIES = [
 ]
 
 
+def test_an_arrow_file_without_the_mark_at_its_streams_end() -> None:
+    """Some writers leave it out, as readers of files do not need it."""
+    body = arrow({"X": [[1, 2], [3, 4]]}, FILE)
+    begin = len(body) - 10 - int.from_bytes(body[-10:-6], "little")
+    mark = b"\xff\xff\xff\xff\0\0\0\0"
+    assert body[begin - len(mark) : begin] == mark
+
+    assert values(body[: begin - len(mark)] + body[begin:], FILE, codec()) == {"X": [[1, 2], [3, 4]]}
+
+
 @pytest.mark.parametrize(("body", "content_type", "reason"), LIES)
 def test_bad_arrow(body: bytes, content_type: str, reason: str) -> None:
     """Wrong columns, wrong sizes, and what is no Arrow at all."""
