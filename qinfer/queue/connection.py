@@ -73,6 +73,8 @@ class Template:
 Reply = Callable[[Any], None]
 
 _NOTHING = object()
+_STOOD_STILL_S = 0.5
+"""A timer that is later tells that this process stood still, which does not count as the server's silence."""
 DOWN = "the connection to the queue is down; try again"
 _FAILING_OVER = "the queue is failing over (read-only replica); try again"
 _FULL = "too much is waiting to be written to the queue; try again"
@@ -150,7 +152,8 @@ def _keep_alive(sock: socket.socket | None) -> None:
 class RedisConnection(asyncio.Protocol):
     """A queue of callbacks beside a socket.
 
-    It is broken after `timeout_s` without any reply, not when a server is slow but steady.
+    It is broken after `timeout_s` without any reply, not when a server is slow but steady, nor because this process was
+    stopped: the entries of a read that Redis answers just then would wait until their leases end.
     """
 
     def __init__(self, settings: RedisSettings, timeout_s: float) -> None:
@@ -165,14 +168,14 @@ class RedisConnection(asyncio.Protocol):
         self._out_bytes = 0
         self._has_large = self._is_paused = False
         self._farewell: QinferError | None = None
-        self._progress_at = 0.0
+        self._progress_at = self._excused_at = self._due_at = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sets the mark at which `send` refuses commands."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._max_bytes)
-        self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
+        self._watch_in(self._timeout_s)
 
     def send(self, packed: bytes, reply: Reply) -> None:
         """Sends a command with the others of this event-loop tick, or raises `BrokerUnavailable`."""
@@ -258,7 +261,7 @@ class RedisConnection(asyncio.Protocol):
         self._timeout_s = timeout_s
         if self._watchdog is not None and self._transport is not None:
             self._watchdog.cancel()
-            self._watchdog = self._loop.call_later(timeout_s, self._watch)
+            self._watch_in(timeout_s)
 
     def abort(self) -> None:
         """Drops the connection."""
@@ -293,13 +296,20 @@ class RedisConnection(asyncio.Protocol):
         else:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
+    def _watch_in(self, delay_s: float) -> None:
+        self._due_at = self._loop.time() + delay_s
+        self._watchdog = self._loop.call_at(self._due_at, self._watch)
+
     def _watch(self) -> None:
-        quiet_s = self._loop.time() - self._progress_at if self._owed else 0.0
+        now_s = self._loop.time()
+        if now_s - self._due_at > _STOOD_STILL_S and self._progress_at != self._excused_at:
+            self._progress_at = self._excused_at = now_s  # replies may have come that this process has not read
+        quiet_s = now_s - self._progress_at if self._owed else 0.0
         if quiet_s >= self._timeout_s:
             logger.warning("redis does not answer; reconnecting", extra={"quiet_s": round(quiet_s, 1)})
             self.abort()
             return
-        self._watchdog = self._loop.call_later(self._timeout_s - quiet_s, self._watch)
+        self._watch_in(self._timeout_s - quiet_s)
 
 
 _BACKOFF_S = (0.05, 2.0)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,24 @@ async def test_a_server_that_is_silent_for_too_long_counts_as_lost(tmp_path: Pat
         assert isinstance(lost, BrokerUnavailable)
         assert await _eventually(router, b"PING") == b"PONG"
         await router.close()
+
+
+async def test_a_process_that_was_stopped_does_not_blame_the_server(new_redis: RedisServer) -> None:
+    """Its timers are due before it has read what came meanwhile; it waits once more."""
+    router = await connect(new_redis, command_timeout_s=0.5)
+    answers = Answers()
+    new_redis.process.send_signal(signal.SIGSTOP)
+    try:
+        router.send(0, PING, answers)
+        await asyncio.sleep(0)
+        time.sleep(1.2)  # noqa: ASYNC251 - stands for a stopped process
+        await asyncio.sleep(0.01)
+        assert answers.replies == []
+    finally:
+        new_redis.process.send_signal(signal.SIGCONT)
+
+    assert await answers.all() == [b"PONG"]
+    await router.close()
 
 
 async def test_a_killed_connection_comes_back_by_itself(new_redis: RedisServer) -> None:
