@@ -29,7 +29,7 @@ SUBJECTS = {
             *_PACKAGING,
             *("deploy/", "docker-compose.yml", ".dockerignore", ".github/", "docs/", "tests/data/", "tests/support/"),
             *("qinfer/cli/", "qinfer/core/", "qinfer/observe/", "qinfer/errors.py", "qinfer/jobs/job.py"),
-            *("qinfer/queue/keys.py", "api/qinfer_api/scaling/", "workers/qinfer_workers/bridge/config.py"),
+            *("qinfer/queue/keys.py", "api/qinfer_api/scaling.py", "workers/qinfer_workers/bridge/config.py"),
         ),
     ),
     "tools": Subject(

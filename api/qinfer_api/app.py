@@ -34,12 +34,11 @@ from qinfer.models.state import GATEWAY as PROGRAM
 from qinfer.models.store import ControlStore, report_liveness
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.observe.stats import GatewayTally
-from qinfer.observe.tenants import TenantTally
 from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.quotas import Quotas
+from qinfer.queue.tenants import Quotas
 from qinfer.segments.sharing import SegmentSharing
 from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import PendingCall
@@ -47,12 +46,9 @@ from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission
 from qinfer.traffic.controller import CanaryController, EndpointWatch
 from qinfer.traffic.store import EndpointStore, KeptTargets
-from qinfer_api.access_log import AccessLog
-from qinfer_api.audit import RefusedKeys
-from qinfer_api.auth import Auth, Restrictions, load_auth
+from qinfer_api.auth import Auth, RefusedKeys, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.endpoints.routes import endpoint_routes
-from qinfer_api.endpoints.service import EndpointFiles, EndpointService, declared_here
+from qinfer_api.endpoints.routes import EndpointFiles, EndpointService, declared_here, endpoint_routes
 from qinfer_api.endpoints.shadows import OnlineShadows, StoredEnds
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
@@ -71,8 +67,7 @@ from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.routes import request_routes
-from qinfer_api.requests.service import AsyncRequests
-from qinfer_api.requests.waits import Waits
+from qinfer_api.requests.service import AsyncRequests, Waits
 from qinfer_api.requests.webhooks import Targets, Webhooks, read_secret
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.management import (
@@ -85,9 +80,9 @@ from qinfer_api.rest.management import (
 )
 from qinfer_api.rest.openapi import docs_routes, document_of
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
-from qinfer_api.scaling.routes import backlog_routes
+from qinfer_api.scaling import backlog_routes
 from qinfer_api.shared_memory import SharedMemory
-from qinfer_api.stages import TenantStage
+from qinfer_api.stages import AccessLog, TenantStage, TenantTally
 
 if TYPE_CHECKING:
     from qinfer_api.rpc.server import RpcServer

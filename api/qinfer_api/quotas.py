@@ -1,7 +1,7 @@
 """Quotas of tenants: a token bucket and a limit of requests in flight, over all gateways.
 
 `Quota.charge` and `Quota.check_in_flight` decide about each request without asking Redis, by the gateway's *lease* of a
-part of the quota (`qinfer.queue.quotas`). The gateway exchanges the lease every `EVERY_S` seconds, and at once after a
+part of the quota (`qinfer.queue.tenants`). The gateway exchanges the lease every `EVERY_S` seconds, and at once after a
 refusal or a first request. Without a lease it uses a bucket of its own, and reports that use at the next exchange.
 `qinfer.submission.pending` counts the requests in flight.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from qinfer.core.api_keys import ApiKey
 from qinfer.core.retry import OutageLog
 from qinfer.errors import QinferError, QuotaExceeded
-from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
+from qinfer.queue.tenants import QuotaLease, QuotaLimits, Quotas, QuotaUse
 
 logger = logging.getLogger(__name__)
 

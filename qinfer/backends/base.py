@@ -18,8 +18,8 @@ import numpy.typing as npt
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InferenceFailed, ModelNotFound, OutputMismatch, QinferError
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.exposition import ModelSeries
 from qinfer.observe.host import MemoryUse
-from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Tensor, from_numpy
 
 OTHER_ROWS = (

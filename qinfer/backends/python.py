@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from qinfer.backends.base import Batch, Context, ManagesModels, cut_rows, item_shapes
-from qinfer.backends.python_host.calls import Calls, Managing, send, tensors
 from qinfer.backends.python_host.channel import INLINE_BYTES, Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
-from qinfer.backends.python_host.instance import HostInstance
 from qinfer.backends.python_host.messages import (
     SEQUENCE_END,
     SEQUENCE_START,
@@ -42,15 +40,15 @@ from qinfer.backends.python_host.messages import (
     More,
     TensorMeta,
 )
-from qinfer.backends.python_host.process import HostProcess
+from qinfer.backends.python_host.process import HostInstance, HostProcess
 from qinfer.backends.python_host.readiness import ReadinessProbe
-from qinfer.backends.python_host.streams import HostStreams, failed_text
+from qinfer.backends.python_host.streams import Calls, HostStreams, Managing, failed_text, send, tensors
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, SequenceLost
 from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.exposition import ModelSeries
 from qinfer.observe.host import MemoryUse
-from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Bytes, from_numpy
 
 ENVIRONMENT = "EXECUTION_ENV_PATH"

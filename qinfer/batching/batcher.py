@@ -21,10 +21,10 @@ from qinfer.backends.base import Batch, Room
 from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, is_large, key_function, no_key, strings_of, takes_long
 from qinfer.batching.execution import Execution, ModelCaller, Observer, Responder, WorkItem
-from qinfer.batching.limited import LOOK_S as LOOK_AT_TURN_S
-from qinfer.batching.limited import LimitedInstances, ResourceTurns
 from qinfer.batching.nested import NestedRequests
 from qinfer.batching.policy import NEVER_S, FetchGate, FreeSlots, LatencyModel, LentInstances, Rules
+from qinfer.batching.rate_limiter import LOOK_S as LOOK_AT_TURN_S
+from qinfer.batching.rate_limiter import LimitedInstances, ResourceTurns
 from qinfer.batching.streams import StreamedExecution, WorkerStreams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response

@@ -23,8 +23,7 @@ from qinfer.backends.base import Backend
 from qinfer.batching.execution import SHARED, Answer, Execution, Responder, ResponsePart, WorkItem
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit, Failure, Response, Scalar, Timing
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, InferenceFailed, OutputMismatch, QinferError
-from qinfer.observe.responses import end_of
-from qinfer.observe.stats import StatsTally
+from qinfer.observe.stats import StatsTally, end_of
 
 Sent = tuple[WorkItem, Response]
 """A response, and its item."""

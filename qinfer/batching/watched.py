@@ -21,8 +21,8 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import Cancelled, ExecutionOverdue, InferenceFailed, LoadOverdue, QinferError, SequenceLost
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT, LOAD_TIMEOUT, WARMUP_TIMEOUT
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.exposition import ModelSeries
 from qinfer.observe.host import MemoryUse
-from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Tensor
 
 _Answer = tuple[Tensor, ...] | QinferError

@@ -79,7 +79,7 @@ def put_endpoint(
     """
     from msgspec import structs, to_builtins
 
-    from qinfer.traffic.files import read_file
+    from qinfer.traffic.endpoints import read_file
 
     declared = structs.replace(read_file(file), file="")
     if revision is not None:
@@ -196,7 +196,9 @@ def _details(state: "Mapping[str, Any]") -> "RenderableType":
     parts += [Text(f"{one['target']}: {_shadows(one['shadows'])}") for one in targets if one.get("shadows")]
     if canary := state.get("canary"):
         parts += _canary(canary)
-    parts += [Text(f"{_instant(one['at_s'])}  {_sentence(one)}") for one in state.get("events", [])[:_EVENTS]]
+    for one in state.get("events", [])[:_EVENTS]:
+        what = f"{one['event']}: {_tried(one)}, step {one['step']}: {one['reason']}"
+        parts.append(Text(f"{_instant(one['at_s'])}  {what}"))
     return Group(*parts)
 
 
@@ -216,10 +218,6 @@ def _canary(canary: "Mapping[str, Any]") -> "Iterator[RenderableType]":
     yield Text(f"Why: {canary['reason']}")
     if canary["done_s"]:
         yield Text(f"Done: every gateway had confirmed the rollback at {_instant(canary['done_s'])}")
-
-
-def _sentence(event: "Mapping[str, Any]") -> str:
-    return f"{event['event']}: {_tried(event)}, step {event['step']}: {event['reason']}"
 
 
 def _tried(one: "Mapping[str, Any]") -> str:

@@ -17,8 +17,7 @@ from qinfer.cli.local.machine import DATA_DIR, nearest_run
 from qinfer.core.settings import LimitSettings, RedisSettings, RepositorySettings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.models.pins import Pin, why_lost
-from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
+from qinfer.models.readiness import LoadProgress, ModelStatus, Pin, assess, outcome, why_lost
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import BULK, GATEWAY, State, WorkerRecord
 from qinfer.models.store import ControlStore

@@ -6,11 +6,9 @@ one and threads in the other. The client knows only the protocol, no queues, bro
 """
 
 from qinfer.client._async.client import AsyncClient
-from qinfer.client._async.jobs import AsyncJob
-from qinfer.client._async.sequences import AsyncSequence
+from qinfer.client._async.handles import AsyncJob, AsyncSequence
 from qinfer.client._sync.client import Client
-from qinfer.client._sync.jobs import Job
-from qinfer.client._sync.sequences import Sequence
+from qinfer.client._sync.handles import Job, Sequence
 from qinfer.client.job_flows import JobStatus
 from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus
 from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelIndexEntry, ModelMetadata, TensorMetadata

@@ -17,8 +17,7 @@ import httpx
 import numpy as np
 
 from qinfer.client.model_flows import Inputs, forget_datatypes, model_path, with_datatypes
-from qinfer.client.responses import Follower
-from qinfer.client.results import InferResult, RequestHandle, RequestStatus
+from qinfer.client.results import Follower, InferResult, RequestHandle, RequestStatus
 from qinfer.client.steps import BY_CODE, JSON, Flow, Pause, Policy, Problem, Send, call, encode_json, json_object, make
 from qinfer.core.messages import Scalar
 from qinfer.errors import (

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 import msgspec
 
 from qinfer import errors
-from qinfer.core.environments import without_settings
-from qinfer.core.processes import packed, received, signal_name
+from qinfer.core.processes import packed, received, signal_name, without_settings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError
 from qinfer.jobs.examiner import (

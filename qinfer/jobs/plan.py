@@ -12,7 +12,7 @@ import msgspec
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import FailedRows, JobSpec
-from qinfer.models.pins import ExecutedVersion
+from qinfer.models.readiness import ExecutedVersion
 from qinfer.models.spec import ModelSpec
 from qinfer.tabular.spec import Count, Cut, Group, Range
 

@@ -1,10 +1,13 @@
 """A mapping: which fields of a task are which inputs of a model, and which of its outputs are which labels.
 
 docs/reference/labeling-mappings.md has every field. YAML values are read as text and converted by the fields' types, so
-that labels such as `no`, `007` and `2026-01-31` stay unchanged.
+that labels such as `no`, `007` and `2026-01-31` stay unchanged. A gateway's `MappingBook` reloads changed files.
 """
 
+import asyncio
 import base64
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as AnyMapping
 from math import prod
@@ -17,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from qinfer.core.documents import Unreadable, parse, problems_of, read_limited
 from qinfer.core.messages import OutgoingRequest, Response
-from qinfer.errors import InferenceFailed, InvalidRequest, SettingsError
+from qinfer.errors import Forbidden, InferenceFailed, InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.labeling.results import Outputs, Prediction, Scoring, Task, field_of, make_prediction, outputs_of
 from qinfer.labeling.rules import LabelConfig, Rule, rule_problems, wanted_outputs
 from qinfer.models.spec import ModelSpec, TensorSpec
@@ -402,3 +405,88 @@ def load_mapping(path: str | Path) -> Mapping:
         return Mapping.model_validate({"name": path.stem, **fields})
     except ValidationError as error:
         raise SettingsError(f"the mapping '{path}': {_explained(error)}") from None
+
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+
+_NAME = "QINFER_LABELING__MAPPINGS"
+_Signature = tuple[tuple[str, int, int], ...]
+
+
+class MappingBook:
+    """One gateway's mappings; off without a directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory) if directory else None
+        self._signature: _Signature = ()
+        self._looked_s = time.monotonic()
+        self._looking = asyncio.Lock()
+        self._mappings = Mappings()
+        if self._directory is not None:
+            self._mappings = load_mappings(self._directory)
+            self._signature = _signature(self._directory)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether Label Studio is served."""
+        return self._directory is not None
+
+    async def current(self) -> Mappings:
+        """Returns the mappings; invalid files change nothing."""
+        if self._directory is None:
+            raise UnsupportedFeature(
+                f"Label Studio is not served here; {_NAME} names the directory of its mapping files"
+            )
+        async with self._looking:
+            if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
+                await asyncio.to_thread(self._reload_changed, self._directory)
+                self._looked_s = time.monotonic()
+        return self._mappings
+
+    async def mapping_for(self, model: str, project: int | None) -> Mapping:
+        """Returns a model's mapping for a project."""
+        try:
+            return (await self.current()).for_model(model, project)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error.message}; write one into the directory that {_NAME} names") from None
+
+    async def for_tenant(self, model: str, project: int | None, tenant: str, *, is_shared: bool) -> Mapping:
+        """Returns the mapping, if the tenant may use it.
+
+        If several tenants have keys, a mapping without tenants is refused: it leads to all that Label Studio shows.
+        """
+        mapping = await self.mapping_for(model, project)
+        if mapping.tenant and tenant not in mapping.tenant:
+            raise Forbidden(f"the labeling mapping '{mapping.name}' is for other tenants than '{tenant}'")
+        if is_shared and not mapping.tenant:
+            raise Forbidden(
+                f"the labeling mapping '{mapping.name}' names no tenant, and several use this server; its operator "
+                f"writes 'tenant: {tenant}' into it"
+            )
+        return mapping
+
+    def _reload_changed(self, directory: Path) -> None:
+        signature = _signature(directory)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._mappings = load_mappings(directory)
+        except SettingsError as error:
+            logger.error("mappings can't be read; the previous ones stay in use", extra={"error": error.message})
+        else:
+            logger.info("mappings read", extra={"count": len(self._mappings)})
+
+
+def _signature(directory: Path) -> _Signature:
+    found = []
+    try:
+        for path in directory.iterdir():
+            if path.suffix in SUFFIXES:
+                about = path.stat()
+                found.append((path.name, about.st_mtime_ns, about.st_size))
+    except OSError:
+        return ()
+    return tuple(sorted(found))

@@ -23,13 +23,11 @@ from qinfer.errors import (
     VersionsFailed,
 )
 from qinfer.models.dependents import in_order, missing_uses, renew_users, unneeded, wanted_for_another
-from qinfer.models.installation import refuse_lost
+from qinfer.models.installation import has_same_content, refuse_lost, write_model
 from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
-from qinfer.models.repository.open import Repositories
-from qinfer.models.repository.reader import is_model_name
+from qinfer.models.repository.open import Repositories, is_model_name
 from qinfer.models.state import DesiredState, ErrorKind, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.writing import has_same_content, write_model
 from qinfer.queue.lanes import Queue
 from qinfer.wire.bodies import ModelIndexEntry
 

@@ -15,10 +15,10 @@ import msgspec
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.dependents import in_order, missing_uses, renew_users, wanted_for_another
+from qinfer.models.installation import write_model
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import DesiredState, ErrorKind, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.writing import write_model
 from qinfer.queue.lanes import Queue
 
 logger = logging.getLogger(__name__)

@@ -60,9 +60,9 @@ from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_o
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script, ttl_ms
 from qinfer.queue.sequences.ownership import Sequences, may_lose
-from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED, StreamMarks
 from qinfer.queue.submitter import PLACING, Moves, Submitter
+from qinfer.queue.tenants import Places
 from qinfer.queue.values import Room, ValueKind, Values
 from qinfer.tensors import Bytes
 

@@ -46,9 +46,9 @@ from qinfer.queue.entries import (
     delayed_name,
 )
 from qinfer.queue.router import Call, Router, ScriptArguments, load_script, run_each, run_script, ttl_ms
-from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED, StoredResponses
 from qinfer.queue.submitter import PLACING
+from qinfer.queue.tenants import Places
 from qinfer.queue.values import LARGE_BYTES, Room, StagedValue, ValueKind, Values, given
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.versions import Record

@@ -22,7 +22,7 @@ from qinfer.queue import keys
 from qinfer.queue.connection import Argument, CommandRefused, Reply, pack, packable
 from qinfer.queue.entries import FULL, Entry, Lane, Payload, delayed_name, share_of
 from qinfer.queue.router import Call, Router, load_script, run_script, ttl_ms
-from qinfer.queue.shares import Places, adding, adding_to_share
+from qinfer.queue.tenants import Places, adding, adding_to_share
 from qinfer.queue.values import Values
 from qinfer.tensors import Bytes
 

@@ -214,7 +214,8 @@ class OwnerAtReader(TensorLink):
                 async with asyncio.timeout(READ_WITHIN_S + self.incoming_bytes / LEAST_BYTES_PER_S):
                     return await read
             except TimeoutError:
-                self._stall()
+                self.has_stalled = True
+                self.abort()
                 raise TensorsUnreachable(f"tensors of {self._owner} came too slowly") from None
             finally:
                 self._reads.pop(number, None)  # a cancelled one still comes
@@ -283,10 +284,6 @@ class OwnerAtReader(TensorLink):
         self.known.set()
         self.send(MessageKind.ALIVE)
         return True
-
-    def _stall(self) -> None:
-        self.has_stalled = True
-        self.abort()
 
 
 def _tls(settings: SegmentSettings) -> ssl.SSLContext | None:

@@ -18,7 +18,7 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.spec import LaneRoute, ModelSpec, QueuePolicy
 from qinfer.queue.entries import FULL, Lane, Share, undivided
 from qinfer.queue.lanes import Queue
-from qinfer.queue.shares import is_placed
+from qinfer.queue.tenants import is_placed
 
 POLL_S = 0.1
 

@@ -34,7 +34,7 @@ from qinfer.queue.sequences.answers import answer_rest
 from qinfer.queue.sequences.ownership import Sequences
 from qinfer.queue.sequences.records import NOBODYS, StepPlace
 from qinfer.submission.backlog import LaneLoad
-from qinfer.submission.layouts import PAYLOAD_MARGIN_S
+from qinfer.submission.memory import PAYLOAD_MARGIN_S
 from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import decode_responses

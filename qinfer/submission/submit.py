@@ -36,8 +36,7 @@ from qinfer.models.spec import LaneRoute
 from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address, shadow_lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import LaneLoad, LaneLoads, queue_timeout_s
-from qinfer.submission.layouts import Kind, Layouts, kind_of, lay_out
-from qinfer.submission.memory import TensorMemory
+from qinfer.submission.memory import Kind, Layouts, TensorMemory, kind_of, lay_out
 from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import ResponseCache, inputs_digest
 from qinfer.submission.splits import check_whole, is_large, parts_of, submit_parts

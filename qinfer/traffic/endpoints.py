@@ -1,4 +1,4 @@
-"""Endpoints: names that callers use like a model's, and the targets that share their requests. Pure.
+"""Endpoints: names that callers use like a model's, and the targets that share their requests.
 
     name: digit-reader
     sticky: header:x-user-id
@@ -6,21 +6,25 @@
       - {model: digits, version: 3, role: stable}
       - {model: digits, version: 4, weight: 0.1, when: [{tenant: testers}]}
 
-The stable target answers the requests that no other target gets: here those of nine in ten users, except testers.
+The stable target answers the requests that no other target gets: here those of nine in ten users, except testers. One
+file, YAML, TOML or JSON, declares one endpoint.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
 
+from qinfer.core.documents import Unreadable, parse, read_limited
 from qinfer.core.messages import Scalar
-from qinfer.errors import InvalidRequest
-from qinfer.models.repository.reader import is_model_name
+from qinfer.errors import InvalidRequest, SettingsError
+from qinfer.models.repository.open import is_model_name
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.traffic.differences import Rule
 
@@ -481,3 +485,42 @@ def wrong_rules(endpoint: Endpoint, stable: ModelSpec) -> Iterator[str]:
 
 def _shape(tensor: TensorSpec) -> tuple[str, str, tuple[int, ...], bool]:
     return tensor.name, tensor.datatype, tensor.dims, tensor.optional
+
+
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_MAX_BYTES = 2**20
+_DIGEST_DIGITS = 16
+
+
+def read_directory(directory: str | Path) -> list[Endpoint]:
+    """Reads a directory's declarations by name, or raises `SettingsError`."""
+    try:
+        paths = sorted(path for path in Path(directory).iterdir() if path.suffix in _SUFFIXES)
+    except OSError as error:
+        raise SettingsError(f"the directory of endpoints '{directory}' can't be read: {error.strerror}") from None
+    found: dict[str, Path] = {}
+    endpoints = []
+    for path in paths:
+        endpoint = read_file(path)
+        if endpoint.name in found:
+            both = f"'{found[endpoint.name].name}' and '{path.name}'"
+            raise SettingsError(f"{both} declare the endpoint '{endpoint.name}'; keep one of them")
+        found[endpoint.name] = path
+        endpoints.append(endpoint)
+    return endpoints
+
+
+def read_file(path: Path) -> Endpoint:
+    """Reads a file, and adds the digest of its content."""
+    try:
+        document: Any = parse(read_limited(path, _MAX_BYTES), path.suffix, is_typed=True)
+        named = {"name": path.stem, **document} if isinstance(document, dict) else document
+        endpoint = read_endpoint(named)
+    except OSError as error:
+        raise SettingsError(f"the file '{path}' can't be read: {error.strerror}") from None
+    except Unreadable as error:
+        raise SettingsError(f"the file '{path}': {error}") from None
+    except InvalidRequest as error:
+        raise SettingsError(f"the file '{path}': {error.message}") from None
+    digest = hashlib.sha256(msgspec.json.encode(endpoint)).hexdigest()
+    return msgspec.structs.replace(endpoint, file=digest[:_DIGEST_DIGITS])

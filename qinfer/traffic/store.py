@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from qinfer.errors import Conflict, CorruptEntry, EndpointNotFound
-from qinfer.models.pins import Pin
+from qinfer.models.readiness import Pin
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS

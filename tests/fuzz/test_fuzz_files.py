@@ -13,8 +13,7 @@ from qinfer.core.settings import RepositorySettings
 from qinfer.errors import InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError, RequestError
 from qinfer.models.config.config import from_json
 from qinfer.models.repository.files import LocalFiles
-from qinfer.models.repository.open import open_repositories
-from qinfer.models.repository.reader import ModelFiles, read_model
+from qinfer.models.repository.open import ModelFiles, open_repositories, read_model
 from qinfer.tensors import Tensor
 from qinfer.wire.frame import encode_request
 from qinfer.wire.kserve_grpc import decode_infer, parse_infer

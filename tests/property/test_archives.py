@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.backends.python_host.packed.archive import ArchiveBounds, unpack
+from qinfer.backends.python_host.packed import ArchiveBounds, unpack
 from qinfer.errors import ModelLoadFailed
 from tests.unit.backends.python_host.test_packed_archives import archive, link, member
 

@@ -28,7 +28,7 @@ from qinfer.core.settings_sections import EndpointSettings
 from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, Overloaded, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import RequestState
-from qinfer.submission.layouts import tensor_bytes
+from qinfer.submission.memory import tensor_bytes
 from qinfer.submission.pending import Inner, PendingCall, ResponseSink
 from qinfer.submission.submit import Submission
 from qinfer.tensors import Tensor

@@ -27,6 +27,7 @@ from qinfer.errors import (
     QuotaExceeded,
 )
 from qinfer.labeling.mapping import Mapping as TaskMapping
+from qinfer.labeling.mapping import MappingBook
 from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, PutOutcome
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.to_spec import MAX_TIMEOUT
@@ -40,7 +41,6 @@ from qinfer.observe.stats import (
 )
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Auth, CallerContext
-from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import request_of
 from qinfer_api.labeling.studio import Files, LabelStudio
 from qinfer_api.labeling.wire import task_id

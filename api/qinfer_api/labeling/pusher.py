@@ -18,6 +18,7 @@ from qinfer.core.messages import Failure
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
+from qinfer.labeling.mapping import MappingBook
 from qinfer.labeling.rules import parse_label_config
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.observe.stats import LabelFailure
@@ -26,7 +27,6 @@ from qinfer.queue.entries import Ending, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import decode_responses
 from qinfer_api.labeling.intake import OUTBOX, Notes, TaskIntake
-from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import prediction_of
 from qinfer_api.labeling.studio import LabelStudio, StudioAway, StudioFailed, StudioRefused
 

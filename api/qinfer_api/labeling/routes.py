@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.models.repository.reader import is_model_name
+from qinfer.models.repository.open import is_model_name
 from qinfer_api.auth import CallerContext
 from qinfer_api.http.infer import HttpReply
 from qinfer_api.labeling.service import MAX_LIMIT, STATES, Labeling, LabelTaskBody, LabelTasksBody

@@ -15,7 +15,7 @@ import msgspec
 from qinfer.core.settings import LabelingSettings, Settings
 from qinfer.errors import InvalidRequest, Overloaded, RequestNotFound, SettingsError, UnsupportedFeature
 from qinfer.labeling.mapping import Mapping as TaskMapping
-from qinfer.labeling.mapping import model_version
+from qinfer.labeling.mapping import MappingBook, model_version
 from qinfer.labeling.rules import LabelConfig, parse_label_config
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.models.catalog import ServedVersion
@@ -27,7 +27,6 @@ from qinfer.submission.submit import check_stateless
 from qinfer_api.auth import Auth, CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.intake import PredictionReason, TaskIntake
-from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import FailedTask, PredictionCall, PredictionRun
 from qinfer_api.labeling.pusher import Pusher
 from qinfer_api.labeling.studio import Files, LabelStudio, check_address, targets_of

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.models.state import State, WorkerRecord
+from qinfer.models.store import Underway
 from qinfer.observe import catalogue, stats, triton_metrics
 from qinfer.observe.catalogue import Info, MetricScope
 from qinfer.observe.exposition import Family, by_model, family, labels_of
 from qinfer.observe.host import HostUse, ProcessUse
 from qinfer.observe.stats import GatewayTally, Objective
-from qinfer.queue.count_pushes import Underway
 from qinfer.queue.entries import BULK_LANES
 from qinfer.scaling.work import SequenceWork, VersionWork
 
@@ -248,13 +248,9 @@ def _worker_families(workers: Sequence[WorkerRecord]) -> Iterator[Family]:
         yield family(info, ((getattr(gpu, name), labels) for labels, gpu in gpus))
 
 
-def _ready_models(worker: WorkerRecord) -> int:
-    return sum(state.state is State.READY for _, state in _by_version([worker.models]))
-
-
 _OF_WORKERS: tuple[tuple[Info, Callable[[WorkerRecord], float | None]], ...] = (
     (catalogue.WORKER_EXECUTING, lambda worker: worker.executing),
-    (catalogue.WORKER_READY_MODELS, _ready_models),
+    (catalogue.WORKER_READY_MODELS, lambda one: sum(of.state is State.READY for _, of in _by_version([one.models]))),
     (catalogue.WORKER_RENEWALS, lambda worker: worker.renewals),
     (catalogue.WORKER_LEASES_LOST, lambda worker: worker.leases_lost),
     (catalogue.WORKER_CPU, lambda worker: worker.cpu_s if worker.memory_bytes else None),

@@ -1,17 +1,23 @@
-"""A gateway's reports: metrics, statistics, and settings that clients change.
+"""A gateway's reports: metrics, statistics, settings that clients change, and the load in replies.
 
 `/metrics` shows what it can while Redis is away. A scrape reads new dead letters for their versions, and all only after
 some were removed.
+
+Replies may carry load metrics of ORCA (Open Request Cost Aggregation): the load of a language model's key-value cache.
+As Triton does (server `src/orca_http.cc`), two numbers are computed from TensorRT-LLM's gauges, which are cached.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
+
+import msgspec
 
 from qinfer.bridge.reports import BridgeReports, families
 from qinfer.core.settings import Settings
@@ -20,17 +26,25 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.state import SCALED_DOWN, SCALED_UP
-from qinfer.models.store import ControlStore, follow_log_settings
-from qinfer.observe import model_metrics
+from qinfer.models.store import EVERY_MODEL, ControlStore, CountPushes, Underway, concerns, follow_log_settings
 from qinfer.observe.catalogue import MetricScope
-from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render
+from qinfer.observe.exposition import (
+    GAUGE,
+    OPENMETRICS,
+    OPENMETRICS_TYPE,
+    Family,
+    ModelSeries,
+    labels_of,
+    merged,
+    model_families,
+    render,
+    series_of,
+)
 from qinfer.observe.host import HostMeter, read_use
 from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
-from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
-from qinfer.queue.count_pushes import ALL, CountPushes, Underway, concerns
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
@@ -38,10 +52,84 @@ from qinfer.scaling.work import SequenceWork, VersionWork, read_backlogs, read_s
 from qinfer.submission.memory import TensorMemory
 from qinfer.traffic.tally import TargetTally
 from qinfer_api.about import SharedLogSettings, SharedTraceSettings
-from qinfer_api.observe.endpoint_load import EndpointLoad
 from qinfer_api.observe.metrics import MetricsSnapshot, scopes_of, shown_metrics
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
+from qinfer_api.stages import TenantTally
+
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+
+LOAD_HEADER = "endpoint-load-metrics"
+
+KV_CACHE_FAMILY = "nv_trt_llm_kv_cache_block_metrics"
+
+READ_EVERY_S = 1.0
+"""Workers write changed metrics once a second."""
+
+_WITHIN_S = 0.25
+_TYPE = "kv_cache_block_type"
+
+
+class CacheLoad(NamedTuple):
+    """A key-value cache: the used share of blocks, and the tokens that fit."""
+
+    utilization: float
+    capacity: int
+
+    def shown(self, form: str) -> str:
+        """Returns the reply header's value, or empty."""
+        if form == "json":
+            named = {"kv_cache_utilization": self.utilization, "max_token_capacity": self.capacity}
+            return "JSON " + msgspec.json.encode({"named_metrics": named}).decode()
+        if form == "text":
+            capacity = f"named_metrics.max_token_capacity={self.capacity}"
+            return f"TEXT named_metrics.kv_cache_utilization={self.utilization:.6f}, {capacity}"
+        return ""
+
+
+class EndpointLoad:
+    """Returns the load of models; each gateway has one."""
+
+    def __init__(self, catalog: Catalog, store: ControlStore) -> None:
+        self._catalog = catalog
+        self._store = store
+        self._reading = asyncio.Lock()
+        self._gauges: list[ModelSeries] = []
+        self._read_at_s = float("-inf")
+
+    async def load_header(self, model: str, form: str) -> dict[str, str]:
+        """Returns the reply header with a model's load, if any."""
+        async with self._reading:
+            if time.monotonic() - self._read_at_s >= READ_EVERY_S:
+                self._gauges = await self._read_gauges()
+                self._read_at_s = time.monotonic()
+        load = load_of(self._gauges, model)
+        value = "" if load is None else load.shown(form)
+        return {LOAD_HEADER: value} if value else {}
+
+    async def _read_gauges(self) -> list[ModelSeries]:
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                records = await self._store.model_metrics([record.id for record in self._catalog.workers()])
+        except (BrokerUnavailable, TimeoutError):
+            return []
+        return await asyncio.to_thread(_gauges_in, records)
+
+
+def _gauges_in(records: Iterable[bytes | None]) -> list[ModelSeries]:
+    return merged(one for one in series_of(records) if (one.name, one.kind) == (KV_CACHE_FAMILY, GAUGE))
+
+
+def load_of(gauges: Iterable[ModelSeries], model: str) -> CacheLoad | None:
+    """Returns the load in a model's gauges, or in all gauges for a model without its own."""
+    known = [(dict(one.labels), one.values[0]) for one in gauges]
+    own = [(labels, value) for labels, value in known if labels.get("model") == model]
+    blocks = {labels[_TYPE]: value for labels, value in own or known if _TYPE in labels}
+    used, most, tokens = (blocks.get(name, math.nan) for name in ("used", "max", "tokens_per"))
+    if not all(math.isfinite(value) and value >= 0 for value in (used, most, tokens, most * tokens)):
+        return None
+    return CacheLoad(used / most if most else 0.0, int(most * tokens))
+
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +157,7 @@ class FreshCounts:
         # The time at which the questions so far average one every ASK_EVERY_S.
         self._even_at_s = 0.0
 
-    async def added(self, model: str = ALL) -> None:
+    async def added(self, model: str = EVERY_MODEL) -> None:
         """Waits until the model's workers have added their counts, or until the limits of time are reached."""
         if not self._hosts({model}):
             return
@@ -208,7 +296,7 @@ async def take_snapshot(
 
 async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Family]:
     records = await store.model_metrics(workers)
-    return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.series_of(records)))
+    return await asyncio.to_thread(lambda: model_families(series_of(records)))
 
 
 async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mapping[str, int]]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.observe.host import MemoryUse, added_up
-from qinfer.observe.responses import response_counts
+from qinfer.observe.stats import response_counts
 from qinfer.traffic.routing import Endpoints
 
 

@@ -19,7 +19,7 @@ from qinfer.errors import (
     RequestNotFound,
     ResultExpired,
 )
-from qinfer.models.repository.reader import is_model_name
+from qinfer.models.repository.open import is_model_name
 from qinfer.queue.entries import EntryAddress, RequestOutcome, RequestRecord, RequestState
 from qinfer.wire.frame import encode_responses
 

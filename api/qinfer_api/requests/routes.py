@@ -146,7 +146,8 @@ def request_routes(services: Services) -> APIRouter:
 
         The request is accepted even if no worker of the model is alive.
         """
-        return await submit(services, target_of(request), request, _preferences(request))
+        preferences = read_preferences(request.headers.getlist("prefer"))
+        return await submit(services, target_of(request), request, preferences)
 
     @router.get("/v1/models/{model}/requests/{request_id}", name="record_of_model", **_RECORD)
     @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
@@ -216,10 +217,6 @@ async def _located(services: Services, request: Request) -> tuple[CallerContext,
     address = address_of(request_id, context.tenant, model)
     answers(request, address)
     return context, address
-
-
-def _preferences(request: Request) -> Preferences:
-    return read_preferences(request.headers.getlist("prefer"))
 
 
 async def _accepted(

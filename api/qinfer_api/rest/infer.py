@@ -52,7 +52,7 @@ from qinfer_api.http.infer import (
     refusal,
     request_encoding,
 )
-from qinfer_api.observe.endpoint_load import FORMAT_HEADER
+from qinfer_api.observe.reporting import LOAD_FORMAT_HEADER
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.openapi import Json, body, describe_response, header, operation
 from qinfer_api.rest.services import (
@@ -123,7 +123,7 @@ _INFER_STREAM = operation(
     REQUEST_TIMEOUT,
     takes=INFER_BODY,
 )
-_LOAD = header(FORMAT_HEADER, "Has the reply carry `endpoint-load-metrics` (ORCA): `text` or `json`.")
+_LOAD = header(LOAD_FORMAT_HEADER, "Has the reply carry `endpoint-load-metrics` (ORCA): `text` or `json`.")
 _GENERATE = operation(
     "Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, REQUEST_TIMEOUT, _LOAD, takes=body(_FREE)
 )
@@ -320,7 +320,7 @@ async def _generate(services: Services, target: UrlTarget, request: Request) -> 
 
 
 async def _load(services: Services, request: Request) -> dict[str, str]:
-    form = request.headers.get(FORMAT_HEADER)
+    form = request.headers.get(LOAD_FORMAT_HEADER)
     if form is None:
         return {}
     return await services.reporting.load.load_header(services.dispatcher.named(*target_of(request))[0], form)

@@ -30,8 +30,7 @@ from qinfer.tensors import Bytes
 from qinfer.wire.json_scan import LARGE_BYTES, check_size
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.audit import administrative
-from qinfer_api.auth import ANONYMOUS, CallerContext, Restrictions, caller_of
+from qinfer_api.auth import ANONYMOUS, CallerContext, Restrictions, administrative, caller_of
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.cycle import BORROWER, CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES

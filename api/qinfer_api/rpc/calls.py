@@ -13,8 +13,7 @@ from qinfer.core.messages import Scalar
 from qinfer.errors import Forbidden, Unauthorized
 from qinfer.tensors import Bytes
 from qinfer.wire.typed_contents import check_fields, malformed
-from qinfer_api.audit import administrative
-from qinfer_api.auth import CallerContext, Restrictions, caller_of
+from qinfer_api.auth import CallerContext, Restrictions, administrative, caller_of
 from qinfer_api.http.infer import compile_forward
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.headers import Abort, CallHead, Method

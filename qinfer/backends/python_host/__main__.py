@@ -13,13 +13,13 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import FrameType
 
-from qinfer.backends.python_host import modules, utils
+from qinfer.backends.python_host import utils
 from qinfer.backends.python_host.channel import Channel
-from qinfer.backends.python_host.custom_metrics import connect_metrics
 from qinfer.backends.python_host.host import ModelHost
-from qinfer.backends.python_host.metric_table import MetricTable
+from qinfer.backends.python_host.telemetry import MetricTable, connect_metrics
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -49,7 +49,7 @@ def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     os.register_at_fork(after_in_child=_heed)
     sys.modules["triton_python_backend_utils"] = utils
     sys.modules["c_python_backend_utils"] = utils
-    sys.path.extend(modules.__path__)
+    sys.path.append(str(Path(__file__).with_name("modules")))
     sys.argv = [sys.executable]
     connect_metrics(MetricTable(metrics))
     ModelHost(Channel(socket.socket(fileno=descriptor)), socket.socket(fileno=asks)).serve()

@@ -19,7 +19,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -27,7 +27,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from qinfer.backends.python_host.messages import Message
+from qinfer.backends.python_host.messages import (
+    CallerLeft,
+    CallReturned,
+    CancelledAnswer,
+    ManageReply,
+    Message,
+    TakenAnswer,
+)
 from qinfer.tensors import Bytes
 
 Buffer = npt.NDArray[np.uint8]
@@ -134,7 +141,7 @@ class Channel:
         with self._sending:
             head = _Head(message, sizes)
             if self._freed:
-                head.freed = self._take_freed()
+                head.freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
             if sum(sizes) > INLINE_BYTES:
                 self._send_segment(head, buffers)
                 return
@@ -282,9 +289,6 @@ class Channel:
             dropped, self._dropped = tuple(self._dropped), []
         return dropped
 
-    def _take_freed(self) -> tuple[int, ...]:
-        return tuple(self._freed.popleft() for _ in range(len(self._freed)))
-
     def _map(self, number: int, capacity: int) -> None:
         if not self._descriptors:
             raise EOFError
@@ -363,3 +367,76 @@ def raw(array: npt.NDArray[Any]) -> Bytes:
     if not array.size:
         return b""
     return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B")
+
+
+Received = tuple[Message, list[Buffer]]
+
+
+class ChannelInbox:
+    """One of the waiting threads reads for all threads."""
+
+    def __init__(self, channel: Channel, unwanted: Callable[[CallerLeft], None]) -> None:
+        self._channel = channel
+        self._unwanted = unwanted
+        self._changed = threading.Condition()
+        self._is_read = False
+        self._commands: deque[Received] = deque()
+        self._answers: dict[int, Received | None] = {}
+        self._count = 0
+
+    def expect(self) -> int:
+        """Returns a new number for a question."""
+        with self._changed:
+            self._count += 1
+            self._answers[self._count] = None
+            return self._count
+
+    def command(self) -> Received:
+        """Waits for the next command."""
+        with self._changed:
+            while not self._commands:
+                self._step()
+            return self._commands.popleft()
+
+    def wait_answer(self, number: int) -> Received:
+        """Waits for the answer to a question."""
+        with self._changed:
+            while (received := self._answers[number]) is None:
+                self._step()
+            del self._answers[number]
+            return received
+
+    def poll(self) -> None:
+        """Reads messages, unless another thread does."""
+        with self._changed:
+            while not self._is_read and self._channel.has_message():
+                self._step()
+
+    def drop_question(self, number: int) -> None:
+        """Drops a question; takes no lock, because the garbage collector may call it."""
+        self._answers.pop(number, None)
+
+    def _step(self) -> None:
+        if self._is_read:
+            self._changed.wait()
+            return
+        self._is_read = True
+        self._changed.release()
+        received = None
+        try:
+            received = self._channel.receive()
+        finally:
+            self._changed.acquire()
+            self._is_read = False
+            if received is not None:
+                self._sort(received)
+            self._changed.notify_all()
+
+    def _sort(self, received: Received) -> None:
+        message, _ = received
+        if isinstance(message, CallerLeft):
+            self._unwanted(message)
+        elif not isinstance(message, CallReturned | CancelledAnswer | TakenAnswer | ManageReply):
+            self._commands.append(received)
+        elif message.number in self._answers:
+            self._answers[message.number] = received

@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from qinfer.backends.python_host import causes, inference, services, utils
-from qinfer.backends.python_host.causes import Cause
-from qinfer.backends.python_host.channel import Buffer, Channel, Joined
+from qinfer.backends.python_host import inference, utils
+from qinfer.backends.python_host.channel import Buffer, Channel, ChannelInbox, Joined, Received
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
-from qinfer.backends.python_host.inbox import ChannelInbox, Received
 from qinfer.backends.python_host.inference import InferenceRequest, ReceivedBatch
 from qinfer.backends.python_host.messages import (
     AwaitTaken,
@@ -57,11 +55,16 @@ from qinfer.backends.python_host.messages import (
 )
 from qinfer.backends.python_host.readiness import answer_readiness
 from qinfer.backends.python_host.responses import (
+    Cause,
     InferenceResponse,
     InferenceResponseSender,
     ResponseStream,
+    held,
     joined_rows,
+    watch,
+    watch_loop,
 )
+from qinfer.backends.python_host.telemetry import emit
 from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
@@ -113,7 +116,7 @@ class ModelHost:
     def serve(self) -> None:
         """Handles commands until `Finalize` or end of file."""
         inference.connect(self)
-        causes.watch(self._noted)
+        watch(self._noted)
         serve_forks(self)
         while True:
             try:
@@ -161,7 +164,6 @@ class ModelHost:
         self._turn, self._preparing = threading.Lock(), threading.Lock()
         self._later = self._loop = None
         self._is_forked = True
-        services.forked()
 
     def ask_more(self, call: int) -> int:
         """Asks for the next response; returns the question's number."""
@@ -255,9 +257,7 @@ class ModelHost:
         if self._later is None:
             return
         if trace:
-            self._later.put(
-                partial(services.emit, "ERROR", "a request was left by an exception", trace, [stream.request_id])
-            )
+            self._later.put(partial(emit, "ERROR", "a request was left by an exception", trace, [stream.request_id]))
         if error is not None:
             self._later.put(StreamedResponse(stream.batch, stream.item, _error_answer(TritonError(error)), final=True))
 
@@ -397,13 +397,13 @@ class ModelHost:
             answers, sent = self._answers(message, responses, rescheduled)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
-            self._channel.send(HostFailure(self._log_error(error, "execute failed", _ids(message))))
+            self._channel.send(HostFailure(self._log_error(error, "execute failed", message.ids)))
             return
         self._is_executing = False
         try:
             self._channel.send(answers, sent)
         except MemoryError as error:
-            self._channel.send(HostFailure(self._log_error(error, "no memory for the outputs", _ids(message))))
+            self._channel.send(HostFailure(self._log_error(error, "no memory for the outputs", message.ids)))
 
     def _execute_decoupled(self, message: Execute, buffers: Sequence[Buffer]) -> None:
         senders = [self._sender(message, item) for item in range(len(message.ids))]
@@ -415,7 +415,7 @@ class ModelHost:
             with self._turn:
                 returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
-                ended = self._in_background(returned, streams)
+                ended = self._on_loop(self._awaited(returned, streams))
                 if self.is_iterative:  # known only then
                     ended.result()
             elif returned is not None:
@@ -432,7 +432,7 @@ class ModelHost:
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             for stream in streams:
                 stream.close()
-            self._channel.send(HostFailure(self._log_error(error, "execute failed", _ids(message))))
+            self._channel.send(HostFailure(self._log_error(error, "execute failed", message.ids)))
             return
         self._channel.send(ExecutedAnswers([HostAnswer([], {}, rescheduled=again) for again in rescheduled]))
 
@@ -449,11 +449,6 @@ class ModelHost:
             stream.is_closed = True
             sender = InferenceResponseSender(stream)
         return sender
-
-    def _in_background(
-        self, coroutine: Coroutine[Any, Any, object], streams: Sequence[ResponseStream]
-    ) -> "Future[None]":
-        return self._on_loop(self._awaited(coroutine, streams))
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[ResponseStream]) -> None:
         try:
@@ -477,7 +472,7 @@ class ModelHost:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
-            causes.watch_loop(self._loop, self._noted)
+            watch_loop(self._loop, self._noted)
             threading.Thread(target=self._run_loop, args=(self._loop,), name="loop", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -561,7 +556,7 @@ class ModelHost:
         """Records a cause for the senders in its frames."""
         found = {
             id(responses): responses
-            for value in causes.held(error)
+            for value in held(error)
             if isinstance(value, InferenceRequest | InferenceResponseSender)
             and (responses := value.responses()) is not None
         }.values()
@@ -577,7 +572,7 @@ class ModelHost:
 
     def _log_error(self, error: BaseException, event: str, requests: Sequence[str] = ()) -> str:
         """Logs the traceback; returns the text for clients."""
-        services.emit("ERROR", event, _trace(error), requests)
+        emit("ERROR", event, _trace(error), requests)
         return self._visible_message(error)
 
     def _visible_message(self, error: BaseException) -> str:
@@ -595,20 +590,12 @@ async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseExc
         return None, error
 
 
-def _ids(message: Execute) -> list[str]:
-    return message.ids
-
-
 def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error.with_traceback(_models(error))))
-
-
-def _models(error: BaseException) -> types.TracebackType | None:
     """Returns the traceback from the model's first frame on."""
     frame = error.__traceback__
     while frame is not None and Path(frame.tb_frame.f_code.co_filename).parent == _HERE:
         frame = frame.tb_next
-    return frame
+    return "".join(traceback.format_exception(error.with_traceback(frame)))
 
 
 def _batch_of(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str]) -> ReceivedBatch:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qinfer.backends.python_host.custom_metrics import Metric, MetricFamily, MetricKind
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, text
 from qinfer.backends.python_host.inference import (
     RESCHEDULE,
@@ -18,7 +17,7 @@ from qinfer.backends.python_host.inference import (
 )
 from qinfer.backends.python_host.messages import SEQUENCE_END, SEQUENCE_START, Manage
 from qinfer.backends.python_host.responses import FINAL, InferenceResponse, InferenceResponseSender
-from qinfer.backends.python_host.services import Logger
+from qinfer.backends.python_host.telemetry import Logger, Metric, MetricFamily, MetricKind
 from qinfer.backends.python_host.tensor import NUMBERS, Tensor
 from qinfer.tensors import DATATYPES, from_numpy, iter_bytes
 

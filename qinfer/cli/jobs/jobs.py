@@ -304,7 +304,7 @@ def submit(
 
 
 def _estimated(estimate: "JobEstimate") -> str:
-    from qinfer.client.job_progress import duration
+    from qinfer.client.job_flows import duration
 
     seconds = estimate.estimated_s
     time = "the time is not known yet" if seconds is None else f"about {duration(seconds)} with"
@@ -478,7 +478,7 @@ def _instant(status: "JobStatus", name: str) -> datetime | None:
 
 
 def _took(status: "JobStatus") -> str:
-    from qinfer.client.job_progress import duration
+    from qinfer.client.job_flows import duration
 
     started, ended = _instant(status, "started_at"), _instant(status, "ended_at")
     return duration(((ended or datetime.now(UTC)) - started).total_seconds()) if started else "-"
@@ -496,7 +496,7 @@ def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
 def _show(status: "JobStatus", *, as_json: bool) -> None:
     import json
 
-    from qinfer.client.job_progress import duration, rate
+    from qinfer.client.job_flows import duration, rate
 
     fields = status.fields
     scored = f"{status.rows_scored:,} rows of shards that are not written yet"
@@ -522,7 +522,7 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
 def _print_list(found: "list[JobStatus]") -> None:
     from rich.console import Console
 
-    from qinfer.client.job_progress import rate
+    from qinfer.client.job_flows import rate
 
     if not found:
         print("there are no jobs")

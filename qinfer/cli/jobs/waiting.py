@@ -69,7 +69,7 @@ class MissingInputs:
 
     def __call__(self, why: str, left_s: float) -> None:
         """Takes the missing input and the seconds left."""
-        from qinfer.client.job_progress import duration
+        from qinfer.client.job_flows import duration
 
         self._stop.check()
         if why != self._why or self._said_s - left_s >= self.EVERY_S:
@@ -111,7 +111,7 @@ def print_status(status: "JobStatus", *, as_json: bool) -> None:
     if as_json:
         print_json(dict(status.fields))
         return
-    from qinfer.client.job_progress import progress_line
+    from qinfer.client.job_flows import progress_line
 
     line = f"job {progress_line(status)}"
     if status.state == "completed":

@@ -40,8 +40,7 @@ from qinfer.cli.local.machine import (
 )
 from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
 from qinfer.core.clock import SystemClock
-from qinfer.core.environments import system_environment
-from qinfer.core.processes import protect_process
+from qinfer.core.processes import protect_process, system_environment
 from qinfer.errors import QinferError
 from qinfer.queue.embedded import EmbeddedRedis
 
@@ -182,7 +181,9 @@ class _Answer(msgspec.Struct, omit_defaults=True):
         if isinstance(error, OSError) and error.filename is not None:
             args.append(str(error.filename))
         known = next(
-            kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__) or _is_builtin(kind)
+            kind.__name__
+            for kind in type(error).__mro__
+            if hasattr(errors, kind.__name__) or kind.__module__ == "builtins"
         )
         return cls(error=known, args=args, module=getattr(error, "name", None))
 
@@ -193,10 +194,6 @@ class _Answer(msgspec.Struct, omit_defaults=True):
         if isinstance(found, ImportError):
             found.name = self.module
         return found
-
-
-def _is_builtin(kind: type) -> bool:
-    return kind.__module__ == "builtins"
 
 
 class Preparer:

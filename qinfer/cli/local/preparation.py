@@ -27,7 +27,7 @@ from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.flows import sequence_parameters
 from qinfer.client.model_flows import model_path
 from qinfer.core.api_keys import check_exposure
-from qinfer.core.environments import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
+from qinfer.core.processes import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
 from qinfer.core.settings import Settings, load_settings
 from qinfer.core.store_urls import normalised
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError

@@ -10,15 +10,25 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from qinfer.client import flows, job_flows, model_flows
-from qinfer.client._async import sequences
-from qinfer.client._async.jobs import AsyncJob
+from qinfer.client._async import handles
+from qinfer.client._async.handles import AsyncJob
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, StepFlags, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
-from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
-from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus, handle_of
+from qinfer.client.results import (
+    EventReader,
+    Follower,
+    InferResult,
+    ModelStatistics,
+    RequestHandle,
+    RequestStatus,
+    StreamEvent,
+    handle_of,
+    object_of,
+    result_of,
+)
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_tasks
 from qinfer.core.clock import Clock
@@ -381,7 +391,7 @@ class AsyncClient:
 
     def sequence(
         self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
-    ) -> sequences.AsyncSequence:
+    ) -> handles.AsyncSequence:
         """Begins a sequence of requests to a stateful model, which share a state; the first request opens it.
 
         Args:
@@ -392,7 +402,7 @@ class AsyncClient:
         Raises:
             InvalidRequest: The id is neither a positive integer below 2**64 nor a text.
         """
-        return sequences.AsyncSequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
+        return handles.AsyncSequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
 
     async def submit_job(
         self,

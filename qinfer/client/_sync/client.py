@@ -11,15 +11,25 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from qinfer.client import flows, job_flows, model_flows
-from qinfer.client._sync import sequences
-from qinfer.client._sync.jobs import Job
+from qinfer.client._sync import handles
+from qinfer.client._sync.handles import Job
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, StepFlags, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
-from qinfer.client.responses import EventReader, Follower, StreamEvent, object_of, result_of
-from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus, handle_of
+from qinfer.client.results import (
+    EventReader,
+    Follower,
+    InferResult,
+    ModelStatistics,
+    RequestHandle,
+    RequestStatus,
+    StreamEvent,
+    handle_of,
+    object_of,
+    result_of,
+)
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
@@ -371,7 +381,7 @@ class Client:
 
     def sequence(
         self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
-    ) -> sequences.Sequence:
+    ) -> handles.Sequence:
         """Begins a sequence of requests to a stateful model, which share a state; the first request opens it.
 
         Args:
@@ -382,7 +392,7 @@ class Client:
         Raises:
             InvalidRequest: The id is neither a positive integer below 2**64 nor a text.
         """
-        return sequences.Sequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
+        return handles.Sequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
 
     def submit_job(
         self,

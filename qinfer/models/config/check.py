@@ -14,9 +14,8 @@ from google.protobuf.message import Message
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import ENSEMBLE, ensemble_problems
 from qinfer.models.config.message import ModelConfig, model_config_pb2, preferred_size_problems, tensor_problems
-from qinfer.models.config.ragged import ragged_problems
 from qinfer.models.config.sequences import sequence_problems
-from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems, warmup_problems
+from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems, ragged_problems, warmup_problems
 
 SUPPORTED = {
     "name": "The directory's name; may be omitted.",

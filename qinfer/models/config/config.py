@@ -16,9 +16,8 @@ from qinfer.models.config.check import check
 from qinfer.models.config.ensembles import ENSEMBLE
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.config.message import ModelConfig, advised, from_json, model_config_pb2, to_json, unnamed
-from qinfer.models.config.ragged import own_batch_inputs, scattered_outputs
 from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, state_outputs
-from qinfer.models.config.to_spec import to_spec
+from qinfer.models.config.to_spec import own_batch_inputs, scattered_outputs, to_spec
 from qinfer.tensors import DATATYPES
 
 _DEFAULT_MAX_BATCH_SIZE = 4

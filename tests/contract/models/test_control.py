@@ -9,8 +9,8 @@ from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.installation import is_claimed, read_snapshot
-from qinfer.models.pins import Pin
+from qinfer.models.installation import is_claimed, read_snapshot, write_model
+from qinfer.models.readiness import Pin
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import (
     SCALED_DOWN,
@@ -25,7 +25,6 @@ from qinfer.models.state import (
 )
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
-from qinfer.models.writing import write_model
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane

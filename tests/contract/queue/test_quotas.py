@@ -1,11 +1,11 @@
-"""Quotas that hold over all gateways (the numbered promises of `qinfer.queue.quotas`), on each server."""
+"""Quotas that hold over all gateways (the numbered promises of `qinfer.queue.tenants`), on each server."""
 
 import random
 
 import pytest
 
 from qinfer.queue import keys
-from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
+from qinfer.queue.tenants import QuotaLease, QuotaLimits, Quotas, QuotaUse
 from tests.contract.conftest import RedisQueue
 
 LEASE_S = 60.0

@@ -7,9 +7,9 @@ import pytest
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.config.config import normalise, parse, to_json
+from qinfer.models.installation import ensure_lanes
 from qinfer.models.state import DesiredState, OpenRows, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.writing import ensure_lanes
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import DELAYED, Lane, bulk_lanes

@@ -13,10 +13,8 @@ from kombu import Connection, Producer
 from qinfer.errors import SettingsError
 from qinfer.testing import wait_until
 from qinfer_workers.bridge.config import SourceOptions
+from qinfer_workers.bridge.kombu import delivered, find_missing_queues, open_source
 from qinfer_workers.bridge.messages import MessageSource, Receipt, SourceMessage
-from qinfer_workers.bridge.transports import redis_list
-from qinfer_workers.bridge.transports.kombu import find_missing_queues, open_source
-from qinfer_workers.bridge.transports.redis_list import delivered
 from tests.support.servers.servers import RedisServer, SentinelSetup, redis_6_2, system_redis
 
 LIST = "plain"
@@ -183,8 +181,8 @@ def test_an_entry_that_is_too_large_stays_in_redis(client: redis.Redis, source: 
 def test_no_more_bytes_are_taken_than_fit(
     client: redis.Redis, source: Callable[..., MessageSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_list, "MAX_BYTES_IN_HAND", 10)
-    monkeypatch.setattr(redis_list, "_ENOUGH_BYTES", 10)
+    monkeypatch.setattr("qinfer_workers.bridge.kombu.MAX_BYTES_IN_HAND", 10)
+    monkeypatch.setattr("qinfer_workers.bridge.kombu._ENOUGH_BYTES", 10)
     client.lpush(LIST, b"123456", b"123456", b"123456")
     one = source()
     first = received(one, 2)

@@ -8,8 +8,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from qinfer.testing import eventually
+from qinfer_workers.bridge.kombu import KombuSource
 from qinfer_workers.bridge.messages import Receipt
-from qinfer_workers.bridge.transports.kombu import KombuSource
 from tests.support.bridge_scene import DEAD, PREDICTIONS, TASKS, Broker, body_of, bridge, routes, value_of
 from tests.support.inline_workers import InlineWorkers
 from tests.support.servers.servers import free_port

@@ -10,7 +10,6 @@ import pytest
 from qinfer.core.settings import Settings
 from qinfer.core.settings_sections import EndpointSettings
 from qinfer.testing import eventually
-from qinfer_api.endpoints import service
 from tests.support.endpoints import another, canary, declare, split
 from tests.support.gateway import Running, declare_more, running_gateway, settings_of
 
@@ -47,7 +46,7 @@ async def test_what_was_changed_since_survives_a_restart(tmp_path: Path) -> None
 
 async def test_a_declaration_waits_for_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway may start before anybody has written them."""
-    monkeypatch.setattr(service, "AGAIN_S", 0.05)
+    monkeypatch.setattr("qinfer_api.endpoints.routes.AGAIN_S", 0.05)
     write(tmp_path, split(stable="newcomer:1"))
     async with running_gateway(settings_with(tmp_path)) as running:
         assert "of-file" not in running.gateway.dispatcher.endpoints.by_name

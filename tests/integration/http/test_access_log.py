@@ -18,7 +18,7 @@ from qinfer.core.settings import LogSettings, Settings
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.observe.logs import ACCESS, AUDIT
 from qinfer.testing import eventually
-from qinfer_api.audit import MOST_A_SECOND, RefusedKeys
+from qinfer_api.auth import MOST_A_SECOND, RefusedKeys
 from tests.support.gateway import running_gateway, settings_of
 from tests.support.rpc import Rpc, infer_request, stub_of
 

@@ -10,8 +10,8 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.store import ControlStore
-from qinfer.observe.model_metrics import COUNTER, GAUGE, ModelSeries, record_of
-from qinfer_api.observe.endpoint_load import FAMILY, FORMAT_HEADER, HEADER, CacheLoad, load_of
+from qinfer.observe.exposition import COUNTER, GAUGE, ModelSeries, record_of
+from qinfer_api.observe.reporting import KV_CACHE_FAMILY, LOAD_FORMAT_HEADER, LOAD_HEADER, CacheLoad, load_of
 from tests.support.gateway import Running, running_gateway
 
 TEXT = "TEXT named_metrics.kv_cache_utilization=0.750000, named_metrics.max_token_capacity=256"
@@ -25,7 +25,9 @@ def gauges(
     of_model = (("model", model),) if model else ()
     values = {"used": 3.0, "max": 4.0, "tokens_per": 64.0, **changes}
     return [
-        ModelSeries(FAMILY, kind, "Blocks.", (("kv_cache_block_type", name), *of_model), (), (value, time.time()))
+        ModelSeries(
+            KV_CACHE_FAMILY, kind, "Blocks.", (("kv_cache_block_type", name), *of_model), (), (value, time.time())
+        )
         for name, value in values.items()
     ]
 
@@ -40,7 +42,7 @@ async def running() -> AsyncIterator[Running]:
 async def ask(running: Running, path: str = "echo/generate", form: str = "text", **more: Any) -> httpx.Response:
     async with httpx.AsyncClient() as client:
         body = {"x": [1, 2, 3, 4], **more}
-        return await client.post(f"{running.url}/v2/models/{path}", json=body, headers={FORMAT_HEADER: form})
+        return await client.post(f"{running.url}/v2/models/{path}", json=body, headers={LOAD_FORMAT_HEADER: form})
 
 
 @pytest.mark.parametrize(("form", "told"), [("text", TEXT), ("json", JSON), ("TEXT", None), ("", None)])
@@ -50,13 +52,13 @@ async def test_a_reply_has_the_load_in_the_format_that_is_asked_for(
     """Triton knows two, in lower case."""
     reply = await ask(running, form=form)
 
-    assert (reply.status_code, reply.headers.get(HEADER)) == (200, told)
+    assert (reply.status_code, reply.headers.get(LOAD_HEADER)) == (200, told)
 
 
 async def test_a_stream_has_the_load_too(running: Running) -> None:
     reply = await ask(running, "echo/generate_stream", responses=2)
 
-    assert reply.headers[HEADER] == TEXT
+    assert reply.headers[LOAD_HEADER] == TEXT
     assert reply.text.count("data: ") == 2
 
 
@@ -64,8 +66,8 @@ async def test_a_failure_of_the_model_has_the_load_too(running: Running) -> None
     """A failed reply carries another model's load, as an ensemble's does; an immediate refusal has none."""
     failed, refused = await ask(running, "fails/generate"), await ask(running, "unknown/generate")
 
-    assert (failed.status_code, failed.headers.get(HEADER)) == (500, TEXT)
-    assert (refused.status_code, refused.headers.get(HEADER)) == (404, None)
+    assert (failed.status_code, failed.headers.get(LOAD_HEADER)) == (500, TEXT)
+    assert (refused.status_code, refused.headers.get(LOAD_HEADER)) == (404, None)
 
 
 async def test_nothing_is_read_for_those_who_do_not_ask(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +81,14 @@ async def test_nothing_is_read_for_those_who_do_not_ask(running: Running, monkey
         return await read(self, workers)
 
     monkeypatch.setattr(ControlStore, "model_metrics", counted)
-    monkeypatch.setattr("qinfer_api.observe.endpoint_load.READ_EVERY_S", 3600.0)
+    monkeypatch.setattr("qinfer_api.observe.reporting.READ_EVERY_S", 3600.0)
     async with httpx.AsyncClient() as client:
         reply = await client.post(f"{running.url}/v2/models/echo/generate", json={"x": [1, 2, 3, 4]})
-    assert (reply.headers.get(HEADER), reads) == (None, 0)
+    assert (reply.headers.get(LOAD_HEADER), reads) == (None, 0)
 
     replies = [await ask(running) for _ in range(20)]
 
-    assert {reply.headers[HEADER] for reply in replies} == {TEXT}
+    assert {reply.headers[LOAD_HEADER] for reply in replies} == {TEXT}
     assert reads == 1
 
 
@@ -98,7 +100,7 @@ async def test_without_redis_a_reply_has_no_load(running: Running, monkeypatch: 
 
     reply = await ask(running)
 
-    assert (reply.status_code, reply.headers.get(HEADER)) == (200, None)
+    assert (reply.status_code, reply.headers.get(LOAD_HEADER)) == (200, None)
 
 
 def test_a_models_own_gauges_count() -> None:
@@ -127,4 +129,4 @@ def test_a_cache_without_blocks_is_empty() -> None:
 async def test_series_of_another_kind_are_none_of_the_gauges(running: Running) -> None:
     await running.store.put_model_metrics("w1", record_of(gauges("echo", kind=COUNTER)), 60.0)
 
-    assert HEADER not in (await ask(running)).headers
+    assert LOAD_HEADER not in (await ask(running)).headers

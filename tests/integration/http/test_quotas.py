@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.core.api_keys import ApiKey, hash_key
 from qinfer.errors import QuotaExceeded
-from qinfer.queue.quotas import Quotas
+from qinfer.queue.tenants import Quotas
 from qinfer.testing import eventually
 from qinfer_api.auth import Auth, CallerContext
 from qinfer_api.quotas import Quota

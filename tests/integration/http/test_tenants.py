@@ -130,7 +130,7 @@ async def test_shares_of_tenants_are_shown(callers: Callers) -> None:
 
 async def test_a_tenants_long_polls_leave_some_to_the_others(callers: Callers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of them at most; those above its share are answered at once, and its event streams refused."""
-    monkeypatch.setattr("qinfer_api.requests.waits.MAX_WAITS", 6)
+    monkeypatch.setattr("qinfer_api.requests.service.MAX_WAITS", 6)
     waits = callers.running.gateway.requests.waits
     stuck = {
         who: (await callers.ask(who, "POST", "/v1/models/stuck/requests", BODY)).json()["links"]

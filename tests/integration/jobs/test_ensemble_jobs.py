@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.models.pins import ExecutedVersion, Pin, executed, joint_hash
+from qinfer.models.readiness import ExecutedVersion, Pin, executed, joint_hash
 from qinfer.observe import stats
 from qinfer.testing import eventually
 from tests.support import models, python_models

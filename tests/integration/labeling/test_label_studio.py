@@ -351,7 +351,7 @@ async def test_a_mapping_without_tenants_is_nobodys_where_there_are_several(tmp_
 
 async def test_new_mappings_are_seen(client: httpx.AsyncClient, mappings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a restart; a file that can't be read leaves the others as they were."""
-    monkeypatch.setattr("qinfer_api.labeling.mappings.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("qinfer.labeling.mapping.LOOK_EVERY_S", 0.0)
     text = SCORED.format(name="more", model="hasty")
     (Path(mappings) / "more.yaml").write_text(text)
 

@@ -11,7 +11,7 @@ import pytest
 from qinfer.core.api_keys import ApiKey, hash_key
 from qinfer.errors import BrokerUnavailable
 from qinfer.labeling.tasks import Board
-from qinfer.queue.quotas import QuotaLease, Quotas
+from qinfer.queue.tenants import QuotaLease, Quotas
 from qinfer.testing import FakeClock, eventually
 from qinfer_api.auth import Auth
 from qinfer_api.labeling.intake import TaskIntake, TaskPace

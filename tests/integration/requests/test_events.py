@@ -111,7 +111,7 @@ async def test_a_quiet_stream_is_kept_alive(client: httpx.AsyncClient, monkeypat
 
 async def test_too_many_watchers(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """503 and when to come back; a long poll is answered at once instead."""
-    monkeypatch.setattr("qinfer_api.requests.waits.MAX_WAITS", 0)
+    monkeypatch.setattr("qinfer_api.requests.service.MAX_WAITS", 0)
     record = await submitted(client, "stuck")
 
     stream = await client.get(record["links"]["events"])

@@ -28,7 +28,7 @@ from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
-from qinfer_workers.inference.unread_streams import UNREAD
+from qinfer_workers.inference.streams import UNREAD
 from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.rpc import stub_of

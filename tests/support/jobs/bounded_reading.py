@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 
-from qinfer.core.environments import ALLOW_INSPECTION
+from qinfer.core.processes import ALLOW_INSPECTION
 from qinfer.core.settings import Settings, StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import QinferError

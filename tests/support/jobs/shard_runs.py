@@ -11,7 +11,7 @@ from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.plan import JobPlan, Shard, ShardTicket, encode_plan_head, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.models.pins import ExecutedVersion
+from qinfer.models.readiness import ExecutedVersion
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
 from qinfer.tabular.schemas import encode_schema

@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.core.api_keys import ApiKey
 from qinfer.errors import BrokerUnavailable, QuotaExceeded
-from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
+from qinfer.queue.tenants import QuotaLease, QuotaLimits, Quotas, QuotaUse
 from qinfer.testing import FakeClock, eventually
 from qinfer_api.quotas import LEASE_S, Quota, QuotaLeases
 

@@ -7,9 +7,8 @@ import pytest
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Execution
-from qinfer.batching.limited import LOOK_S
 from qinfer.batching.policy import PATIENCE_S
-from qinfer.batching.rate_limiter import Ledger, LimitedInstance, Resource
+from qinfer.batching.rate_limiter import LOOK_S, Ledger, LimitedInstance, Resource
 from qinfer.core.messages import ResourceHolder
 from tests.support.batching import Bench, Done, Scene
 

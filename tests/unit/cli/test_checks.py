@@ -9,15 +9,17 @@ import pytest
 
 from qinfer.cli.checks.all import (
     HIDDEN,
+    Runtime,
+    examine_gpus,
     examine_memory,
     examine_models,
     examine_sharing,
     examine_workers,
+    load_runtime,
     without,
 )
 from qinfer.cli.checks.doctor import Finding, Severity, problem
 from qinfer.cli.checks.redis_server import NodeReport, examine_node
-from qinfer.cli.checks.runtimes import Runtime, examine_gpus, load_runtime
 from qinfer.core.settings import RedisSettings, Settings
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.segments.memory import OwnMemory

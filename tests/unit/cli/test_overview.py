@@ -11,7 +11,7 @@ from qinfer.cli.overview import ModelRow, SequencesRow, ShareRow, read_overview
 from qinfer.cli.tables import models_tables, overview_tables, queues_tables
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
-from qinfer.models.pins import Pin
+from qinfer.models.readiness import Pin
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Entry, Lane

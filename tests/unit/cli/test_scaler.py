@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from qinfer.cli.local.supervisor import Process, RestartPolicy, Supervisor
 from qinfer.cli.main import app
 from qinfer.cli.scaling import scaler
-from qinfer.cli.scaling.pool import ScalingPool
-from qinfer.cli.scaling.scaler import Autoscaler, Away, QueueReading, QueueWatch, crowded, policy_of, read
+from qinfer.cli.scaling.scaler import Autoscaler, Away, QueueReading, QueueWatch, ScalingPool, crowded, policy_of, read
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
 from qinfer.models.state import DesiredState, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from qinfer.cli.local.supervisor import RestartPolicy
-from qinfer.cli.scaling.pool import ScalingPool
-from qinfer.cli.scaling.scaler import Autoscaler, Away, read
+from qinfer.cli.scaling.scaler import Autoscaler, Away, ScalingPool, read
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from qinfer.cli.local.supervisor import RestartPolicy, Supervisor
-from qinfer.cli.scaling import pool as module
-from qinfer.cli.scaling.pool import PoolWorker, ScalingPool
+from qinfer.cli.scaling import scaler as module
+from qinfer.cli.scaling.scaler import PoolWorker, ScalingPool
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.testing import FakeClock, wait_until
 

@@ -18,9 +18,8 @@ import pytest
 import qinfer
 from qinfer import errors
 from qinfer.client import JobStatus, job_flows, job_output
-from qinfer.client.job_flows import job_body
+from qinfer.client.job_flows import Lines, job_body, progress_line, shown_progress
 from qinfer.client.job_output import MANIFEST, PARTIAL, read_output
-from qinfer.client.job_progress import Lines, progress_line, shown_progress
 from tests.support.scripted_gateway import Server, policy_of, reply
 
 

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from qinfer.client.responses import EventReader, StreamEvent, result_of
+from qinfer.client.results import EventReader, StreamEvent, result_of
 from qinfer.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import BaseModel, SecretStr
 
-from qinfer.core.environments import (
+from qinfer.core.processes import (
     BULK_WORKER,
     GATEWAY,
     WORKER,

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import qinfer
-from qinfer.core.environments import PREFIX
+from qinfer.core.processes import PREFIX
 from qinfer.core.settings import Settings, load_settings
 from qinfer.observe import tracing
 from tests.support.deploy.deployments import (

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import qinfer
-from qinfer.core.environments import PREFIX
+from qinfer.core.processes import PREFIX
 from qinfer.core.settings import variable_names
 from scripts import try_images
 from tests.support.deploy.deployments import DEPLOY, ROOT, Instruction, assert_runs, environment_of, stages, with_bases

@@ -7,7 +7,7 @@ import yaml
 
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
-from qinfer_api.scaling.routes import Backlog
+from qinfer_api.scaling import Backlog
 from scripts import generate_deployment as deployment
 from scripts.generate_deployment import CHART, ROOT
 from tests.support.deploy.kubernetes import Object, named, of_kind, rendered

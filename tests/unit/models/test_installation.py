@@ -10,10 +10,9 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelNotFound
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.installation import InstallationState, is_claimed, loss, read_snapshot
+from qinfer.models.installation import InstallationState, is_claimed, loss, read_snapshot, write_model
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.writing import write_model
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue

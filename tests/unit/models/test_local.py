@@ -13,8 +13,7 @@ from qinfer.errors import ModelLoadFailed, SettingsError
 from qinfer.models.config.config import from_json, parse, to_spec
 from qinfer.models.config.file_tensors import FileTensor, FileTensors, read_onnx
 from qinfer.models.repository.files import LocalFiles
-from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.repository.reader import select_versions
+from qinfer.models.repository.open import Repositories, open_repositories, select_versions
 from qinfer.models.spec import Device
 from qinfer.models.state import ErrorKind, StoredModel
 from tests.support import models

@@ -7,11 +7,11 @@ import pytest
 from qinfer.core.settings import RepositorySettings
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import ModelControl
+from qinfer.models.installation import Completion, put_completion
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
-from qinfer.models.writing import Completion, put_completion
 from qinfer.queue.lanes import Queue
 from qinfer_api.app import RepositoryWatch
 

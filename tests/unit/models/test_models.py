@@ -21,10 +21,10 @@ from qinfer.errors import (
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import ModelControl
+from qinfer.models.installation import Completion, put_completion
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import ErrorKind, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.writing import Completion, put_completion
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer.wire.bodies import ModelIndexEntry

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.models.pins import ExecutedVersion, Pin, executed, executed_hash, joint_hash, kept_by_pins, why_lost
+from qinfer.models.readiness import ExecutedVersion, Pin, executed, executed_hash, joint_hash, kept_by_pins, why_lost
 from qinfer.models.state import State, StepVersion, StoredModel, VersionState, WorkerRecord
 
 A, B = "sha256:a", "sha256:b"

@@ -96,7 +96,7 @@ def test_texts_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 def test_a_label_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger one is named, not read."""
-    monkeypatch.setattr("qinfer.models.repository.reader.LABEL_BYTES", 4)
+    monkeypatch.setattr("qinfer.models.repository.open.LABEL_BYTES", 4)
     stub(tmp_path, IO)
 
     assert read(tmp_path).error == "labels.txt is larger than 4 bytes"

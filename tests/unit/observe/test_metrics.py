@@ -19,7 +19,6 @@ from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import render
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 from qinfer.observe.stats import GatewayTally, ModelCounts, Objective, StatsTally, add
-from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
 from qinfer.queue.entries import Lane
@@ -31,6 +30,7 @@ from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import DeclaredEndpoints
 from qinfer.traffic.tally import ShadowOutcome, TargetTally
 from qinfer_api.observe.metrics import MetricsSnapshot, scopes_of, shown_metrics
+from qinfer_api.stages import TenantTally
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -1,7 +1,6 @@
 """Metrics of models in several processes and workers, shown as those of one server."""
 
-from qinfer.observe.exposition import render
-from qinfer.observe.model_metrics import ModelSeries, families, merged
+from qinfer.observe.exposition import ModelSeries, merged, model_families, render
 
 
 def series(kind: str, *values: float, name: str = "own", bounds: tuple[float, ...] = (), text: str = "") -> ModelSeries:
@@ -45,12 +44,12 @@ def test_of_what_differs_the_first_is_kept() -> None:
 
 
 def test_a_metric_of_qinfers_own_name_is_left_out() -> None:
-    assert families([series("counter", 1, name="qinfer_requests_total")]) == []
+    assert model_families([series("counter", 1, name="qinfer_requests_total")]) == []
 
 
 def test_openmetrics_has_them_too() -> None:
     """A counter that is not named as one there is of an unknown kind."""
-    shown = families([series("counter", 2, name="seen_total"), series("counter", 1)])
+    shown = model_families([series("counter", 2, name="seen_total"), series("counter", 1)])
 
     assert render(shown).decode().splitlines()[1:3] == ["# TYPE seen_total counter", 'seen_total{a="1"} 2']
     assert render(shown, as_openmetrics=True).decode().splitlines() == [

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from qinfer.core.messages import Failure, Response
-from qinfer.observe.responses import MOST_INDEXES, ResponseEnd, end_of
-from qinfer.observe.stats import StatsTally, add
+from qinfer.observe.stats import MOST_INDEXES, ResponseEnd, StatsTally, add, end_of
 from qinfer.tensors import Tensor
 from qinfer_api.observe.statistics import model_statistics
 

@@ -8,11 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
 from qinfer.models.state import WorkerRecord
+from qinfer.models.store import Underway
 from qinfer.observe.exposition import render
 from qinfer.observe.host import GpuUse, HostUse
 from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import FailureReason, MetricsChoice, failures
-from qinfer.queue.count_pushes import Underway
 from qinfer.queue.entries import Lane
 from qinfer.scaling.work import LaneWork, VersionWork
 from qinfer_api.observe.metrics import MetricsSnapshot, shown_metrics

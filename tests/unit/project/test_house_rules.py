@@ -16,7 +16,6 @@ EXCEPTIONS: dict[str, str] = {}
 
 # A file of less than 60 lines → why it is a file of its own. An `__init__.py` needs no reason.
 SMALL_FILES: dict[str, str] = {
-    "api/qinfer_api/audit.py": "a log of its own, written by REST, gRPC and the check of keys",
     "workers/qinfer_workers/inference/devices.py": "the program, its loader, heartbeat and rate limiter use it",
     "scripts/generate_example.py": "a command",
     "scripts/generate_protos.py": "a command",
@@ -32,7 +31,7 @@ SMALL_FILES: dict[str, str] = {
     "examples/python_model/writer/1/writer.py": "an example: the code of one model",
     # Files that another program runs or imports by their names.
     "qinfer/backends/python_host/modules/triton_python_backend_utils.py": "models import it by Triton's name",
-    "qinfer/backends/python_host/packed/start.py": "a program, run as a file by an environment without qinfer",
+    "qinfer/backends/python_host/start.py": "a program, run as a file by an environment without qinfer",
     "workers/qinfer_workers/jobs/beat.py": "a program that old deployments start",
     "qinfer/cli/local/child.py": "a program, which `qinfer up` starts",
     "qinfer/integrations/airflow/trigger.py": "Airflow's triggerer imports it without the operator",
@@ -40,7 +39,6 @@ SMALL_FILES: dict[str, str] = {
     "qinfer/core/call_chain.py": "pure rules of calls between models, for batching and workers",
     "qinfer/core/clock.py": "everything that reads the time imports it",
     "qinfer/storage/hive.py": "pure; jobs write and the client reads such folders",
-    "qinfer/traffic/files.py": "gateway and command line read declarations by it",
     "qinfer/cli/bridge.py": "a command, loaded by its name",
 }
 
@@ -50,7 +48,8 @@ READS_ENVIRONMENT = {
     "qinfer/core/settings.py",
     # Programs.
     "qinfer/jobs/examiner.py",
-    "qinfer/backends/python_host/packed/start.py",
+    "qinfer/backends/python_host/packed.py",
+    "qinfer/backends/python_host/start.py",
     "scripts/demo.py",
     "scripts/unchanged_tests.py",
     "workers/qinfer_workers/renewer.py",

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.queue.entries import Lane, delayed_name, divided_of, share_of, undivided
-from qinfer.queue.shares import CROWDED_S, KNOWN_S, Places
+from qinfer.queue.tenants import CROWDED_S, KNOWN_S, Places
 from qinfer.testing import FakeClock
 
 LANE = Lane("m", 1, "p1")

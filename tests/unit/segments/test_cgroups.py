@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.segments import memory as segments
-from qinfer.segments.cgroups import has_spare
-from qinfer.segments.memory import OwnMemory
+from qinfer.segments.memory import OwnMemory, has_spare
 
 MIB = 2**20
 

@@ -14,13 +14,12 @@ import pytest
 from qinfer.core.messages import MemoryReference
 from qinfer.core.settings_sections import SegmentSettings
 from qinfer.errors import CorruptEntry, SettingsError
-from qinfer.segments import connector, link, listener
+from qinfer.segments import connector, link, sharing
 from qinfer.segments.connector import TensorConnector
 from qinfer.segments.link import SECRET_BYTES, MessageKind, network_proof
-from qinfer.segments.listener import TensorListener
 from qinfer.segments.memory import HeldTensors
 from qinfer.segments.reading import TensorsGone, TensorsUnreachable
-from qinfer.segments.sharing import SegmentSharing
+from qinfer.segments.sharing import SegmentSharing, TensorListener
 from qinfer.testing import eventually
 from tests.support.certificates import write_certificate
 from tests.support.tensor_proxy import TensorProxy
@@ -109,7 +108,7 @@ class Scene:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes all waits short."""
-    for module in (link, listener, connector):
+    for module in (link, sharing, connector):
         monkeypatch.setattr(module, "TICK_S", 0.05)
     for name in ("AGAIN_S", "REGISTRY_EVERY_S"):
         monkeypatch.setattr(connector, name, 0.1)
@@ -278,7 +277,7 @@ async def test_a_proxy_that_stalls_or_cuts(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, *, stalls: bool, after: int
 ) -> None:
     """In the middle of a message: the read fails in time, and the next connection is whole."""
-    for module, name in ((connector, "STALLED_S"), (connector, "CONNECTED_WITHIN_S"), (listener, "PROVEN_WITHIN_S")):
+    for module, name in ((connector, "STALLED_S"), (connector, "CONNECTED_WITHIN_S"), (sharing, "PROVEN_WITHIN_S")):
         monkeypatch.setattr(module, name, 0.3)
     gateway = scene.start(OWNER)
     held, data = written(gateway, 602_112)
@@ -465,7 +464,7 @@ async def test_silent_strangers_are_bounded_and_keep_no_worker_out(scene: Scene)
 
 
 async def test_a_silent_stranger_is_left_in_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PROVEN_WITHIN_S", 0.1)
+    monkeypatch.setattr(sharing, "PROVEN_WITHIN_S", 0.1)
     stranger = await Stranger.opened(scene.start(OWNER))
 
     assert await stranger.is_closed()

@@ -13,7 +13,7 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, Routes, lanes_of
 from qinfer.queue.entries import Lane, Share, share_of
 from qinfer.queue.lanes import Queue
-from qinfer.queue.shares import Places
+from qinfer.queue.tenants import Places
 from qinfer.submission.backlog import LaneLoads
 from qinfer.testing import eventually
 

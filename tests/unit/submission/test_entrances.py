@@ -27,8 +27,7 @@ from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.auth import ANONYMOUS
-from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.ordering import OrderedEntrance
+from qinfer_api.dispatcher import Dispatcher, OrderedEntrance
 from tests.unit.models.test_catalog import CONFIG, TTL_S, Stack
 
 CACHED = "response_cache { enable: true }"

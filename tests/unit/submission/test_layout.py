@@ -10,7 +10,7 @@ import pytest
 from qinfer.core.messages import CallTraces, IdFactory, OutgoingRequest, Scalar, SequenceFlags
 from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Lane
-from qinfer.submission.layouts import MAX_HEAD_BYTES, Kind, Layouts, kind_of
+from qinfer.submission.memory import MAX_HEAD_BYTES, Kind, Layouts, kind_of
 from qinfer.tensors import Tensor, pack_bytes
 from qinfer.wire.frame import RequestForm, decode_request, encode_request
 
@@ -152,7 +152,7 @@ def test_what_has_no_kind_is_not_remembered() -> None:
 
 def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients choose the shapes, as many as they like."""
-    monkeypatch.setattr("qinfer.submission.layouts._MAX_LAYOUTS", 3)
+    monkeypatch.setattr("qinfer.submission.memory._MAX_LAYOUTS", 3)
     layouts = Layouts(inline_max_bytes=100)
     kinds = []
     for size in range(4):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.errors import SettingsError
-from qinfer.traffic.files import read_directory, read_file
+from qinfer.traffic.endpoints import read_directory, read_file
 
 YAML = """
 targets:

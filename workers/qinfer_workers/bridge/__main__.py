@@ -35,9 +35,9 @@ from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions, load_config
+from qinfer_workers.bridge.kombu import find_missing_queues
 from qinfer_workers.bridge.reading import RouteVersions, body_codec
 from qinfer_workers.bridge.route import BridgeRoute
-from qinfer_workers.bridge.transports.kombu import find_missing_queues
 from qinfer_workers.liveness import exit_process, open_health
 
 REPORT_EVERY_S = 1.0

@@ -30,6 +30,7 @@ REASON_HEADER = "x-qinfer-reason"
 CODE_HEADER = "x-qinfer-code"
 INDEX_HEADER = "x-qinfer-response-index"
 FINAL_HEADER = "x-qinfer-response-final"
+COMPRESSION_HEADER = "compression"
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):

@@ -21,7 +21,8 @@ from qinfer.tabular.schemas import list_type, lists_of
 from qinfer.tensors import Tensor, iter_bytes, to_numpy
 from qinfer.wire.kserve_json import encode_infer
 from qinfer.wire.outputs import OutputPlan, bind
-from qinfer_workers.bridge.content import JSON_LENGTH_HEADER
+
+JSON_LENGTH_HEADER = "inference-header-content-length"
 
 _encoder = msgspec.json.Encoder()
 Form = Literal["kserve", "json", "jsonl", "arrow-stream", "arrow-file"]

@@ -27,6 +27,7 @@ from qinfer.queue.entries import Ending, EntryAddress, RequestState, reply_addre
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
+from qinfer_workers.bridge.kombu import open_sink, open_source
 from qinfer_workers.bridge.links import Consumer, LinkPublisher
 from qinfer_workers.bridge.messages import (
     Destination,
@@ -42,7 +43,6 @@ from qinfer_workers.bridge.messages import (
     render,
 )
 from qinfer_workers.bridge.reading import PARTITION, MessageIntake, Reader, RouteVersions
-from qinfer_workers.bridge.transports.kombu import open_sink, open_source
 
 logger = logging.getLogger(__name__)
 

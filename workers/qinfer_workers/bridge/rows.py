@@ -265,7 +265,8 @@ class RowInputs:
         columns: dict[str, pa.Array] = {}
         for tensor in self._spec.inputs:
             names = self._job.columns_of(tensor.name).columns
-            if self._is_left_out(tensor, names, rows):
+            is_named = tensor.name in self._job.columns or any(names[0] in row for row in rows)
+            if tensor.optional and not is_named:
                 continue
             columns.update({name: _array(name, rows, tensor) for name in names if name not in columns})
         if not columns:
@@ -303,9 +304,6 @@ class RowInputs:
             check_size(row, self._max_depth, _ELEMENTS_A_VALUE * self._limits.size_bytes, "max_bytes of the route")
         else:
             check_depth(row, self._max_depth)
-
-    def _is_left_out(self, tensor: TensorSpec, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bool:
-        return tensor.optional and tensor.name not in self._job.columns and not any(names[0] in row for row in rows)
 
     def _none_of_them(self, names: Sequence[str] | Mapping[str, Any]) -> str:
         inputs = ", ".join(tensor.name for tensor in self._spec.inputs) or "none"

@@ -19,8 +19,7 @@ import uvloop
 
 from qinfer.backends import registry
 from qinfer.backends.parameters import use_engine_cache, use_environments, use_model_variables
-from qinfer.core.environments import model_environment
-from qinfer.core.processes import SWITCH_INTERVAL_S, protect_process
+from qinfer.core.processes import SWITCH_INTERVAL_S, model_environment, protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.examiner_pool import READ_SHARES, READERS, ExaminerPool
@@ -31,16 +30,16 @@ from qinfer.models.store import ControlStore, follow_log_settings
 from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client, wait_for_redis
 from qinfer.queue.lanes import Queue
-from qinfer_workers.due_table import DueTable
+from qinfer_workers.inference.calls.caller import ModelLoads
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader
-from qinfer_workers.inference.model_loads import ModelLoads
 from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.watchdog import ExecutionWatchdog
 from qinfer_workers.inference.worker import Worker
 from qinfer_workers.liveness import open_health
+from qinfer_workers.renewer import DueTable
 
 logger = logging.getLogger("qinfer_workers.inference")
 

@@ -17,8 +17,8 @@ from weakref import WeakSet
 from qinfer.backends.base import Backend, memory_of, metrics_of
 from qinfer.batching.execution import Execution
 from qinfer.batching.streams import ItemStream, StreamedExecution
+from qinfer.observe.exposition import ModelSeries
 from qinfer.observe.host import MemoryUse, added_up
-from qinfer.observe.model_metrics import ModelSeries
 
 logger = logging.getLogger(__name__)
 

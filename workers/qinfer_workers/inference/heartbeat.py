@@ -17,14 +17,13 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
-from qinfer.models.store import ControlStore
-from qinfer.observe import model_metrics, stats
+from qinfer.models.store import ControlStore, CountPushes, Underway, concerns
+from qinfer.observe import exposition, stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
-from qinfer.queue.count_pushes import CountPushes, Underway, concerns
 from qinfer.submission.memory import TensorMemory
 from qinfer.wire.frame import FRAME_VERSION, OLDEST_READABLE
 from qinfer_workers.inference.devices import named
-from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
+from qinfer_workers.inference.ensembles.runs import EnsembleSteps
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.models import Key, by_model
 from qinfer_workers.inference.publisher import LeaseKeeper
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 SPEEDS_EVERY_S = 10.0
 _SPEEDS_AGAIN = 20
 """Each beat writes as many unchanged speeds again."""
-_NO_METRICS = model_metrics.record_of(())
+_NO_METRICS = exposition.record_of(())
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
 AnyBatcher = LaneBatcher | SequenceBatcher | EnsembleSteps
@@ -197,7 +196,7 @@ class Heartbeat:
         """Writes changed model metrics, and sometimes all metrics; a thread reads them, since there may be many."""
         executors = [one.model.executor for one in list(self._batchers())]
         loaded = [each for each in executors if isinstance(each, ThreadExecutor)]
-        record = await asyncio.to_thread(_own_metrics, loaded)
+        record = await asyncio.to_thread(lambda: exposition.record_of(one for each in loaded for one in each.metrics()))
         now_s = self._clock.now_s()
         is_new = now_s - self._metrics_put_at_s < SPEEDS_EVERY_S
         if record == self._metrics and (is_new or record == _NO_METRICS):
@@ -264,10 +263,6 @@ class Heartbeat:
             if key not in served:
                 self._speeds.pop(key, None)
                 self._speeds_put.pop(key, None)
-
-
-def _own_metrics(executors: Iterable[ThreadExecutor]) -> bytes:
-    return model_metrics.record_of(one for executor in executors for one in executor.metrics())
 
 
 def _batcher_key(batcher: AnyBatcher) -> Key:

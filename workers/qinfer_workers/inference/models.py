@@ -19,13 +19,11 @@ from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.config import config
-from qinfer.models.installation import InstallationState, is_gone
-from qinfer.models.pins import Pin, kept_by_pins
-from qinfer.models.readiness import PENDING_REASON, is_placed
+from qinfer.models.installation import InstallationState, is_gone, put_completion
+from qinfer.models.readiness import PENDING_REASON, Pin, is_placed, kept_by_pins
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
-from qinfer.models.writing import put_completion
 from qinfer.observe.stats import LOAD_FAILURES, ModelCounts
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner, NotYet, PlannedEnsemble
 from qinfer_workers.inference.executor import in_thread

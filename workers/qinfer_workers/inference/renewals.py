@@ -10,8 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from qinfer.core.environments import helper_environment
-from qinfer.core.processes import packed, received
+from qinfer.core.processes import helper_environment, packed, received
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.observe.stats import OVERDUE
@@ -21,8 +20,8 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import RENEW
 from qinfer.queue.sequences.ownership import RENEW_OWNER
 from qinfer_workers import renewer
-from qinfer_workers.due_table import DueTable
 from qinfer_workers.inference.publisher import LeaseKeeper
+from qinfer_workers.renewer import DueTable
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 It kills the process of an interruptible backend (`python`), and the items of the batch execute again, alone. For
 another backend, the worker gives back everything else, and ends abruptly. If a model holds the GIL, the renewer process
-ends the worker (`qinfer_workers.due_table`).
+ends the worker (`qinfer_workers.renewer`).
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from qinfer.errors import ExecutionOverdue, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import Executing
 from qinfer.observe.stats import OVERDUE
-from qinfer_workers.due_table import GRACE_S, DueTable
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.serving import LaneBatcher
 from qinfer_workers.liveness import exit_process
+from qinfer_workers.renewer import GRACE_S, DueTable
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +173,8 @@ class ExecutionWatchdog:
                 self.check_instances(once, may_end=not is_starved)
                 before, unready = unready, self.unready()
                 if unready != before:
-                    logger.warning(
-                        "readiness of models changed by their own is_ready", extra={"unready": _format_reasons(unready)}
-                    )
+                    reasons = {f"{model}:{version}": reason for (model, version), reason in unready.items()}
+                    logger.warning("readiness of models changed by their own is_ready", extra={"unready": reasons})
                     changed()
             except Exception:
                 logger.exception("a check of the watchdog failed")
@@ -213,10 +212,6 @@ def cut_short(drain: asyncio.Timeout, away_s: float) -> None:
     if away_s >= PATIENCE_S and not drain.expired():
         logger.warning("drain cut short: nothing executes, and redis is away", extra={"away_s": round(away_s, 1)})
         drain.reschedule(asyncio.get_running_loop().time())
-
-
-def _format_reasons(unready: dict[Key, str]) -> dict[str, str]:
-    return {f"{model}:{version}": reason for (model, version), reason in unready.items()}
 
 
 def _reason(unready: Callable[[], str]) -> str:

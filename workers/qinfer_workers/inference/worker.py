@@ -48,17 +48,15 @@ from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import LeaseIntake
 from qinfer_workers.inference.loader import LoadedVersion, Loader
-from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models, VersionPins
 from qinfer_workers.inference.publisher import CancelWatch, HeldWork, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.rate_limiter import LimitedExecutor, RateLimiter
 from qinfer_workers.inference.reply_memory import ReplyMemory
 from qinfer_workers.inference.sequences.service import Parts
 from qinfer_workers.inference.sequences.services import SequenceServices
-from qinfer_workers.inference.serving import LaneBatcher, Serving
-from qinfer_workers.inference.stream_publisher import StreamPublisher
+from qinfer_workers.inference.serving import LaneBatcher, Lookout, Serving
+from qinfer_workers.inference.streams import StreamPublisher, UnreadStreams
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.inference.unread_streams import UnreadStreams
 from qinfer_workers.inference.watchdog import cut_short, end_worker, fail_overdue, overdue_error
 
 logger = logging.getLogger(__name__)

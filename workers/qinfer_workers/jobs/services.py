@@ -21,8 +21,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ExpectedParts, JobPlan, Shard, decode_plan_head
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, granted
-from qinfer.models.pins import ExecutedVersion, Pin, why_lost
-from qinfer.models.readiness import capacity_of
+from qinfer.models.readiness import ExecutedVersion, Pin, capacity_of, why_lost
 from qinfer.models.state import DesiredState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import PUT_OFF

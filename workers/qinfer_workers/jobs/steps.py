@@ -41,7 +41,7 @@ from qinfer.jobs.shards import pace_of
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.dependents import kind_of_ensemble, labels_of
 from qinfer.models.installation import refuse_lost
-from qinfer.models.pins import executed, is_executed, joint_hash
+from qinfer.models.readiness import executed, is_executed, joint_hash
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel
 from qinfer.storage.store import CommitOutcome

@@ -17,7 +17,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import frames_of
 from qinfer.jobs.queue.records import JobRecord, spec_of, why_failed
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.pins import Pin
+from qinfer.models.readiness import Pin
 from qinfer_workers.jobs.services import PIN_REASON, PIN_TTL_S, JobServices
 
 logger = logging.getLogger("qinfer_workers.jobs")

@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue.entries import EntryAddress, RequestRecord, RequestState
-from qinfer_api.requests.waits import Waits
+from qinfer_api.requests.service import Waits
 
 ADDRESS = EntryAddress("m", 0, "chosen@acme")
 TWIN = EntryAddress("other", 0, "chosen@acme")

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from qinfer.backends.python_host import custom_metrics, metric_table
+from qinfer.backends.python_host import telemetry
 from qinfer.backends.python_host import utils as pb_utils
-from qinfer.backends.python_host.metric_table import MetricMemory, MetricTable
-from qinfer.observe.exposition import render
-from qinfer.observe.model_metrics import families
+from qinfer.backends.python_host.telemetry import MetricMemory, MetricTable
+from qinfer.observe.exposition import model_families, render
 
 COUNTER, GAUGE, HISTOGRAM = pb_utils.MetricKind
 LABELS = {"a": "1", "b": "2"}
@@ -20,18 +19,18 @@ LABELS = {"a": "1", "b": "2"}
 def memory(collected: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricMemory]:
     """The memory of a process, which is this one."""
     memory = MetricMemory()
-    monkeypatch.setattr(custom_metrics, "_table", MetricTable(memory.descriptor))
+    monkeypatch.setattr(telemetry, "_table", MetricTable(memory.descriptor))
     yield memory
     gc.collect()
     assert memory.read() == []
-    assert custom_metrics._families == {}
+    assert telemetry._families == {}
     memory.close()
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for few series."""
-    monkeypatch.setattr(metric_table, "MOST_BYTES", 4096)
+    monkeypatch.setattr(telemetry, "MOST_BYTES", 4096)
 
 
 def family(name: str = "own", kind: pb_utils.MetricKind = COUNTER, text: str = "the first") -> pb_utils.MetricFamily:
@@ -39,7 +38,7 @@ def family(name: str = "own", kind: pb_utils.MetricKind = COUNTER, text: str = "
 
 
 def shown(memory: MetricMemory) -> list[str]:
-    return render(families(memory.read())).decode().splitlines()
+    return render(model_families(memory.read())).decode().splitlines()
 
 
 def test_a_value_that_was_set_is_read_next(memory: MetricMemory) -> None:

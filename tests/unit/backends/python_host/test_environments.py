@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.backends.python_host.packed import environments
-from qinfer.backends.python_host.packed.archive import ArchiveBounds, unpack
-from qinfer.backends.python_host.packed.environments import READY, UNUSED_S, Environments
+import qinfer.backends.python_host.packed as environments
+from qinfer.backends.python_host.packed import READY, UNUSED_S, ArchiveBounds, Environments, unpack
 from qinfer.errors import ModelLoadFailed
 from tests.unit.backends.python_host.test_packed_archives import archive, member
 

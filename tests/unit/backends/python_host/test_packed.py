@@ -10,7 +10,7 @@ import pytest
 from qinfer.backends import parameters
 from qinfer.backends.parameters import EnvironmentStore, use_environments
 from qinfer.backends.python import complete_config, environment_of
-from qinfer.backends.python_host.packed.__main__ import OLDEST, OLDEST_MSGSPEC, Interpreter, activated, lends
+from qinfer.backends.python_host.packed import OLDEST, OLDEST_MSGSPEC, Interpreter, activated, lends
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import parse
 from qinfer.testing import wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.backends.python_host.packed.archive import ArchiveBounds, leads_out, unpack
+from qinfer.backends.python_host.packed import ArchiveBounds, leads_out, unpack
 from qinfer.errors import ModelLoadFailed
 
 PLENTY = ArchiveBounds(2**24, 1000)

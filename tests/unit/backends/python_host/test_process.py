@@ -13,7 +13,7 @@ import pytest
 
 from qinfer.backends import parameters
 from qinfer.backends.python import PythonBackend
-from qinfer.backends.python_host import instance, process
+from qinfer.backends.python_host import process
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady
 from qinfer.observe.logs import MODELS
 from qinfer.testing import wait_until
@@ -81,8 +81,8 @@ def test_a_death_between_batches_costs_none(tmp_path: Path) -> None:
 
 def test_a_model_that_can_not_start_again_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are refused as retryable, each by itself; once it starts again, they are served."""
-    monkeypatch.setattr(instance, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(instance, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(process, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(process, "LONGEST_PAUSE_S", 0.05)
     with loaded(tmp_path, FRAGILE) as backend:
         broken = tmp_path / "m" / "1" / "broken"
         broken.touch()
@@ -437,7 +437,7 @@ def test_models_are_finalised_where_python_starts_no_thread_any_more(monkeypatch
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     stopped: list[float | None] = []
-    monkeypatch.setattr(instance, "_live", [Live(), Live()])
+    monkeypatch.setattr(process, "_live", [Live(), Live()])
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    instance._stop_all()
+    process._stop_all()
     assert stopped == [None, None]

@@ -9,8 +9,7 @@ from amqp.basic_message import Message
 from amqp.method_framing import frame_handler, frame_writer
 from amqp.serialization import dumps, loads
 
-from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, SourceMessage
-from qinfer_workers.bridge.transports.amqp_frames import (
+from qinfer_workers.bridge.amqp import (
     AckLine,
     BrokenFrames,
     Due,
@@ -19,6 +18,7 @@ from qinfer_workers.bridge.transports.amqp_frames import (
     ack_frames,
     publish_frames,
 )
+from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, SourceMessage
 
 CHANNEL, EPOCH = 1, 7
 DELIVER, RETURN, ACK, NACK, CANCEL = (60, 60), (60, 50), (60, 80), (60, 120), (60, 30)

@@ -8,8 +8,8 @@ import pytest
 from kombu import Connection, Producer
 
 from qinfer_workers.bridge.config import SourceOptions
+from qinfer_workers.bridge.kombu import KombuSink, KombuSource
 from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, SourceMessage
-from qinfer_workers.bridge.transports.kombu import KombuSink, KombuSource
 
 QUEUE = "bridge-kombu-links"
 

@@ -11,6 +11,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestState
 from qinfer.tensors import from_numpy
 from qinfer.wire.frame import encode_responses
+from qinfer_workers.bridge.amqp import publish_frames
 from qinfer_workers.bridge.config import RouteOptions, parse_config
 from qinfer_workers.bridge.messages import (
     GONE,
@@ -25,7 +26,6 @@ from qinfer_workers.bridge.messages import (
     request_id,
 )
 from qinfer_workers.bridge.replies import ReplyEncoding
-from qinfer_workers.bridge.transports.amqp_frames import publish_frames
 
 RECEIPT = Receipt(1, 1)
 

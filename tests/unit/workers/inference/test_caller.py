@@ -34,7 +34,7 @@ from qinfer.models.state import DesiredState, State, StoredModel, VersionState, 
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Entry, Lane, Payload
 from qinfer.queue.lanes import Queue
-from qinfer.submission.layouts import PAYLOAD_MARGIN_S
+from qinfer.submission.memory import PAYLOAD_MARGIN_S
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, eventually
 from qinfer.wire.frame import decode_request, encode_request, encode_responses

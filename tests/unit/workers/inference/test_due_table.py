@@ -1,7 +1,6 @@
 """The memory in which a worker notes until when its instances may execute."""
 
-from qinfer_workers.due_table import GRACE_S, SLOTS, DueReader, DueTable, overdue
-from qinfer_workers.renewer import killed_line
+from qinfer_workers.renewer import GRACE_S, SLOTS, DueReader, DueTable, killed_line, overdue
 
 
 def test_another_process_finds_the_instances_that_are_over_their_instants() -> None:

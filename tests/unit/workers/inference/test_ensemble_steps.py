@@ -23,8 +23,7 @@ from qinfer.queue.sequences.records import SequenceId, StepPlace
 from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import FakeClock, stub_spec
-from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
-from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
+from qinfer_workers.inference.ensembles.runs import EnsembleSteps, NestedCounts, NoInstances, RunParts
 from tests.support.timers import settle_loop
 
 ID = SequenceId("", 5)

@@ -14,8 +14,8 @@ from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.observe import model_metrics
-from qinfer.observe.model_metrics import ModelSeries
+from qinfer.observe import exposition
+from qinfer.observe.exposition import ModelSeries
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import SPEEDS_EVERY_S, Heartbeat
@@ -200,7 +200,7 @@ async def test_the_models_own_metrics_are_read_beside_the_event_loop(database: D
 
     assert backend.readers
     assert threading.get_ident() not in backend.readers
-    assert model_metrics.series_of(await setup.store.model_metrics(["w"])) == backend.metrics()
+    assert exposition.series_of(await setup.store.model_metrics(["w"])) == backend.metrics()
     executor.retire()
 
 
@@ -217,6 +217,6 @@ async def test_the_models_own_metrics_are_written_where_they_have_changed(databa
     setup.batchers.clear()
     await setup.heartbeat.beat()
 
-    own = model_metrics.record_of(backend.metrics())
-    assert setup.store.metrics == [own, own, model_metrics.record_of(())]
+    own = exposition.record_of(backend.metrics())
+    assert setup.store.metrics == [own, own, exposition.record_of(())]
     executor.retire()

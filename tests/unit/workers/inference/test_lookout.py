@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer_workers.inference.lookout import Lookout
+from qinfer_workers.inference.serving import Lookout
 
 MODELS = 100
 TURN_S = 5.0
@@ -26,7 +26,7 @@ class Scene:
         self.servings: dict[Any, Any] = {
             (f"m{number}", 1): SimpleNamespace(lanes=[f"m{number}"], is_settled=True) for number in range(MODELS)
         }
-        monkeypatch.setattr("qinfer_workers.inference.lookout.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("qinfer_workers.inference.serving.time.monotonic", lambda: self.now_s)
         queue: Any = SimpleNamespace(doorbell=self, is_stirred=lambda lanes: lanes[0] in self.stirred)
         store: Any = self
         self.lookout = Lookout(queue, store, WorkerSettings(), "me")

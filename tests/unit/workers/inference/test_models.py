@@ -11,11 +11,11 @@ import pytest
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import ModelFilesUnreachable, ModelLoadFailed
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.pins import Pin
+from qinfer.models.installation import Completion, find_completion
+from qinfer.models.readiness import Pin
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.models.state import DesiredState, State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
-from qinfer.models.writing import Completion, find_completion
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.inference import models as following_models

@@ -15,7 +15,7 @@ from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, Se
 from qinfer.models.spec import Device, ModelSpec, WarmupInput, WarmupSpec
 from qinfer.tensors import Tensor, pack_bytes
 from qinfer.testing import stub_spec
-from qinfer_workers.inference.warmup import warm_up, warm_up_with_zeros
+from qinfer_workers.inference.loader import warm_up, warm_up_with_zeros
 
 SAMPLE = WarmupSpec(name="zeros", batch_size=1, inputs={"x": WarmupInput("FP32", (2,))}, count=2)
 

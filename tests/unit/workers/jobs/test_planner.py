@@ -17,7 +17,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import encode_plan
 from qinfer.jobs.shards import rows_per_s
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.pins import joint_hash
+from qinfer.models.readiness import joint_hash
 from qinfer.models.state import DesiredState, State, StepVersion, VersionState, WorkerRecord
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, PUT_OFF, StatsTally
 from qinfer.queue import keys

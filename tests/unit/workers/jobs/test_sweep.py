@@ -11,7 +11,7 @@ import pytest
 from qinfer.errors import BrokerUnavailable, StoreUnavailable
 from qinfer.jobs.job import JobState, encode_spec
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.pins import Pin
+from qinfer.models.readiness import Pin
 from qinfer.models.state import DesiredState
 from qinfer.testing import eventually
 from qinfer_workers.jobs import sweep

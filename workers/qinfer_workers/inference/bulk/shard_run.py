@@ -23,7 +23,7 @@ from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
 from qinfer.jobs.resumption import bound_to
-from qinfer.models.pins import is_executed
+from qinfer.models.readiness import is_executed
 from qinfer_workers.inference.bulk.arbiter import Turn
 from qinfer_workers.inference.bulk.chunks import Chunks
 from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion

@@ -1,20 +1,26 @@
 """Calls between models: requests of model code go into the queue, the answers to the waiting threads.
 
 The instance's thread resolves and checks; the event loop submits. The worker can call models that it does not host. Its
-reply stream, opened at the first call, also carries credits.
+reply stream, opened at the first call, also carries credits. A gateway marks traced requests (`InferRequest.calls`);
+notes of their calls and steps return with the last response (`Response.called`).
+
+Model code may also load and unload models, by the desired state that all workers follow. Like a gateway, the worker
+needs the repository's control mode and overlay in its settings.
 """
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from qinfer.batching.rate_limiter import Ledger
 from qinfer.core.call_chain import depth_of, endless, level_of, names_of
-from qinfer.core.messages import Credit, Failure, OutgoingRequest, Response
+from qinfer.core.messages import CalledTensor, CallRecord, CallTraces, Credit, Failure, OutgoingRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
@@ -27,18 +33,130 @@ from qinfer.errors import (
     QinferError,
 )
 from qinfer.models.catalog import Catalog, ServedVersion
+from qinfer.models.control import ModelControl
 from qinfer.models.ensemble_graph import PlanStep
+from qinfer.observe.logs import ErrorLogger
 from qinfer.queue.entries import Lane, reply_address, worker_owner
 from qinfer.queue.lanes import Queue
 from qinfer.submission.memory import TensorMemory
 from qinfer.submission.pending import PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Entrance, Submission, check
+from qinfer.tensors import Tensor
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.wire.frame import decode_credits, is_credits
 from qinfer_workers.inference.calls.answers import EXPIRED, GRACE_S, CallAnswer, CallResponses, StreamInbox, raised
-from qinfer_workers.inference.calls.traces import traced
 from qinfer_workers.inference.ensembles.local import LocalSteps
+
+_FENCE = ErrorLogger(logging.getLogger(__name__), "traces of calls lost, the calls continue")
+
+MOST_TENSOR_BYTES = 16 * 1024
+
+MOST_BYTES = 64 * 1024
+"""Further tensors are left out."""
+
+
+def traced(
+    request: OutgoingRequest, sink: ResponseSink, now_s: Callable[[], float]
+) -> tuple[OutgoingRequest, ResponseSink]:
+    """Returns a call's request and sink, with a note if it serves a traced request."""
+    if request.calls is None:
+        return request, sink
+    own = msgspec.structs.replace(request, calls=CallTraces(has_tensors=request.calls.has_tensors))
+    return own, _NotingSink(sink, own, request.calls, now_s)
+
+
+class _NotingSink:
+    def __init__(
+        self, sink: ResponseSink, request: OutgoingRequest, into: CallTraces, now_s: Callable[[], float]
+    ) -> None:
+        self.no_stream = sink.no_stream
+        self._sink = sink
+        self._request = request
+        self._into = into
+        self._now_s = now_s
+        self._begin_s = now_s()
+        self._tensors: list[CalledTensor] = []
+        with _FENCE:
+            self._note_tensors(request.inputs, is_output=False)
+
+    def deliver(self, response: Response) -> None:
+        with _FENCE:
+            self._note_tensors(response.outputs, is_output=True)
+            if response.final:
+                self._into.add(self._called(response))
+        self._sink.deliver(response)
+
+    def _called(self, response: Response) -> CallRecord:
+        request, tensors = self._request, tuple(self._tensors)
+        model, version = response.model or request.model, response.version or request.version
+        times = self._begin_s, self._now_s()
+        return CallRecord(model, version, request.client_id, *times, response.timing, tensors, response.called)
+
+    def _note_tensors(self, tensors: Sequence[Tensor], *, is_output: bool) -> None:
+        if not self._into.has_tensors:
+            return
+        left = MOST_BYTES - sum([len(tensor.data) for tensor in self._tensors])
+        for tensor in tensors:
+            data = bytes(memoryview(tensor.data)[:MOST_TENSOR_BYTES])
+            left -= len(data)
+            if left >= 0:
+                self._tensors.append(CalledTensor(is_output, tensor.name, tensor.datatype, tuple(tensor.shape), data))
+
+
+T = TypeVar("T")
+
+_ENDING = "the worker ends"
+
+
+class ModelLoads:
+    """The `ManagesModels` of a worker's models; called from other threads."""
+
+    def __init__(self, control: ModelControl, catalog: Catalog) -> None:
+        self._control = control
+        self._catalog = catalog
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+
+    def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        """Loads a model."""
+        self._done(self._control.load(model, config, files))
+
+    def unload(self, model: str, *, unload_dependents: bool) -> None:
+        """Unloads a model."""
+        self._done(self._control.unload(model, unload_dependents=unload_dependents))
+
+    def is_ready(self, model: str, version: int) -> bool:
+        """Returns whether a model version is ready."""
+        return self._done(self._is_ready(model, version))
+
+    async def end_with(self, stop: asyncio.Event) -> None:
+        """Waits for the worker's end, then ends current loads and refuses further loads."""
+        await stop.wait()
+        self._is_over = True
+        self._control.cancel_loads()
+
+    async def _is_ready(self, model: str, version: int) -> bool:
+        await self._catalog.refresh()
+        try:
+            return self._catalog.says_ready(model, version)
+        except (ModelNotFound, ModelNotReady):
+            return False
+
+    def _done(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._is_over:
+            work.close()
+            raise Cancelled(_ENDING)
+        try:
+            outcome = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            raise Cancelled(_ENDING) from None
+        try:
+            return outcome.result()
+        except CancelledError:
+            raise Cancelled(_ENDING) from None
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +164,10 @@ FRESH_S = 2.0
 
 RECHECK_S = 0.25
 
-_ENDING = "the worker ends"
 _DECOUPLED = (
     "Model {model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
     "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models."
 )
-T = TypeVar("T")
 
 
 class WorkerCaller:

@@ -1,4 +1,4 @@
-"""Ensembles in a worker: plans (`plans`), and requests on their way through the steps (`batcher`, `run`).
+"""Ensembles in a worker: plans (`plans`), and requests on their way through the steps (`runs`, `run`).
 
 Begin with `run`.
 """

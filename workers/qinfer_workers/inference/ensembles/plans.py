@@ -11,8 +11,7 @@ from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.dependents import labels_of, users_of
 from qinfer.models.ensemble_graph import EnsemblePlan, ResolvedModel, plan_ensemble
-from qinfer.models.pins import ExecutedVersion, executed_hash
-from qinfer.models.readiness import LoadProgress, ModelStatus, assess, lacking, outcome
+from qinfer.models.readiness import ExecutedVersion, LoadProgress, ModelStatus, assess, executed_hash, lacking, outcome
 from qinfer.models.spec import EnsembleStep, ModelSpec
 from qinfer.models.state import ModelUse, StepVersion, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore

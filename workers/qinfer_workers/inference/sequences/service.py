@@ -51,7 +51,7 @@ from qinfer.queue.sequences.records import (
 )
 from qinfer.submission.validate import validate
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
-from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
+from qinfer_workers.inference.ensembles.runs import EnsembleSteps
 from qinfer_workers.inference.intake import LEAST_DELIVERIES, given_up
 from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease, Publisher
 from qinfer_workers.inference.sequences.publisher import StepPublisher

@@ -12,8 +12,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.errors import QinferError
-from qinfer_workers.inference.ensembles.runs import RunParts
-from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
+from qinfer_workers.inference.ensembles.runs import EnsembleSteps, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.models import Key, VersionPins

@@ -1,14 +1,28 @@
-# Made by scripts/generate_client.py from qinfer/client/_async/jobs.py; `make docs` writes it anew.
-"""A bulk job: status, waiting, cancellation, resumption and output."""
+# Made by scripts/generate_client.py from qinfer/client/_async/handles.py; `make docs` writes it anew.
+"""Handles of what lasts longer than a call: a bulk job, and a sequence.
+
+A sequence is consecutive requests (steps) to a stateful model:
+
+with client.sequence("counter") as sequence:
+sequence.infer({"x": x})             START, step 1
+sequence.infer({"x": x})             step 2
+sequence.infer({"x": x}, end=True)   step 3, END
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from qinfer.client import job_flows
-from qinfer.client.job_flows import JobStatus, OnStatus, completed
-from qinfer.client.job_progress import progress_observer
+from qinfer.client.flows import StepFlags
+from qinfer.client.job_flows import JobStatus, OnStatus, completed, progress_observer
+from qinfer.client.model_flows import Inputs
+from qinfer.client.results import InferResult
 from qinfer.client.steps import FlowRunner, Policy
+from qinfer.core.messages import Scalar
 from qinfer.wire.bodies import JobLogLine
 
 if TYPE_CHECKING:
@@ -100,7 +114,7 @@ class Job:
     def to_arrow(
         self,
         *,
-        columns: Sequence[str] | None = None,
+        columns: Items[str] | None = None,
         partial: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> "pyarrow.Table":
@@ -125,7 +139,7 @@ class Job:
     def to_pandas(
         self,
         *,
-        columns: Sequence[str] | None = None,
+        columns: Items[str] | None = None,
         partial: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> "pandas.DataFrame":
@@ -134,3 +148,58 @@ class Job:
 
         table = self.to_arrow(columns=columns, partial=partial, storage_options=storage_options)
         return as_pandas(table)
+
+
+class Sequence:
+    """A sequence of requests to a stateful model; made by `Client.sequence`.
+
+    Its first step is sent with START. Without a step with `end=True`, the sequence ends after its model's idle time.
+    """
+
+    def __init__(self, run: FlowRunner, steps: StepFlags) -> None:
+        self._run, self._steps = run, steps
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.correlation_id}>"
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Sends nothing: only a step can carry END."""
+
+    @property
+    def correlation_id(self) -> int | str:
+        """The id by which the server knows the sequence."""
+        return self._steps.correlation_id
+
+    def infer(
+        self,
+        inputs: Inputs,
+        *,
+        end: bool = False,
+        outputs: Items[str] | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> InferResult:
+        """Sends the next step and waits for its answer; concurrent steps are sent one after the other.
+
+        The call is repeated like `Client.infer`. If it still fails without an answer (`Unreachable`,
+        `Overloaded`), repeat it with the same inputs: the server executes the step once. After `InferenceFailed` the
+        sequence continues from the state before that step.
+
+        Args:
+            inputs: As in `Client.infer`, with a batch dimension of 1 if the model has one.
+            end: Whether it is the last step.
+            outputs: As in `Client.infer`.
+            parameters: As in `Client.infer`.
+
+        Raises:
+            SequenceLost: The state is lost with its worker, or with Redis; begin another sequence.
+            SequenceEnded: The sequence has ended, by an error at an earlier step, or by its idle time.
+            InvalidRequest: Also: the last step was sent, or an unanswered step was not repeated.
+            QinferError: As `Client.infer`.
+        """
+        with self._lock:
+            return self._run(self._steps.infer(inputs, outputs, parameters, end=end))

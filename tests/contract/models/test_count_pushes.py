@@ -2,9 +2,9 @@
 
 import pytest
 
+from qinfer.models.store import EVERY_MODEL, CountPushes, Underway
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
-from qinfer.queue.count_pushes import ALL, CountPushes, Underway
 from tests.contract.conftest import RedisQueue
 
 IDLE = Underway({}, {})
@@ -14,7 +14,7 @@ async def test_an_answer_in_the_millisecond_of_its_question_is_heard(queue: Redi
     """Both streams take their ids from the clock, so the two may have the same."""
     client = admin_client(queue.settings)
     pushes = CountPushes(client)
-    question = await pushes.ask([ALL])
+    question = await pushes.ask([EVERY_MODEL])
     await client.xadd(keys.counts_added(), {"worker": "w", "question": question}, id=question)
 
     assert await pushes.answers(question, {"w"}, within_s=5.0) == {"w": None}
@@ -26,7 +26,7 @@ async def test_who_has_not_answered_is_waited_for(queue: RedisQueue, answer: tup
     """Neither another worker's answer counts, nor one to a question before."""
     client = admin_client(queue.settings)
     pushes = CountPushes(client)
-    questions = [await pushes.ask([ALL]), await pushes.ask([ALL])]
+    questions = [await pushes.ask([EVERY_MODEL]), await pushes.ask([EVERY_MODEL])]
     worker, answered = answer
     await pushes.send_answer(worker, questions[answered], IDLE)
 
@@ -37,7 +37,7 @@ async def test_who_has_not_answered_is_waited_for(queue: RedisQueue, answer: tup
 async def test_an_answer_says_what_is_under_way(queue: RedisQueue) -> None:
     client = admin_client(queue.settings)
     pushes = CountPushes(client)
-    question = await pushes.ask([ALL])
+    question = await pushes.ask([EVERY_MODEL])
     underway = Underway({"m": {1: 2}}, {"m": {1: 5}})
     await pushes.send_answer("w", question, underway)
 

@@ -1,1 +1,0 @@
-"""The backlog of a model, for autoscalers. `routes` is all of it."""

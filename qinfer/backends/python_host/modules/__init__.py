@@ -1,1 +1,0 @@
-"""A directory for `sys.path`, with modules for processes that a model spawns."""

@@ -1,1 +1,0 @@
-"""Connections to other queues: AMQP 0-9-1, and every transport of kombu. Begin with `base`, the port."""
