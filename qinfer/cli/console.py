@@ -165,16 +165,25 @@ class Commands(typer.Typer):
         return super().command(name, **{"cls": Command, **options})
 
 
-def with_options(*groups: type) -> Callable[[F], F]:
-    """Adds the attributes of classes to a command as options, which it takes as `**given`, by their names."""
+Options = Mapping[str, tuple[Any, Any]]
+"""Parameter of a command → its type and the option."""
+
+
+def option(kind: Any, default: Any, help_: str, *names: str, **more: Any) -> tuple[Any, Any]:
+    """Returns an option of `Options`; without `names` it has the name of its parameter."""
+    return kind, typer.Option(default, *names, help=help_, **more)
+
+
+def with_options(*groups: Options) -> Callable[[F], F]:
+    """Adds options to a command, which takes them as `**given`, by their names."""
 
     def decorate(command: F) -> F:
         signature = inspect.signature(command)
         own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind)
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             for group in groups
-            for name, kind in inspect.get_annotations(group).items()
+            for name, (kind, default) in group.items()
         ]
         first = sum(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in own)
         changed = signature.replace(parameters=[*own[:first], *added, *own[first:]])

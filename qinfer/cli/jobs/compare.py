@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,13 +13,15 @@ from qinfer.cli.console import (
     FAILED,
     CommandFailed,
     JsonOption,
+    Options,
     UrlOption,
     gateway_client,
+    option,
     show,
     table,
     with_options,
 )
-from qinfer.cli.jobs.jobs import InputFlags, InputsArgument, csv_form, pairs, read_columns
+from qinfer.cli.jobs.jobs import INPUT_OPTIONS, InputsArgument, job_options, pairs
 from qinfer.cli.jobs.waiting import BY_SIGNAL, StopSignals, WaitInterrupted
 from qinfer.errors import InvalidRequest, QinferError
 
@@ -43,48 +46,32 @@ StableArgument = Annotated[
 CanaryArgument = Annotated[
     str, typer.Argument(metavar="CANARY", help="The target to compare with STABLE, in the same form.")
 ]
-SampleOption = Annotated[int, typer.Option("--sample", min=0, help="Number of first rows to compare; 0: all.")]
-AgreeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--agree",
-        help="OUTPUT=argmax, equal or within: when rows agree. Default: equal for texts and whole numbers, argmax for "
+_share = partial(option, float, min=0)
+COMPARE_OPTIONS: Options = {
+    "sample": option(int, 10_000, "Number of first rows to compare; 0: all.", min=0),
+    "agree": option(
+        list[str] | None,
+        None,
+        "OUTPUT=argmax, equal or within: when rows agree. Default: equal for texts and whole numbers, argmax for "
         "vectors of floats, within the tolerance for other floats.",
     ),
-]
-ToleranceOption = Annotated[
-    float, typer.Option("--tolerance", min=0, help="The distance up to which floats are within the tolerance.")
-]
-RelativeOption = Annotated[
-    float, typer.Option("--relative", min=0, help="A tolerance as a share of STABLE's value, added to --tolerance.")
-]
-AllowOption = Annotated[
-    float, typer.Option("--allow", min=0, max=1, help="The share of rows that may differ; more is exit code 1.")
-]
-ShowOption = Annotated[
-    int, typer.Option("--show", min=0, help="Number of most different rows to show for each output.")
-]
-RedactOption = Annotated[bool, typer.Option("--redact", help="Show no values of these rows.")]
-FolderOption = Annotated[
-    str,
-    typer.Option("--output", "-o", help="The folder for the jobs' outputs; default: _compare beside the first input."),
-]
+    "tolerance": _share(1e-6, "The distance up to which floats are within the tolerance."),
+    "relative": _share(1e-5, "A tolerance as a share of STABLE's value, added to --tolerance."),
+    "allow": _share(0.0, "The share of rows that may differ; more is exit code 1.", max=1),
+    "show_rows": option(int, 5, "Number of most different rows to show for each output.", "--show", min=0),
+    "redact": option(bool, False, "Show no values of these rows.", "--redact"),
+    "output": option(
+        str, "", "The folder for the jobs' outputs; default: _compare beside the first input.", "--output", "-o"
+    ),
+}
 
 
-@with_options(InputFlags)
+@with_options(INPUT_OPTIONS, COMPARE_OPTIONS)
 def compare(
     stable: StableArgument,
     canary: CanaryArgument,
     inputs: InputsArgument,
     *,
-    sample: SampleOption = 10_000,
-    agree: AgreeOption = None,
-    tolerance: ToleranceOption = 1e-6,
-    relative: RelativeOption = 1e-5,
-    allow: AllowOption = 0.0,
-    show_rows: ShowOption = 5,
-    redact: RedactOption = False,
-    output: FolderOption = "",
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
     **given: Any,
@@ -103,31 +90,22 @@ def compare(
         raise CommandFailed("reading a job's output needs pyarrow: pip install 'qinfer-ml[bulk]'") from None
     from qinfer.traffic.differences import Rule
 
-    targets = _two_targets(stable, canary)
-    rules = read_rules(agree or [], Rule(tolerance=tolerance, relative=relative))
-    with gateway_client(url) as client:
-        outputs, others = _outputs(client, targets, given["output_tensor"] or [], rules)
-        done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(given, sample))
-    comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
-    comparison.read(*(JobRows(status.output_url) for status in done))
-    _show(comparison.result(_version_label(done[0]), _version_label(done[1]), others, allow), as_json=as_json)
-
-
-def _show(found: "Comparison", *, as_json: bool) -> None:
-    show(found, lambda: _view(found), as_json=as_json)
-    if found.differ:
-        raise typer.Exit(FAILED)
-
-
-def _version_label(status: "JobStatus") -> str:
-    return f"{status.model}:{status.version}"
-
-
-def _two_targets(stable: str, canary: str) -> list[Target]:
     targets = [read_target(stable), read_target(canary)]
     if targets[0] == targets[1]:
         raise InvalidRequest(f"'{stable}' would be compared with itself; name two versions, such as digits:3 digits:4")
-    return targets
+    how = {name: given.pop(name) for name in COMPARE_OPTIONS}
+    rules = read_rules(how["agree"], Rule(tolerance=how["tolerance"], relative=how["relative"]))
+    with gateway_client(url) as client:
+        outputs, others = _outputs(client, targets, given["tensors"] or [], rules)
+        options: JobOptions = {**job_options(given), "limit": how["sample"], "error_threshold": -1, "overwrite": True}
+        done = _scored(client, targets, inputs, how["output"] or beside(inputs[0]), options)
+    comparison = OutputComparison(outputs, rules, how["show_rows"], redact=how["redact"])
+    comparison.read(*(JobRows(status.output_url) for status in done))
+    labels = [f"{status.model}:{status.version}" for status in done]
+    found = comparison.result(labels[0], labels[1], others, how["allow"])
+    show(found, lambda: _view(found), as_json=as_json)
+    if found.differ:
+        raise typer.Exit(FAILED)
 
 
 def read_target(text: str) -> Target:
@@ -140,7 +118,7 @@ def read_target(text: str) -> Target:
     return name, int(version)
 
 
-def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
+def read_rules(agree: Sequence[str] | None, rule: "Rule") -> dict[str, "Rule"]:
     """Reads `--agree`: output → its rule; "" → the rule of all other outputs."""
     import msgspec
 
@@ -161,23 +139,6 @@ def beside(location: str) -> str:
     return f"{folder}{slash}_compare"
 
 
-def _options(given: Mapping[str, Any], limit: int) -> "JobOptions":
-    return {
-        "columns": read_columns(given["column"] or [], given["shape"] or [], given["null"] or []),
-        "input_format": given["input_format"],
-        "input_compression": given["input_compression"],
-        "csv": csv_form(given),
-        "merge_schema": given["merge_schema"],
-        "types": pairs("--type", given["column_type"] or []),
-        "tensors": given["output_tensor"] or [],
-        "key": given["key"],
-        "priority": given["priority"],
-        "limit": limit,
-        "error_threshold": -1,
-        "overwrite": True,
-    }
-
-
 def _outputs(
     client: "Client", targets: Sequence[Target], wanted: Sequence[str], rules: Mapping[str, "Rule"]
 ) -> tuple[list[str], list[str]]:
@@ -192,11 +153,7 @@ def _outputs(
 
 
 def _scored(
-    client: "Client",
-    targets: Sequence[Target],
-    inputs: Sequence[str],
-    folder: str,
-    options: "JobOptions",
+    client: "Client", targets: Sequence[Target], inputs: Sequence[str], folder: str, options: "JobOptions"
 ) -> list["JobStatus"]:
     """Cancels the jobs after an error or a signal."""
     jobs: list[Job] = []

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -12,9 +13,11 @@ from qinfer.cli.console import (
     Commands,
     JsonOption,
     ModelArgument,
+    Options,
     UrlOption,
     facts,
     gateway_client,
+    option,
     print_json,
     show,
     state,
@@ -25,7 +28,7 @@ from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, StopSignals, WaitI
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from qinfer.client import JobEstimate, JobStatus
+    from qinfer.client import Client, JobEstimate, JobStatus
     from qinfer.client.job_flows import JobOptions
 
 app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete, prune.", no_args_is_help=True)
@@ -46,15 +49,6 @@ InputsArgument = Annotated[
     typer.Argument(metavar="INPUT", help="Files, folders or patterns: URLs, or paths that the workers can read too."),
 ]
 OutputArgument = Annotated[str, typer.Argument(metavar="OUTPUT", help="The output folder; it must be empty.")]
-_OPTIONS = {
-    "output_format": "format",
-    "output_tensor": "tensors",
-    "output_column": "output_columns",
-    "column_type": "types",
-    "deadline": "deadline_s",
-    "job_id": "id",
-}
-"""Parameter of `submit` → the option of the job, if their names differ."""
 _OF_CSV = {"delimiter", "quote", "escape", "decimal_point", "encoding", "header", "column_names"}
 """Parameters of `submit` that are fields of `csv`."""
 _OTHERS = _OF_CSV | {"column", "shape", "null"}
@@ -85,183 +79,88 @@ CancelOption = Annotated[
 ]
 
 
-class InputFlags:
-    """The options of a job about its inputs, of `submit` and `compare`."""
+_text, _texts = partial(option, str, ""), partial(option, list[str] | None, None)
+_given, _number = partial(option, str | None, None), partial(option, int, 0, min=0)
+_flag = partial(option, bool, False)
 
-    input_format: Annotated[
-        str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; default: by file extension.")
-    ] = ""
-    input_compression: Annotated[
-        str,
-        typer.Option(
-            "--input-compression", help="gzip, zstd, bz2 or none, of CSV and JSON lines; default: by file extension."
-        ),
-    ] = ""
-    delimiter: Annotated[
-        str | None, typer.Option("--delimiter", help=r"The character between the values of CSV; default: a comma.")
-    ] = None
-    quote: Annotated[
-        str | None,
-        typer.Option("--quote", help="The character around values of CSV, '' for none; default: a double quote."),
-    ] = None
-    escape: Annotated[
-        str | None,
-        typer.Option(
-            "--escape",
-            help="The character before quotes within values of CSV, such as \\ in files of Spark, or none; default: as "
-            "the first file shows.",
-        ),
-    ] = None
-    decimal_point: Annotated[
-        str | None,
-        typer.Option("--decimal-point", help="The character before the fraction of a number in CSV; default: ."),
-    ] = None
-    encoding: Annotated[
-        str | None,
-        typer.Option("--encoding", help="The encoding of CSV, such as latin-1 or windows-1252; default: utf-8."),
-    ] = None
-    header: Annotated[
-        bool,
-        typer.Option("--header/--no-header", help="The first row of CSV names the columns, or they are f0, f1, …."),
-    ] = True
-    column_names: Annotated[
-        str, typer.Option("--column-names", help="NAME,NAME,...: the columns of CSV that has no header.")
-    ] = ""
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--column",
-            "-c",
-            help="TENSOR=COLUMN, or TENSOR=COLUMN,COLUMN,... with one element each. "
-            "Default: the column named like the input tensor.",
-        ),
-    ] = None
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--shape",
-            help="TENSOR=3,4: the shape of one row, without the batch dimension, -1 where rows differ; default: the "
-            "tensor's.",
-        ),
-    ] = None
-    null: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--null",
-            help="TENSOR=VALUE: how to treat nulls in an input's columns: error (their rows fail, the default), nan, "
-            "or the value that replaces them, as JSON or as text.",
-        ),
-    ] = None
-    output_tensor: Annotated[
-        list[str] | None,
-        typer.Option("--output-tensor", help="An output to compute and write; default: all."),
-    ] = None
-    key: Annotated[
-        str, typer.Option("--key", help="The column that identifies rows; default: file and row number are written.")
-    ] = ""
-    merge_schema: Annotated[
-        bool, typer.Option("--merge-schema", help="Columns may be missing in some files: they are null there.")
-    ] = False
-    column_type: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--type",
-            help="COLUMN=TYPE: the type of a column of CSV, a field of JSON lines, or a partition column, such as "
-            "int64, float64, date32, timestamp[us]; a row with another value fails. Default: copied values are text as "
-            "written.",
-        ),
-    ] = None
-    priority: Annotated[str, typer.Option("--priority", help="high, normal or low.")] = "normal"
+INPUT_OPTIONS: Options = {
+    "input_format": _text("parquet, arrow, csv or jsonl; default: by file extension."),
+    "input_compression": _text("gzip, zstd, bz2 or none, of CSV and JSON lines; default: by file extension."),
+    "delimiter": _given("The character between the values of CSV; default: a comma."),
+    "quote": _given("The character around values of CSV, '' for none; default: a double quote."),
+    "escape": _given(
+        "The character before quotes within values of CSV, such as \\ in files of Spark, or none; default: as the "
+        "first file shows."
+    ),
+    "decimal_point": _given("The character before the fraction of a number in CSV; default: ."),
+    "encoding": _given("The encoding of CSV, such as latin-1 or windows-1252; default: utf-8."),
+    "header": option(
+        bool, True, "The first row of CSV names the columns, or they are f0, f1, ….", "--header/--no-header"
+    ),
+    "column_names": _text("NAME,NAME,...: the columns of CSV that has no header."),
+    "column": _texts(
+        "TENSOR=COLUMN, or TENSOR=COLUMN,COLUMN,... with one element each. "
+        "Default: the column named like the input tensor.",
+        *("--column", "-c"),
+    ),
+    "shape": _texts(
+        "TENSOR=3,4: the shape of one row, without the batch dimension, -1 where rows differ; default: the tensor's."
+    ),
+    "null": _texts(
+        "TENSOR=VALUE: how to treat nulls in an input's columns: error (their rows fail, the default), nan, or the "
+        "value that replaces them, as JSON or as text."
+    ),
+    "tensors": _texts("An output to compute and write; default: all.", "--output-tensor"),
+    "key": _text("The column that identifies rows; default: file and row number are written."),
+    "merge_schema": _flag("Columns may be missing in some files: they are null there.", "--merge-schema"),
+    "types": _texts(
+        "COLUMN=TYPE: the type of a column of CSV, a field of JSON lines, or a partition column, such as int64, "
+        "float64, date32, timestamp[us]; a row with another value fails. Default: copied values are text as written.",
+        "--type",
+    ),
+    "priority": option(str, "normal", "high, normal or low."),
+}
+"""The options of a job about its inputs, of `submit` and `compare`."""
 
-
-class SubmitFlags:
-    """The other options of a job."""
-
-    output_format: Annotated[str, typer.Option("--format", help="Output format: parquet, arrow, csv or jsonl.")] = (
-        "parquet"
-    )
-    output_column: Annotated[
-        list[str] | None,
-        typer.Option("--output-column", help="TENSOR=COLUMN: the column of an output; default: the tensor's name."),
-    ] = None
-    top_k: Annotated[
-        list[str] | None,
-        typer.Option("--top-k", help="TENSOR=3: write the greatest elements of an output, with indices and labels."),
-    ] = None
-    failed_rows: Annotated[
-        str, typer.Option("--failed-rows", help="inline (the default) in the parts, or separate in files of their own.")
-    ] = ""
-    passthrough: Annotated[
-        list[str] | None, typer.Option("--passthrough", help="A column to copy to the output; '*' copies all.")
-    ] = None
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
-    ] = None
-    partitioning: Annotated[
-        str, typer.Option("--partitioning", help="hive: folders such as country=de become columns; default: none do.")
-    ] = ""
-    partition_by: Annotated[
-        list[str] | None,
-        typer.Option("--partition-by", help="With --partitioning: a column whose folders the output has, too."),
-    ] = None
-    bad_files: Annotated[
-        str,
-        typer.Option(
-            "--bad-files",
-            help="Input files that can't be read: fail (the default) fails the job, skip leaves them out.",
-        ),
-    ] = ""
-    compression: Annotated[
-        str,
-        typer.Option(
-            "--compression",
-            help="zstd, snappy, lz4, gzip, brotli or none; default: snappy; zstd for arrow, none for csv and jsonl.",
-        ),
-    ] = ""
-    compression_level: Annotated[
-        int, typer.Option("--compression-level", min=0, help="Level of the compression; 0: its default.")
-    ] = 0
-    rows_per_part: Annotated[
-        int, typer.Option("--rows-per-part", min=0, help="Maximum rows per output file; 0: the server decides.")
-    ] = 0
-    on_version_change: Annotated[
-        str,
-        typer.Option("--on-version-change", help="wait or fail, when the job's model version can't be kept unchanged."),
-    ] = ""
-    error_threshold: Annotated[
+SUBMIT_OPTIONS: Options = {
+    "format": option(str, "parquet", "Output format: parquet, arrow, csv or jsonl.", "--format"),
+    "output_columns": _texts("TENSOR=COLUMN: the column of an output; default: the tensor's name.", "--output-column"),
+    "top_k": _texts("TENSOR=3: write the greatest elements of an output, with indices and labels."),
+    "failed_rows": _text("inline (the default) in the parts, or separate in files of their own."),
+    "passthrough": _texts("A column to copy to the output; '*' copies all."),
+    "exclude": _texts("With --passthrough '*': a column to leave out."),
+    "partitioning": _text("hive: folders such as country=de become columns; default: none do."),
+    "partition_by": _texts("With --partitioning: a column whose folders the output has, too."),
+    "bad_files": _text("Input files that can't be read: fail (the default) fails the job, skip leaves them out."),
+    "compression": _text(
+        "zstd, snappy, lz4, gzip, brotli or none; default: snappy; zstd for arrow, none for csv and jsonl."
+    ),
+    "compression_level": _number("Level of the compression; 0: its default."),
+    "rows_per_part": _number("Maximum rows per output file; 0: the server decides."),
+    "on_version_change": _text("wait or fail, when the job's model version can't be kept unchanged."),
+    "error_threshold": option(
         float,
-        typer.Option(
-            "--error-threshold",
-            min=-1,
-            help="Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 for no limit.",
-        ),
-    ] = 0.0
-    max_parallel: Annotated[
-        int, typer.Option("--max-parallel", min=0, help="Maximum workers that score the job at a time; 0: all.")
-    ] = 0
-    deadline: Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")] = 0.0
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Number of first rows to score; 0: all.")] = 0
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite",
-            help="Remove the files of an ended job from the output folder, and no others. With --resume: if the job is "
-            "completed, run it anew.",
-        ),
-    ] = False
-    metadata: Annotated[
-        list[str] | None, typer.Option("--metadata", help="NAME=TEXT: metadata to keep with the job.")
-    ] = None
-    webhook: Annotated[str, typer.Option("--webhook", help="A URL to notify when the job ends.")] = ""
-    job_id: Annotated[
-        str, typer.Option("--id", help="Your own job id; repeating the command with it finds the same job.")
-    ] = ""
-    version: Annotated[
-        int, typer.Option("--version", min=0, help="The model's version; 0 is the highest ready one.")
-    ] = 0
+        0.0,
+        "Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 for no limit.",
+        min=-1,
+    ),
+    "max_parallel": _number("Maximum workers that score the job at a time; 0: all."),
+    "deadline_s": option(float, 0.0, "Seconds until the job expires; 0: never.", "--deadline", min=0),
+    "limit": _number("Number of first rows to score; 0: all."),
+    "overwrite": _flag(
+        "Remove the files of an ended job from the output folder, and no others. With --resume: if the job is "
+        "completed, run it anew.",
+        "--overwrite",
+    ),
+    "metadata": _texts("NAME=TEXT: metadata to keep with the job."),
+    "webhook": _text("A URL to notify when the job ends."),
+    "id": _text("Your own job id; repeating the command with it finds the same job.", "--id"),
+    "version": _number("The model's version; 0 is the highest ready one."),
+}
+"""The other options of a job."""
 
 
-@with_options(InputFlags, SubmitFlags)
+@with_options(INPUT_OPTIONS, SUBMIT_OPTIONS)
 def submit(
     model: ModelArgument,
     inputs: InputsArgument,
@@ -285,7 +184,7 @@ def submit(
     or is overloaded (repeat the command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job continues,
     except with --cancel-on-exit.
     """
-    if resume and not given["job_id"]:
+    if resume and not given["id"]:
         raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
     if cancel_on_exit and not wait:
         raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
@@ -317,53 +216,50 @@ def _estimated(estimate: "JobEstimate") -> str:
 
 
 def job_options(given: Mapping[str, Any]) -> "JobOptions":
-    """Returns the options of a job; the server sets the missing options."""
-    read = {
-        "metadata": pairs("--metadata", given["metadata"] or []),
-        "output_column": pairs("--output-column", given["output_column"] or []),
-        "top_k": _numbers("--top-k", given["top_k"] or []),
-        "column_type": pairs("--type", given["column_type"] or []),
+    """Returns the options of a job; the server sets the missing options. An empty quote means no quotes in CSV."""
+    read: dict[str, Any] = {
+        "metadata": pairs("--metadata", given.get("metadata")),
+        "output_columns": pairs("--output-column", given.get("output_columns")),
+        "top_k": _numbers("--top-k", given.get("top_k")),
+        "types": pairs("--type", given["types"]),
     }
-    found = {_OPTIONS.get(name, name): read.get(name, value) for name, value in given.items() if name not in _OTHERS}
-    found["csv"] = csv_form(given)
-    found["columns"] = read_columns(given["column"] or [], given["shape"] or [], given["null"] or [])
+    found = {name: read.get(name, value) for name, value in given.items() if name not in _OTHERS}
+    names = given["column_names"].split(",") if given["column_names"] else None
+    form = {name: given[name] for name in _OF_CSV} | {"column_names": names}
+    found["csv"] = {name: value for name, value in form.items() if value not in (None, True)}
+    found["columns"] = read_columns(given["column"], given["shape"], given["null"])
     return cast("JobOptions", {name: value for name, value in found.items() if value})
 
 
-def csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given options of CSV; an empty quote means no quotes."""
-    form = {name: given[name] for name in _OF_CSV if given[name] is not None}
-    form["column_names"] = given["column_names"].split(",") if given["column_names"] else None
-    return {name: value for name, value in form.items() if value not in (None, True)}
-
-
-ByStateOption = Annotated[str, typer.Option("--state", help="Only jobs in this state, such as running.")]
-ByModelOption = Annotated[str, typer.Option("--model", help="Only jobs of this model or endpoint.")]
-ByOutputOption = Annotated[str, typer.Option("--output", help="Only jobs that write to this folder, or below it.")]
-ByMetadataOption = Annotated[
-    list[str] | None, typer.Option("--metadata", help="NAME=TEXT: only jobs with that metadata.")
-]
+FILTER_OPTIONS: Options = {
+    "state": _text("Only jobs in this state, such as running."),
+    "model": _text("Only jobs of this model or endpoint."),
+    "output": _text("Only jobs that write to this folder, or below it."),
+    "metadata": _texts("NAME=TEXT: only jobs with that metadata."),
+}
 
 
 @app.command("list", epilog="Example: qinfer jobs list --state running --model digits")
+@with_options(FILTER_OPTIONS)
 def list_jobs(
     *,
-    state: ByStateOption = "",
-    model: ByModelOption = "",
-    output: ByOutputOption = "",
-    metadata: ByMetadataOption = None,
     count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="Maximum number to show.")] = 50,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """List bulk jobs, newest first."""
     with gateway_client(url) as client:
-        wanted = pairs("--metadata", metadata or [])
-        found = client.jobs(limit=count, state=state, model=model, output=output, metadata=wanted)
+        found = _listed(client, count, given)
     if as_json:
         print_json([dict(status.fields) for status in found])
     else:
         _print_list(found)
+
+
+def _listed(client: "Client", count: int, given: dict[str, Any]) -> "list[JobStatus]":
+    filters: Any = given | {"metadata": pairs("--metadata", given["metadata"])}
+    return client.jobs(limit=count, **filters)
 
 
 @app.command("show", epilog="Example: qinfer jobs show 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
@@ -431,18 +327,16 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
 
 
 @app.command("prune", epilog="Example: qinfer jobs prune --older-than 30d --model digits")
+@with_options(FILTER_OPTIONS)
 def prune_jobs(
-    *,
     older_than: Annotated[
         str, typer.Option("--older-than", help="Only jobs that ended at least this long ago: 90m, 12h, 30d or 8w.")
     ],
-    state: ByStateOption = "",
-    model: ByModelOption = "",
-    output: ByOutputOption = "",
-    metadata: ByMetadataOption = None,
+    *,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Delete the records of ended jobs; their outputs are kept.
 
@@ -452,8 +346,7 @@ def prune_jobs(
 
     before = datetime.now(UTC) - _age(older_than)
     with gateway_client(url) as client:
-        wanted = pairs("--metadata", metadata or [])
-        listed = client.jobs(limit=_MOST_PRUNED, state=state, model=model, output=output, metadata=wanted)
+        listed = _listed(client, _MOST_PRUNED, given)
         found = [one for one in listed if (ended := _instant(one, "ended_at")) and one.has_ended and ended < before]
         if found and not yes:
             _print_list(found)
@@ -553,7 +446,9 @@ def _counts(total: int, done: int, failed: int) -> str:
     return f"{done:,} done, {failed:,} failed, of {total:,}" if total or done or failed else "not counted yet"
 
 
-def read_columns(columns: Sequence[str], shapes: Sequence[str], nulls: Sequence[str] = ()) -> dict[str, object]:
+def read_columns(
+    columns: Sequence[str] | None, shapes: Sequence[str] | None, nulls: Sequence[str] | None = None
+) -> dict[str, object]:
     """Reads `--column`, `--shape` and `--null`."""
     named = {tensor: text.split(",") for tensor, text in pairs("--column", columns).items()}
     more: dict[str, dict[str, object]] = {}
@@ -571,10 +466,10 @@ def read_columns(columns: Sequence[str], shapes: Sequence[str], nulls: Sequence[
     return found
 
 
-def pairs(option: str, values: Sequence[str]) -> dict[str, str]:
+def pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:
     """Reads `NAME=TEXT` options."""
     found: dict[str, str] = {}
-    for value in values:
+    for value in values or ():
         name, separator, text = value.partition("=")
         if not (name and separator):
             raise InvalidRequest(f"{option} '{value}' can't be read; expected NAME=VALUE")
@@ -584,7 +479,7 @@ def pairs(option: str, values: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _numbers(option: str, values: Sequence[str]) -> dict[str, int]:
+def _numbers(option: str, values: Sequence[str] | None) -> dict[str, int]:
     found = pairs(option, values)
     for name, text in found.items():
         if not (text.isascii() and text.isdecimal() and len(text) < 10):

@@ -1,12 +1,13 @@
 """`qinfer up`: the options; `qinfer.cli.local.deployment` does the work."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
-from qinfer.cli.console import exit_code, with_options
+from qinfer.cli.console import Options, exit_code, option, with_options
 from qinfer.cli.models import RepositoryOption
 from qinfer.errors import QinferError
 
@@ -14,134 +15,103 @@ EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
 
 _MOST = 256
 
-
-class UpFlags:
-    """The options of `qinfer up`."""
-
-    model_repository: RepositoryOption = None
-    model_control_mode: Annotated[
+_text, _texts = partial(option, str), partial(option, list[str] | None, None)
+_port = partial(option, int, min=0, max=65535)
+UP_OPTIONS: Options = {
+    "model_repository": (RepositoryOption, None),
+    "model_control_mode": option(
         Literal["none", "poll", "explicit"],
-        typer.Option(
-            envvar="QINFER_REPOSITORY__CONTROL_MODE",
-            help="none: load all models once. poll: load all and follow changes. explicit: load those of --load-model, "
-            "and others on request.",
-        ),
-    ] = "none"
-    load_model: Annotated[
-        list[str] | None,
-        typer.Option(help="A model to load at start in mode explicit; repeatable, * loads all."),
-    ] = None
-    repository_poll_secs: Annotated[
-        float, typer.Option(envvar="QINFER_REPOSITORY__POLL_S", min=0.1, help="Seconds between two polls in mode poll.")
-    ] = 15.0
-    strict_readiness: Annotated[
-        bool,
-        typer.Option(
-            envvar="QINFER_REPOSITORY__STRICT_READINESS", help="Report ready only while every model is ready."
-        ),
-    ] = False
-    data_dir: Annotated[
+        "none",
+        "none: load all models once. poll: load all and follow changes. explicit: load those of --load-model, and "
+        "others on request.",
+        envvar="QINFER_REPOSITORY__CONTROL_MODE",
+    ),
+    "load_model": _texts("A model to load at start in mode explicit; repeatable, * loads all."),
+    "repository_poll_secs": option(
+        float, 15.0, "Seconds between two polls in mode poll.", envvar="QINFER_REPOSITORY__POLL_S", min=0.1
+    ),
+    "strict_readiness": option(
+        bool, False, "Report ready only while every model is ready.", envvar="QINFER_REPOSITORY__STRICT_READINESS"
+    ),
+    "data_dir": option(
         Path,
-        typer.Option(help="Directory of the private Redis' data and of large tensors; one `up` at a time may use it."),
-    ] = Path(".qinfer")
-    host: Annotated[
-        str, typer.Option(envvar="QINFER_HTTP__HOST", help="Address to bind; 0.0.0.0 serves other machines.")
-    ] = "127.0.0.1"
-    http_port: Annotated[
-        int, typer.Option(envvar="QINFER_HTTP__PORT", min=0, max=65535, help="Port; 0 picks a free one.")
-    ] = 8000
-    grpc_port: Annotated[
-        int, typer.Option(envvar="QINFER_GRPC__PORT", min=0, max=65535, help="Port of gRPC; 0 picks a free one.")
-    ] = 8001
-    metrics_port: Annotated[
-        int, typer.Option(envvar="QINFER_METRICS__PORT", min=0, max=65535, help="Port of metrics; 0 picks a free one.")
-    ] = 8002
-    allow_client_shm: Annotated[
+        Path(".qinfer"),
+        "Directory of the private Redis' data and of large tensors; one `up` at a time may use it.",
+    ),
+    "host": _text("127.0.0.1", "Address to bind; 0.0.0.0 serves other machines.", envvar="QINFER_HTTP__HOST"),
+    "http_port": _port(8000, "Port; 0 picks a free one.", envvar="QINFER_HTTP__PORT"),
+    "grpc_port": _port(8001, "Port of gRPC; 0 picks a free one.", envvar="QINFER_GRPC__PORT"),
+    "metrics_port": _port(8002, "Port of metrics; 0 picks a free one.", envvar="QINFER_METRICS__PORT"),
+    "allow_client_shm": option(
         bool,
-        typer.Option(
-            "--allow-client-shm",
-            envvar="QINFER_ALLOW_CLIENT_SHM",
-            help="Let clients on this host pass tensors in system shared memory.",
-        ),
-    ] = False
-    cache_config: Annotated[
-        str,
-        typer.Option(
-            envvar="QINFER_CACHE__CONFIG",
-            help="The response cache: local,size=BYTES, or redis,ttl=SECONDS,size=BYTES; for models that enable it.",
-        ),
-    ] = ""
-    rate_limit: Annotated[
+        False,
+        "Let clients on this host pass tensors in system shared memory.",
+        "--allow-client-shm",
+        envvar="QINFER_ALLOW_CLIENT_SHM",
+    ),
+    "cache_config": _text(
+        "",
+        "The response cache: local,size=BYTES, or redis,ttl=SECONDS,size=BYTES; for models that enable it.",
+        envvar="QINFER_CACHE__CONFIG",
+    ),
+    "rate_limit": option(
         Literal["off", "execution_count"],
-        typer.Option(
-            envvar="QINFER_RATE_LIMIT__MODE",
-            case_sensitive=False,
-            help="execution_count: instances execute only while they hold the resources of their configuration.",
-        ),
-    ] = "off"
-    rate_limit_resource: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How many units of a resource each worker has: NAME:COUNT, or NAME:COUNT:DEVICE; repeatable. By "
-            "default as many as the largest need."
-        ),
-    ] = None
-    redis: Annotated[
-        str,
-        typer.Option(
-            envvar="QINFER_REDIS__URL",
-            help="Use this Redis instead of a private one. Put a URL with a password into the environment variable.",
-        ),
-    ] = ""
-    redis_memory: Annotated[
+        "off",
+        "execution_count: instances execute only while they hold the resources of their configuration.",
+        envvar="QINFER_RATE_LIMIT__MODE",
+        case_sensitive=False,
+    ),
+    "rate_limit_resource": _texts(
+        "How many units of a resource each worker has: NAME:COUNT, or NAME:COUNT:DEVICE; repeatable. By default as "
+        "many as the largest need."
+    ),
+    "redis": _text(
+        "",
+        "Use this Redis instead of a private one. Put a URL with a password into the environment variable.",
+        envvar="QINFER_REDIS__URL",
+    ),
+    "redis_memory": option(
         int,
-        typer.Option(
-            min=0,
-            show_default="half of this machine's, or of its cgroup's",
-            help="Megabytes of memory above which the private Redis takes no new requests.",
-        ),
-    ] = 0
-    durability: Annotated[
+        0,
+        "Megabytes of memory above which the private Redis takes no new requests.",
+        min=0,
+        show_default="half of this machine's, or of its cgroup's",
+    ),
+    "durability": option(
         Literal["everysec", "always"],
-        typer.Option(
-            envvar="QINFER_REDIS__DURABILITY",
-            help="everysec may lose about the last second at power loss; always loses nothing and is slower.",
-        ),
-    ] = "everysec"
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-w", min=1, max=_MOST, show_default="1", help="Worker processes.")
-    ] = None
-    autoscale: Annotated[
-        str,
-        typer.Option(
-            metavar="MIN:MAX",
-            help="MIN:MAX workers, as the waiting work needs, in place of --workers; 0:4 stops all workers when idle. "
-            "Tuned by QINFER_AUTOSCALE__TARGET_S and its siblings.",
-        ),
-    ] = ""
-    allow_store: Annotated[
-        list[str] | None,
-        typer.Option(help="A location bulk jobs may read and write, such as ./data or s3://bucket/folder; repeatable."),
-    ] = None
-    log_format: Annotated[Literal["text", "json"], typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")] = (
-        "text"
-    )
-    log_level: Annotated[
+        "everysec",
+        "everysec may lose about the last second at power loss; always loses nothing and is slower.",
+        envvar="QINFER_REDIS__DURABILITY",
+    ),
+    "workers": option(int | None, None, "Worker processes.", *("--workers", "-w"), min=1, max=_MOST, show_default="1"),
+    "autoscale": _text(
+        "",
+        "MIN:MAX workers, as the waiting work needs, in place of --workers; 0:4 stops all workers when idle. Tuned by "
+        "QINFER_AUTOSCALE__TARGET_S and its siblings.",
+        metavar="MIN:MAX",
+    ),
+    "allow_store": _texts("A location bulk jobs may read and write, such as ./data or s3://bucket/folder; repeatable."),
+    "log_format": option(Literal["text", "json"], "text", "Log format.", envvar="QINFER_LOG__FORMAT"),
+    "log_level": option(
         Literal["DEBUG", "INFO", "WARNING", "ERROR"],
-        typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Lowest level to log."),
-    ] = "WARNING"
-    model_output: Annotated[
+        "WARNING",
+        "Lowest level to log.",
+        envvar="QINFER_LOG__LEVEL",
+        case_sensitive=False,
+    ),
+    "model_output": option(
         bool,
-        typer.Option(
-            "--model-output/--no-model-output",
-            envvar="QINFER_LOG__MODEL_OUTPUT",
-            help="Show what Python models print and log, at any log level.",
-        ),
-    ] = True
-    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait until the models are loaded.")] = 120.0
+        True,
+        "Show what Python models print and log, at any log level.",
+        "--model-output/--no-model-output",
+        envvar="QINFER_LOG__MODEL_OUTPUT",
+    ),
+    "ready_timeout": option(float, 120.0, "Seconds to wait until the models are loaded.", min=1),
+}
+"""The options of `qinfer up`."""
 
 
-@with_options(UpFlags)
+@with_options(UP_OPTIONS)
 def up(**given: Any) -> None:
     """Run everything on this machine: a private Redis, the gateway, workers, the bulk worker; all supervised.
 
@@ -202,12 +172,12 @@ def _check_plans(cache: str, resources: Sequence[str]) -> None:
         ("--cache-config", plan_of, [cache]),
         ("--rate-limit-resource", maximum_of, resources),
     ]
-    for option, check, texts in checks:
+    for name, check, texts in checks:
         for text in texts:
             try:
                 check(text)
             except ValueError as error:
-                raise typer.BadParameter(str(error), param_hint=option) from None
+                raise typer.BadParameter(str(error), param_hint=name) from None
 
 
 def _range(text: str, workers: int | None) -> tuple[int, int] | None:

@@ -1,62 +1,40 @@
 """`qinfer autoscale`: as many workers on this machine as the waiting work needs."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from qinfer.cli.console import DataDirOption, RedisOption, with_options
+from qinfer.cli.console import DataDirOption, Options, RedisOption, option, with_options
 
 EXAMPLE = "Example: qinfer autoscale --min 0 --max 4 --redis redis://queue:6379/0"
 
 
-class ScalingFlags:
-    """The settings of the autoscaler that are options, too."""
+_number, _seconds = partial(option, int, 0, min=0), partial(option, float, min=0)
 
-    min_workers: Annotated[
-        int, typer.Option("--min", envvar="QINFER_AUTOSCALE__MIN_WORKERS", min=0, help="Minimum number of workers.")
-    ] = 0
-    max_workers: Annotated[
-        int,
-        typer.Option(
-            "--max", envvar="QINFER_AUTOSCALE__MAX_WORKERS", min=0, help="Maximum number of workers; 0 = one per core."
-        ),
-    ] = 0
-    target_s: Annotated[
-        float,
-        typer.Option(envvar="QINFER_AUTOSCALE__TARGET_S", help="Seconds of waiting work per worker."),
-    ] = 10.0
-    up_after_s: Annotated[
-        float,
-        typer.Option(
-            envvar="QINFER_AUTOSCALE__UP_AFTER_S",
-            min=0,
-            help="Seconds of sustained demand before scaling up; the first worker starts at once.",
-        ),
-    ] = 0.0
-    down_after_s: Annotated[
-        float,
-        typer.Option(
-            envvar="QINFER_AUTOSCALE__DOWN_AFTER_S",
-            min=0,
-            help="Seconds of sustained lower demand before scaling down.",
-        ),
-    ] = 60.0
-    idle_s: Annotated[
-        float,
-        typer.Option(envvar="QINFER_AUTOSCALE__IDLE_S", min=0, help="Idle seconds before scaling down to --min."),
-    ] = 300.0
-    cooldown_s: Annotated[
-        float,
-        typer.Option(
-            envvar="QINFER_AUTOSCALE__COOLDOWN_S",
-            min=0,
-            help="Seconds without scaling down after scaling up; at least 1.5 times the models' load time.",
-        ),
-    ] = 30.0
+SCALING_OPTIONS: Options = {
+    "min_workers": _number("Minimum number of workers.", "--min", envvar="QINFER_AUTOSCALE__MIN_WORKERS"),
+    "max_workers": _number(
+        "Maximum number of workers; 0 = one per core.", "--max", envvar="QINFER_AUTOSCALE__MAX_WORKERS"
+    ),
+    "target_s": option(float, 10.0, "Seconds of waiting work per worker.", envvar="QINFER_AUTOSCALE__TARGET_S"),
+    "up_after_s": _seconds(
+        0.0,
+        "Seconds of sustained demand before scaling up; the first worker starts at once.",
+        envvar="QINFER_AUTOSCALE__UP_AFTER_S",
+    ),
+    "down_after_s": _seconds(
+        60.0, "Seconds of sustained lower demand before scaling down.", envvar="QINFER_AUTOSCALE__DOWN_AFTER_S"
+    ),
+    "idle_s": _seconds(300.0, "Idle seconds before scaling down to --min.", envvar="QINFER_AUTOSCALE__IDLE_S"),
+    "cooldown_s": _seconds(
+        30.0,
+        "Seconds without scaling down after scaling up; at least 1.5 times the models' load time.",
+        envvar="QINFER_AUTOSCALE__COOLDOWN_S",
+    ),
+}
+"""The settings of the autoscaler that are options, too."""
 
 
-@with_options(ScalingFlags)
+@with_options(SCALING_OPTIONS)
 def autoscale(
     *,
     redis: RedisOption = "",

@@ -67,12 +67,8 @@ class QinferBulkJobOperator(BaseOperator):
     ) -> None:
         super().__init__(**arguments)
         self.model, self.inputs, self.output_url = model, inputs, output_url
-        self.options = options
-        self.job_id = job_id
-        self.qinfer_conn_id = qinfer_conn_id
-        self.deferrable = deferrable
-        self.poll_s = poll_s
-        self.wait_for_inputs_s = wait_for_inputs_s
+        self.options, self.job_id, self.qinfer_conn_id = options, job_id, qinfer_conn_id
+        self.deferrable, self.poll_s, self.wait_for_inputs_s = deferrable, poll_s, wait_for_inputs_s
 
     def execute(self, context: Mapping[str, Any]) -> dict[str, Any]:
         """Submits or resumes the job, and waits for its end here or in the triggerer."""
