@@ -23,6 +23,7 @@ from qinfer.storage.store import (
     BROKEN,
     Child,
     CommitOutcome,
+    PlacedFile,
     Stat,
     Store,
     answer_of,
@@ -417,10 +418,11 @@ class MemoryStore(FsspecStore):
             return cast(BinaryIO, _CheckedFile(io.BytesIO(self._files.cat_file(self._path(url))), url))
 
 
-class _CheckedFile(io.RawIOBase):
+class _CheckedFile(PlacedFile):
     """Errors are `StoreError`s."""
 
     def __init__(self, file: Any, url: str) -> None:
+        super().__init__(0)
         self._file = file
         self._url = url
 
@@ -430,22 +432,11 @@ class _CheckedFile(io.RawIOBase):
         except Exception as error:  # noqa: BLE001  the boundary to the drivers
             fail(error, self._url)
 
-    def readinto(self, buffer: Any, /) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
         return int(self._file.tell())
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def close(self) -> None:
         if not self.closed:

@@ -8,7 +8,6 @@ credentials, endpoint and region. With options for fsspec alone (`FSSPEC_S3_…`
 `store.open` reads.
 """
 
-import io
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from qinfer.errors import StoreChanged
 from qinfer.storage.open import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, addressing_style
-from qinfer.storage.store import Stat, Store, answer_of, fail
+from qinfer.storage.store import PlacedFile, Stat, Store, answer_of, fail
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,21 +25,14 @@ _TRIES = 3  # when connections break within an answer
 _IS_ANOTHER = 412
 
 
-class KnownObject(io.RawIOBase):
+class KnownObject(PlacedFile):
     """A listed object; only `read_at` is thread-safe."""
 
     def __init__(self, files: Any, path: str, file: Stat) -> None:
+        super().__init__(file.size_bytes)
         self._files = files
         self._bucket, self._key, self._version = files.split_path(path)
         self._file = file
-        self._at = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Reads on."""
-        left = max(0, self._file.size_bytes - self._at)
-        data = self.read_at(left if size is None or size < 0 else size, self._at)
-        self._at += len(data)
-        return data
 
     def read_at(self, size: int, place: int) -> bytes:
         """Reads up to `size` bytes at a place, from any thread."""
@@ -57,33 +49,6 @@ class KnownObject(io.RawIOBase):
             if answer_of(error).status == _IS_ANOTHER:
                 raise self._changed() from None
             fail(error, self._file.url)
-
-    def readall(self) -> bytes:
-        """Reads the rest of the object."""
-        return self.read()
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Reads into a buffer."""
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves the position."""
-        self._at = max(0, offset + (0, self._at, self._file.size_bytes)[whence])
-        return self._at
-
-    def tell(self) -> int:
-        """Returns the position."""
-        return self._at
-
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Returns True."""
-        return True
 
     async def _get(self, begin: int, end: int) -> bytes:
         from s3fs.core import (  # type: ignore[import-untyped]  # it has no types

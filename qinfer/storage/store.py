@@ -8,13 +8,14 @@ text is the error's `reason`, for operators only.
 """
 
 import errno
+import io
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from qinfer.core.retry import Backoff
 from qinfer.errors import QinferError, StoreChanged, StoreDenied, StoreError, StoreFull, StoreNotFound, StoreUnavailable
@@ -45,6 +46,50 @@ class Stat(NamedTuple):
     def is_still(self, etag: str) -> bool:
         """Compares with an earlier etag, in old plans `<mtime>-<size>`."""
         return self.etag == etag or (etag.count("-") == 1 and self.etag == f"{etag}-{self.etag.rpartition('-')[2]}")
+
+
+class PlacedFile(io.RawIOBase):
+    """A file of known size that `read_at` reads; its position is for one thread."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._at = size, 0
+
+    def read_at(self, size: int, place: int) -> bytes:
+        """Reads up to `size` bytes at a place."""
+        raise NotImplementedError
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Reads on."""
+        data = self.read_at(max(0, self._size - self._at) if size is None or size < 0 else size, self._at)
+        self._at += len(data)
+        return data
+
+    def readall(self) -> bytes:
+        """Reads the rest."""
+        return self.read()
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Reads into a buffer."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Moves the position."""
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        """Returns the position."""
+        return self._at
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
 
 
 class Child(NamedTuple):
@@ -193,6 +238,10 @@ _REASON_CHARACTERS = 300
 
 ANSWER_TIMEOUT_S = 60
 """Bounds drivers that look for credentials, or retry, for minutes."""
+
+
+StoreFor = Callable[[str], Store]
+"""Returns the store of a URL."""
 
 
 class StoreAnswer(NamedTuple):
