@@ -198,13 +198,10 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     types: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        for name in ("overwrite", "merge_schema", "types"):
-            if not getattr(self, name):
+        plain = {"overwrite": False, "merge_schema": False, "types": {}, "input_compression": "", "csv": Csv()}
+        for name, value in plain.items():
+            if getattr(self, name) == value:
                 msgspec.structs.force_setattr(self, name, msgspec.UNSET)
-        if self.input_compression == "":
-            msgspec.structs.force_setattr(self, "input_compression", msgspec.UNSET)
-        if self.csv == Csv():
-            msgspec.structs.force_setattr(self, "csv", msgspec.UNSET)
 
     @property
     def compression_of_inputs(self) -> InputCompression:

@@ -177,7 +177,7 @@ class _Packing:
                     if self._shard and self._is_full(piece, is_other=other):
                         yield self._close()
                         continue
-                    cut = _cut_before(begin, cuts)
+                    cut = cuts[bisect_right(cuts, begin, key=_first_row) - 1] if cuts else _BEGINNING
                     place = (first_row + begin, piece, begin - cut.first_row, cut.begin, source.size_bytes)
                     self._shard.append(Range(source.url, source.etag, number, *place))
                     self._rows, self._files, begin = self._rows + piece, self._files + other, begin + piece
@@ -205,10 +205,6 @@ class _Packing:
         return shard
 
 
-def _cut_before(row: int, cuts: Sequence[Cut]) -> Cut:
-    return cuts[bisect_right(cuts, row, key=_first_row) - 1] if cuts else _BEGINNING
-
-
 def _least_rows_a_shard(rows: int) -> int:
     """Returns a size for which `MAX_SHARDS` suffice: two neighbours together exceed it."""
     return -(-2 * rows // MAX_SHARDS)
@@ -226,13 +222,8 @@ def _too_many(files: Iterable[InputFile], sizes: ShardSizes) -> str:
 
 def pace_of(settings: "BulkSettings", stats: Mapping[str, int], workers: int) -> ShardPace:
     """Returns a version's speed, and the bounds of its shards."""
-    return ShardPace(
-        rows_per_s=rows_per_s(stats),
-        shard_s=settings.shard_s,
-        default_rows=settings.default_rows_per_shard,
-        max_rows=settings.max_rows_per_shard,
-        workers=workers,
-    )
+    most = settings.max_rows_per_shard
+    return ShardPace(rows_per_s(stats), settings.shard_s, settings.default_rows_per_shard, most, workers)
 
 
 def rows_per_s(stats: Mapping[str, int]) -> float:

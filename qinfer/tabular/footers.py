@@ -136,17 +136,16 @@ def _arrow_footer(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> byt
 
 
 def _length(file: BinaryIO, block: MessageBlock) -> int:
-    message, batch = _header(file, block)
+    message = _message(file, block)
+    header = field_of(message, unsigned(message, 0), _MESSAGE_HEADER)
+    if not header:
+        raise ValueError("a record batch's header is damaged")
+    batch = header + unsigned(message, header)
     field = field_of(message, batch, _BATCH_LENGTH)
     rows = struct.unpack_from("<q", message, field)[0] if field else 0
     if rows < 0:
         raise ValueError("a record batch's header is damaged")
     return int(rows)
-
-
-def _header(file: BinaryIO, block: MessageBlock) -> tuple[bytes, int]:
-    message = _message(file, block)
-    return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
 
 
 def _message(file: BinaryIO, block: MessageBlock) -> bytes:
@@ -155,13 +154,6 @@ def _message(file: BinaryIO, block: MessageBlock) -> bytes:
     file.seek(block.offset)
     data = file.read(block.header)
     return data[8:] if data.startswith(_CONTINUATION) else data[4:]
-
-
-def _table(message: bytes, table: int, number: int) -> int:
-    field = field_of(message, table, number)
-    if not field:
-        raise ValueError("a record batch's header is damaged")
-    return field + unsigned(message, field)
 
 
 def _tables(buffer: bytes, table: int, number: int) -> Iterator[int]:

@@ -49,7 +49,8 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return one
     for decimal, whole in ((one, other), (other, one)):
         if pa.types.is_decimal(decimal) and pa.types.is_integer(whole):
-            return _decimal_beside(decimal)
+            digits = max(decimal.precision - decimal.scale, _MOST_DIGITS_OF_INTEGERS) + decimal.scale
+            return (pa.decimal128 if digits <= _DECIMAL128_DIGITS else pa.decimal256)(digits, decimal.scale)
     if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
         return pa.timestamp(max(one.unit, other.unit, key=_UNITS.index), one.tz if one.tz == other.tz else "UTC")
     if _is_structure(one) or _is_structure(other):
@@ -59,11 +60,6 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return None
-
-
-def _decimal_beside(kind: pa.DataType) -> pa.DataType:
-    digits = max(kind.precision - kind.scale, _MOST_DIGITS_OF_INTEGERS) + kind.scale
-    return pa.decimal128(digits, kind.scale) if digits <= _DECIMAL128_DIGITS else pa.decimal256(digits, kind.scale)
 
 
 def are_rounded(one: pa.DataType, other: pa.DataType) -> bool:

@@ -58,9 +58,7 @@ class Turn:
         self.is_shared = is_shared
         self._mine = mine
         self._executor = mine.model.executor
-        self._batchers = batchers
-        self._lines = lines
-        self._is_forced = is_forced
+        self._batchers, self._lines, self._is_forced = batchers, lines, is_forced
         self._ends_s = time.monotonic() + TURN_S
 
     def goes_on(self) -> bool:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +52,6 @@ class Slice(NamedTuple):
         # Backends expect contiguous arrays; filled nulls may be a broadcast view.
         return {name: np.ascontiguousarray(array[self.start : self.stop]) for name, array in whole.items()}
 
-    def halves(self) -> "tuple[Slice, Slice]":
-        """Splits this slice in two."""
-        return self.within(0, self.rows // 2), self.within(self.rows // 2, self.rows)
-
     def within(self, start: int, stop: int) -> "Slice":
         """Returns rows of this slice."""
         return self._replace(start=self.start + start, stop=self.start + stop, is_apart=True)
@@ -94,7 +91,7 @@ class Chunk:
     def scored(self) -> list[ScoredRows]:
         """Returns the executed rows, grouped by output shape."""
         return [
-            one for piece, done in enumerate(self._done) for one in self._joined(piece, sorted(done, key=_first_row))
+            one for piece, done in enumerate(self._done) for one in self._joined(piece, sorted(done, key=itemgetter(0)))
         ]
 
     def _joined(self, piece: int, done: list["_Done"]) -> list[ScoredRows]:
@@ -123,10 +120,6 @@ class _Done(NamedTuple):
     outputs: Outputs
 
 
-def _first_row(done: _Done) -> int:
-    return done.start
-
-
 class Chunks:
     """The chunks of a shard; callbacks come in any thread.
 
@@ -134,9 +127,7 @@ class Chunks:
     """
 
     def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:
-        self._size = size
-        self._on_work = on_work
-        self._on_last_rows = on_last_rows
+        self._size, self._on_work, self._on_last_rows = size, on_work, on_last_rows
         self._began_s = 0.0
         self.rows_scored = 0
         self._is_told = False
@@ -254,7 +245,7 @@ class Chunks:
     def cut(self, part: Slice) -> None:
         """Queues a failed batch's halves."""
         with self._changed:
-            self._again.extendleft(reversed(part.halves()))
+            self._again.extendleft((part.within(part.rows // 2, part.rows), part.within(0, part.rows // 2)))
 
     def again(self, part: Slice) -> None:
         """Queues a part of a batch."""

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -56,26 +56,22 @@ class StreamBounds(NamedTuple):
     idle_s: float
 
 
+@dataclass(slots=True)
 class _RowStream:
-    __slots__ = ("error", "is_open", "nbytes", "responses")
-
-    def __init__(self) -> None:
-        self.responses: list[dict[str, Array]] = []
-        self.nbytes = 0
-        self.is_open = True
-        self.error: QinferError | None = None
+    responses: list[dict[str, Array]] = field(default_factory=list)
+    nbytes: int = 0
+    is_open: bool = True
+    error: QinferError | None = None
 
 
-class RowStreams:
+class RowStreams(OneResponse):
     """The `Context` of a decoupled bulk batch; an item is a row. Thread-safe."""
 
     def __init__(
         self, rows: int, bounds: StreamBounds, problem: Callable[[Sequence[Tensor]], str | None], calls: Context
     ) -> None:
         self._rows = [_RowStream() for _ in range(rows)]
-        self._bounds = bounds
-        self._problem = problem
-        self._calls = calls
+        self._bounds, self._problem, self._calls = bounds, problem, calls
         self._changed = threading.Condition()
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._heard_s = time.monotonic()
@@ -86,18 +82,7 @@ class RowStreams:
         """Always true."""
         return True
 
-    @property
-    def window_bytes(self) -> int:
-        """0: responses never wait."""
-        return 0
-
     def respond(
-        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
-    ) -> None:
-        """Stores a response."""
-        self.offer(item, outputs, final=final, parameters=parameters)
-
-    def offer(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
         """Stores a response; an error ends its row, even if not final."""
@@ -114,10 +99,6 @@ class RowStreams:
             self._changed.notify_all()
             if isinstance(row.error, PayloadTooLarge):
                 raise Cancelled(row.error.message)
-
-    def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Refuses: a row is executed once."""
-        self._calls.reschedule(item, states)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
         """Calls back when the row is abandoned."""
