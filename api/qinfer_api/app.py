@@ -53,10 +53,9 @@ from qinfer_api.endpoints.shadows import OnlineShadows, StoredEnds
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, live_only, netloc, patiently, read_certificate
-from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.routes import job_routes
-from qinfer_api.jobs.service import BulkJobs
+from qinfer_api.jobs.service import BulkJobs, JobJanitor
 from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.labeling.service import Labeling, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port

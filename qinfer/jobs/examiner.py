@@ -1,6 +1,6 @@
 """The examiner: a process that parses files of users, started as `python -m qinfer.jobs.examiner`.
 
-Gateways and bulk workers have it check files, workers have it read rows (`qinfer.jobs.examined_rows`). A file that
+Gateways and bulk workers have it check files, workers have it read rows (`qinfer.jobs.shard_rows`). A file that
 crashes its native parser, or makes it allocate without end, kills only this process; the parent kills it if it hangs
 (`qinfer.jobs.examiner_pool`):
 
@@ -70,33 +70,20 @@ class CheckJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class PlanJob(msgspec.Struct, array_like=True, tag=True):
-    """Runs `qinfer.jobs.planning.make_plan`; the result is the plan's JSON."""
+    """Runs `qinfer.jobs.planning.make_plan`, or `estimate`; the result is the plan's JSON, or an `Estimate`."""
 
     job: UnplannedJob
     pace: ShardPace
     threads: int
-
-
-class EstimateJob(msgspec.Struct, array_like=True, tag=True):
-    """Runs `qinfer.jobs.planning.estimate`; the result is an `Estimate`."""
-
-    job: UnplannedJob
-    pace: ShardPace
-    threads: int
+    is_estimate: bool = False
 
 
 class ReadParts(msgspec.Struct, array_like=True, tag=True):
-    """Validates parts; the result has a `PartInfo` or a message for each."""
+    """Validates parts, or sets broken ones aside; the result of the former has a `PartInfo` or a message for each."""
 
     parts: ExpectedParts
     threads: int
-
-
-class SetAside(msgspec.Struct, array_like=True, tag=True):
-    """Sets broken parts aside."""
-
-    parts: ExpectedParts
-    threads: int
+    sets_aside: bool = False
 
 
 class OpenShard(msgspec.Struct, array_like=True, tag=True):
@@ -108,7 +95,6 @@ class OpenShard(msgspec.Struct, array_like=True, tag=True):
     spec: JobSpec
     grant: UrlGrant
     read_bytes: int
-    footer_bytes: int
     unreadable: dict[int, str] = {}
 
 
@@ -131,7 +117,7 @@ class RowsRead(msgspec.Struct, array_like=True):
     faults: Sequence[tuple[int, int, str]]
 
 
-Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside | OpenShard | ReadShard | CloseShard
+Work = CheckJob | PlanJob | ReadParts | OpenShard | ReadShard | CloseShard
 
 
 class ExaminerRequest(msgspec.Struct, array_like=True):
@@ -282,9 +268,9 @@ def _be_first_to_go() -> None:
 
 def _loaded(hello: ExaminerHello) -> _Do:
     try:
-        from qinfer.jobs.examined_rows import ShardRows
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import estimate, examine, make_plan
+        from qinfer.jobs.shard_rows import ShardRows
         from qinfer.storage import local  # noqa: F401  what the first job would load else
         from qinfer.storage.open import writable
         from qinfer.storage.store import patiently
@@ -302,7 +288,7 @@ def _loaded(hello: ExaminerHello) -> _Do:
             fsspec.get_filesystem_class(scheme)
 
     footer_bytes, base_bytes = hello.footer_bytes, _data_bytes()
-    rows = ShardRows(hello.rows, lambda more_bytes: _limit(base_bytes + more_bytes, hard=False))
+    rows = ShardRows(hello.rows, footer_bytes, lambda more_bytes: _limit(base_bytes + more_bytes, hard=False))
 
     def do(work: Work, notes: _ReadingNotes) -> bytes:
         if isinstance(work, OpenShard | ReadShard | CloseShard):
@@ -311,11 +297,11 @@ def _loaded(hello: ExaminerHello) -> _Do:
             examine(work.spec, work.model, work.grant, footer_bytes)
             return b""
         if isinstance(work, PlanJob):
+            if work.is_estimate:
+                return msgspec.msgpack.encode(estimate(work.job, work.pace, work.threads, footer_bytes))
             options = {"threads": work.threads, "footer_bytes": footer_bytes}
             return encode_plan(make_plan(work.job, work.pace, **options, reading=notes.reading))
-        if isinstance(work, EstimateJob):
-            return msgspec.msgpack.encode(estimate(work.job, work.pace, work.threads, footer_bytes))
-        function = part_of if isinstance(work, ReadParts) else set_aside
+        function = set_aside if work.sets_aside else part_of
         parts, stores = work.parts, writable(work.parts.grant)
 
         def one(shard: Shard) -> PartInfo | str | None:

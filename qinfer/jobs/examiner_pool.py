@@ -25,24 +25,7 @@ from qinfer import errors
 from qinfer.core.processes import packed, received, signal_name, without_settings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError
-from qinfer.jobs.examiner import (
-    DEFECT,
-    NO_MEMORY,
-    CheckJob,
-    CloseShard,
-    EstimateJob,
-    ExaminerHello,
-    ExaminerReply,
-    ExaminerRequest,
-    OpenShard,
-    PlanJob,
-    ReadParts,
-    ReadShard,
-    SetAside,
-    Work,
-    notes_of,
-    parts_found,
-)
+from qinfer.jobs import examiner
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import Estimate, ExpectedParts, PartInfo, UnplannedJob
 from qinfer.jobs.shards import ShardPace
@@ -89,12 +72,6 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(4 * 2**20),
 }
 """Native libraries allocate by use, not by core, and return large buffers at once."""
-_CLASSES = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
-}
-
-
-_estimates = msgspec.msgpack.Decoder(Estimate)
 
 
 class ExaminerDied(QinferError):
@@ -160,13 +137,14 @@ class ExaminerPool:
 
     async def check(self, spec: JobSpec, model: ModelSpec, grant: UrlGrant) -> None:
         """Checks whether a job can run; cancellation kills the process."""
-        await self._ask_gateway(CheckJob(spec, model, grant), spec)
+        await self._ask_gateway(examiner.CheckJob(spec, model, grant), spec)
 
     async def estimate(self, job: UnplannedJob, pace: ShardPace) -> Estimate:
         """Checks a job and returns its size."""
-        return _estimates.decode(await self._ask_gateway(EstimateJob(job, pace, ESTIMATE_THREADS), job.spec))
+        work = examiner.PlanJob(job, pace, ESTIMATE_THREADS, is_estimate=True)
+        return msgspec.msgpack.decode(await self._ask_gateway(work, job.spec), type=Estimate)
 
-    async def _ask_gateway(self, work: Work, spec: JobSpec) -> bytes:
+    async def _ask_gateway(self, work: examiner.Work, spec: JobSpec) -> bytes:
         try:
             return await self._run_work(work, CHECK_S)
         except ExaminerDied as died:
@@ -178,21 +156,21 @@ class ExaminerPool:
 
     async def plan(self, job: UnplannedJob, pace: ShardPace, threads: int) -> bytes:
         """Returns a job's plan as JSON."""
-        return await self._run_work(PlanJob(job, pace, threads), self._plan_s)
+        return await self._run_work(examiner.PlanJob(job, pace, threads), self._plan_s)
 
     async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
         """Validates parts; returns each part, or a message."""
         found: list[PartInfo | str] = []
         for some in _pieces(parts):
-            found += parts_found(await self._run_work(ReadParts(some, threads), self._plan_s))
+            found += examiner.parts_found(await self._run_work(examiner.ReadParts(some, threads), self._plan_s))
         return found
 
     async def set_aside(self, parts: ExpectedParts, threads: int) -> None:
         """Runs `qinfer.jobs.parts.set_aside`."""
         for some in _pieces(parts):
-            await self._run_work(SetAside(some, threads), self._plan_s)
+            await self._run_work(examiner.ReadParts(some, threads, sets_aside=True), self._plan_s)
 
-    async def borrow(self, work: OpenShard) -> "BorrowedExaminer":
+    async def borrow(self, work: examiner.OpenShard) -> "BorrowedExaminer":
         """Opens a shard in an examiner, which is the caller's until it is returned."""
         child, answer = await self._answered(work, READ_S)
         borrowed = BorrowedExaminer(child, self._free)
@@ -203,14 +181,14 @@ class ExaminerPool:
             raise
         return borrowed
 
-    async def _run_work(self, work: Work, limit_s: int) -> bytes:
+    async def _run_work(self, work: examiner.Work, limit_s: int) -> bytes:
         child, answer = await self._answered(work, limit_s)
         self._free(child)
         _raise(answer)
         return answer.result
 
-    async def _answered(self, work: Work, limit_s: int) -> "tuple[_ExaminerChild, ExaminerReply]":
-        request, answer = packed(ExaminerRequest(work, limit_s)), None
+    async def _answered(self, work: examiner.Work, limit_s: int) -> "tuple[_ExaminerChild, examiner.ExaminerReply]":
+        request, answer = packed(examiner.ExaminerRequest(work, limit_s)), None
         while answer is None:
             child = await self._next()
             try:
@@ -302,10 +280,10 @@ class BorrowedExaminer:
     def __init__(self, child: "_ExaminerChild", free: Callable[["_ExaminerChild"], None]) -> None:
         self._child, self._free = child, free
 
-    async def ask(self, work: ReadShard) -> bytes:
+    async def ask(self, work: examiner.ReadShard) -> bytes:
         """Has rows read."""
         try:
-            answer = await self._child.ask(packed(ExaminerRequest(work, READ_S)))
+            answer = await self._child.ask(packed(examiner.ExaminerRequest(work, READ_S)))
         except _ExaminerEnded:
             answer = None
         if answer is None:
@@ -320,7 +298,7 @@ class BorrowedExaminer:
     async def give_back(self) -> None:
         """Closes the shard."""
         with suppress(_ExaminerEnded):
-            if await self._child.ask(packed(ExaminerRequest(CloseShard(), READ_S))) is not None:
+            if await self._child.ask(packed(examiner.ExaminerRequest(examiner.CloseShard(), READ_S))) is not None:
                 self._free(self._child)
 
 
@@ -329,11 +307,11 @@ def _pieces(parts: ExpectedParts) -> Iterator[ExpectedParts]:
         yield msgspec.structs.replace(parts, shards=parts.shards[begin : begin + _PARTS_AT_ONCE])
 
 
-def _raise(answer: ExaminerReply) -> None:
-    if answer.error == DEFECT:
+def _raise(answer: examiner.ExaminerReply) -> None:
+    if answer.error == examiner.DEFECT:
         raise RuntimeError(f"a defect in the process that parses files\n{answer.message}")
     if answer.error:
-        raise _CLASSES.get(answer.error, QinferError)(answer.message)
+        raise getattr(errors, answer.error)(answer.message)
 
 
 class _ExaminerEnded(Exception):
@@ -354,11 +332,7 @@ class _ExaminerChild:
         rows: BinaryIO,
         bound: str,
     ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._notes = notes
-        self.rows = rows
+        self._process, self._reader, self._writer, self._notes, self.rows = process, reader, writer, notes, rows
         self._bound = bound
         self._is_gone = asyncio.Event()
         self.files: list[str] = []
@@ -401,7 +375,7 @@ class _ExaminerChild:
     @property
     def how(self) -> str:
         code = self._process.returncode or 0
-        if code == NO_MEMORY:
+        if code == examiner.NO_MEMORY:
             return f"it needs more memory than {self._bound}"
         return signal_name(-code) or f"exit code {code}"
 
@@ -409,12 +383,12 @@ class _ExaminerChild:
         try:
             async with asyncio.timeout(_START_S):
                 notes, rows = self._notes.fileno(), self.rows.fileno()
-                await self._say(packed(ExaminerHello(allow, max_bytes, notes, rows, footer_bytes)))
+                await self._say(packed(examiner.ExaminerHello(allow, max_bytes, notes, rows, footer_bytes)))
                 await self._receive_answer()
         except TimeoutError:
             raise _ExaminerEnded(f"it is not ready after {_START_S:g} s") from None
 
-    async def ask(self, request: bytes) -> ExaminerReply | None:
+    async def ask(self, request: bytes) -> examiner.ExaminerReply | None:
         """Sends a request; `None` = the process had ended before it took it."""
         try:
             await self._say(request)
@@ -445,9 +419,9 @@ class _ExaminerChild:
             self._writer.write(message)
             await self._writer.drain()
 
-    async def _receive_answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> ExaminerReply:
+    async def _receive_answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> examiner.ExaminerReply:
         try:
-            return msgspec.msgpack.decode(await received(self._reader, max_bytes), type=ExaminerReply)
+            return msgspec.msgpack.decode(await received(self._reader, max_bytes), type=examiner.ExaminerReply)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError, msgspec.MsgspecError):
             self.kill()
             await self.wait()
@@ -473,5 +447,5 @@ class _ExaminerChild:
     def _on_exit(self) -> None:
         self._process.wait()
         with self._notes, self.rows:
-            self.files = notes_of(self._notes.fileno())
+            self.files = examiner.notes_of(self._notes.fileno())
         self._is_gone.set()

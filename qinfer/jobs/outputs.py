@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from qinfer.errors import ErrorCode, InvalidRequest, OutputMismatch
-from qinfer.jobs.check import (
+from qinfer.jobs.columns import (
     ERROR_COLUMNS,
     PLACE_COLUMNS,
     copied_columns,
@@ -30,8 +30,8 @@ from qinfer.jobs.job import JobSpec
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tabular.batches import Array, Indices, RowBatch, RowErrors, Segment
-from qinfer.tabular.casts import target_dtype
 from qinfer.tabular.schemas import as_read, list_type, lists_of, select
+from qinfer.tabular.tensor_columns import target_dtype
 from qinfer.tabular.texts import JSON_NUMBER
 from qinfer.tensors import Tensor, to_numpy
 from qinfer.wire.outputs import greatest

@@ -11,31 +11,34 @@ Files in the output folder are untrusted: validation reads footers, headers and 
 Encodings favour the speed of writing: floats, which hardly repeat, have no dictionary.
 """
 
+import gzip
 import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from qinfer.errors import QinferError, StoreError, StoreNotFound
-from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
+from qinfer.jobs.columns import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import TEXT_FORMATS, Output
 from qinfer.jobs.plan import FAILED, RECORDS, ExpectedParts, PartInfo, Shard
-from qinfer.jobs.text_parts import TextFile
-from qinfer.storage.open import writable
 from qinfer.storage.store import Stat, Store
 from qinfer.tabular.footers import batch_metadata, batch_rows, open_arrow, read_metadata
+from qinfer.tabular.texts import csv_column, json_objects
 
 METADATA_KEY = b"qinfer"
-_ZSTD_LEVEL = 1
+_ZSTD_LEVEL = _GZIP_LEVEL = 1
+_SLICE_BYTES = 8 * 2**20
+"""Arrow's texts are limited to 2 GiB."""
 _GROUP_ROWS = 2**18
 _PARQUET_GROUP_BYTES = 32 * 2**20
 _ARROW_BATCH_BYTES = 8 * 2**20
@@ -109,10 +112,7 @@ class PartWriter:
     ) -> None:
         self.rows = 0
         self.errors = 0
-        self._output = output
-        self._schema = schema
-        self._metadata = metadata
-        self._split = split
+        self._output, self._schema, self._metadata, self._split = output, schema, metadata, split
         self._good = self._file(path, split.good if split else schema.names)
         self._failed: _BufferedFile | None = None
         self._has_ended = False
@@ -120,13 +120,8 @@ class PartWriter:
     def __enter__(self) -> "PartWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+    def __exit__(self, kind: object, *_: object) -> None:
+        (self.close if kind is None else self.abort)()
 
     def write(self, record: pa.RecordBatch) -> None:
         """Buffers rows, and writes them in groups."""
@@ -218,9 +213,7 @@ class _BufferedFile:
     """Joins small records, which are expensive, as they arrive; a join at the flush would hold a group twice."""
 
     def __init__(self, path: Path, schema: pa.Schema, file: "_ParquetFile | _ArrowFile | TextFile") -> None:
-        self.path = path
-        self.schema = schema
-        self._file = file
+        self.path, self.schema, self._file = path, schema, file
         self._waiting: list[pa.RecordBatch] = []
         self._rows = self._bytes = 0
         self._small: list[pa.RecordBatch] = []
@@ -333,6 +326,87 @@ class _ArrowFile:
         self._sink.close()
 
 
+class TextFile:
+    """A new file of rows as JSON lines, or as CSV with a header."""
+
+    group_bytes = _SLICE_BYTES
+
+    def __init__(self, path: Path, schema: pa.Schema, output: Output, _: object = None) -> None:
+        with ExitStack() as opened:
+            sink: Any = opened.enter_context(path.open("wb"))
+            if output.compression == "gzip":
+                # Without the time, equal rows give equal bytes.
+                level = output.compression_level or _GZIP_LEVEL
+                sink = opened.enter_context(gzip.GzipFile("", "wb", level, sink, mtime=0))
+            elif output.compression == "zstd":
+                sink = opened.enter_context(pa.CompressedOutputStream(sink, "zstd"))
+            kind: type[_CsvRows | _JsonRows] = _CsvRows if output.format == "csv" else _JsonRows
+            self._rows, self._sink = kind(sink, schema), sink
+            self._compression = output.compression
+            self._opened = opened.pop_all()
+
+    def write(self, records: Sequence[pa.RecordBatch]) -> None:
+        """Writes rows."""
+        for record in records:
+            size = max(1, record.num_rows * _SLICE_BYTES // max(record.nbytes, 1))
+            for first in range(0, record.num_rows, size):
+                self._rows.write(record.slice(first, size))
+
+    def add(self, path: Path) -> None:
+        """Appends the rows of another file of this kind."""
+        codec = None if self._compression == "none" else self._compression
+        with pa.input_stream(str(path), compression=codec) as text:
+            text.read(self._rows.prepare_append())
+            while data := text.read(_SLICE_BYTES):
+                self._sink.write(data)
+
+    def close(self, _: int = 0) -> None:
+        """Ends the file."""
+        with self._opened:
+            self._rows.close()
+
+
+class _CsvRows:
+    def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None:
+        nothing = [csv_column(pa.nulls(0, field.type)) for field in schema]
+        self._schema = pa.schema([(name, column.type) for name, column in zip(schema.names, nothing, strict=True)])
+        self._fields = list(schema)
+        self._writer = pa.csv.CSVWriter(sink, self._schema)
+
+    def write(self, record: pa.RecordBatch) -> None:
+        columns = [csv_column(*pair) for pair in zip(record.columns, self._fields, strict=True)]
+        self._writer.write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+
+    def prepare_append(self) -> int:
+        header = pa.BufferOutputStream()
+        pa.csv.CSVWriter(header, self._schema).close()
+        return int(header.getvalue().size)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _JsonRows:
+    def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None:
+        self._sink = sink
+        self._fields = list(schema)
+        self._is_empty = True
+
+    def write(self, record: pa.RecordBatch) -> None:
+        lines = pc.binary_join_element_wise(json_objects(self._fields, record.columns), "\n", "")
+        self._sink.write("".join(lines.to_pylist()).encode())
+        self._is_empty = False
+
+    def prepare_append(self) -> int:
+        self._is_empty = False
+        return 0
+
+    def close(self) -> None:
+        # Stores accept no empty files.
+        if self._is_empty:
+            self._sink.write(b"\n")
+
+
 _KINDS: Mapping[str, type[_ParquetFile | _ArrowFile | TextFile]] = {
     "parquet": _ParquetFile,
     "arrow": _ArrowFile,
@@ -399,12 +473,6 @@ def validate_part(
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
     # Parts of a job share one text.
     return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, sys.intern(text), failed)
-
-
-def read_part(parts: ExpectedParts) -> PartInfo | str:
-    """Returns the part of the only shard, or a message if it is broken or missing."""
-    (shard,) = parts.shards
-    return part_of(writable(parts.grant)(parts.url_of(shard)), parts, shard)
 
 
 def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:

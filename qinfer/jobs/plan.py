@@ -4,8 +4,8 @@
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,7 +17,6 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tabular.spec import Count, Cut, Group, Range
 
 T = TypeVar("T")
-Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 
 PLAN_NAME = "_plan.json"
 
@@ -160,12 +159,15 @@ def url_of(output_url: str, name: str) -> str:
     return f"{output_url.rstrip('/')}/{name}"
 
 
-def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
+def read_stored(
+    kind: type[T], data: bytes | memoryview, what: str, decode: Callable[..., Any] = msgspec.json.decode
+) -> T:
     """Decodes stored data; the message of `CorruptEntry` begins with `what`."""
     try:
-        return decoder.decode(data)
+        found: T = decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptEntry(f"{what} can't be read: {error}") from None
+    return found
 
 
 def encode_ticket(ticket: ShardTicket) -> bytes:
@@ -180,7 +182,7 @@ def frames_of(job_id: str, shards: Iterable[Shard]) -> list[tuple[int, bytes]]:
 
 def decode_ticket(data: bytes | memoryview) -> ShardTicket:
     """Decodes a ticket and checks its number of rows."""
-    ticket = read_stored(_tickets, data, "a shard's ticket")
+    ticket = read_stored(ShardTicket, data, "a shard's ticket", msgspec.msgpack.decode)
     rows = sum(part.rows for part in ticket.shard.ranges)
     if ticket.shard.rows != rows:
         raise CorruptEntry(f"a shard's ticket says {ticket.shard.rows} rows, and its ranges have {rows}")
@@ -222,11 +224,6 @@ class PlanNames(msgspec.Struct, frozen=True):
         return frozenset(shard.part for shard in self.shards)
 
 
-_tickets = msgspec.msgpack.Decoder(ShardTicket)
-_plans = msgspec.json.Decoder(_PlanJson)
-_plan_names = msgspec.json.Decoder(PlanNames)
-
-
 def encode_plan(plan: JobPlan) -> bytes:
     """Returns a plan as JSON; equal plans give equal bytes."""
     numbers = {source.url: number for number, source in enumerate(plan.sources)}
@@ -245,7 +242,7 @@ def encode_plan(plan: JobPlan) -> bytes:
 
 def decode_plan(data: bytes) -> JobPlan:
     """Decodes a plan."""
-    wire = read_stored(_plans, data, "the job's plan")
+    wire = read_stored(_PlanJson, data, "the job's plan")
     try:
         shards = tuple(_shard(index, shard, wire.sources) for index, shard in enumerate(wire.shards))
     except IndexError as error:
@@ -256,7 +253,7 @@ def decode_plan(data: bytes) -> JobPlan:
 
 def decode_plan_names(data: bytes) -> PlanNames:
     """Decodes the `PlanNames` of a plan."""
-    return read_stored(_plan_names, data, "the job's plan")
+    return read_stored(PlanNames, data, "the job's plan")
 
 
 class SkippedFiles(msgspec.Struct, frozen=True):
@@ -299,10 +296,7 @@ def encode_plan_head(plan: JobPlan) -> bytes:
 
 def decode_plan_head(data: bytes) -> PlanHead:
     """Decodes the head of a plan."""
-    return read_stored(_heads, data, "the head of the job's plan")
-
-
-_heads = msgspec.json.Decoder(PlanHead)
+    return read_stored(PlanHead, data, "the head of the job's plan")
 
 
 def _shard(index: int, shard: _Shard, sources: Sequence[SourceFile]) -> Shard:
@@ -368,10 +362,6 @@ class Success(msgspec.Struct, frozen=True, kw_only=True):
     manifest_sha256: str
 
 
-_manifests = msgspec.json.Decoder(Manifest)
-_successes = msgspec.json.Decoder(Success)
-
-
 def make_manifest(plan: JobPlan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
     """Makes a job's manifest from its parts, in the order of the shards."""
     folder = plan.spec.output.url.rstrip("/")
@@ -411,7 +401,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(data: bytes) -> Manifest:
     """Decodes `_manifest.json` and checks its sums."""
-    manifest = read_stored(_manifests, data, f"the output's {MANIFEST_NAME}")
+    manifest = read_stored(Manifest, data, f"the output's {MANIFEST_NAME}")
     sums = [sum(getattr(part, name) for part in manifest.parts) for name in ("rows", "ok", "errors")]
     if sums != [manifest.rows, manifest.ok, manifest.errors] or manifest.ok + manifest.errors != manifest.rows:
         raise CorruptEntry(f"the numbers of the output's {MANIFEST_NAME} do not add up")
@@ -432,7 +422,7 @@ def encode_success(manifest: Manifest, data: bytes) -> bytes:
 
 def decode_success(data: bytes, manifest: bytes) -> Success:
     """Decodes `_SUCCESS`, which must be of this manifest."""
-    success = read_stored(_successes, data, f"the output's {SUCCESS_NAME}")
+    success = read_stored(Success, data, f"the output's {SUCCESS_NAME}")
     if success.manifest_sha256 != hashlib.sha256(manifest).hexdigest():
         raise CorruptEntry(f"the output's {SUCCESS_NAME} is of another {MANIFEST_NAME}")
     return success

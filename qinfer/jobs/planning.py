@@ -16,20 +16,9 @@ import pyarrow as pa
 
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, StoreDenied
-from qinfer.jobs.check import check, copied_columns
-from qinfer.jobs.inputs import Partitions, input_form, text_types
+from qinfer.jobs.columns import Partitions, check, copied_columns, input_form, text_types
 from qinfer.jobs.job import JobSpec, with_checked_urls
-from qinfer.jobs.plan import (
-    PLAN_NAME,
-    SHOWN_FILES,
-    BadFile,
-    Estimate,
-    InputFile,
-    JobPlan,
-    SourceFile,
-    UnplannedJob,
-    url_of,
-)
+from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, JobPlan, SourceFile, UnplannedJob
 from qinfer.jobs.shards import ShardPace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.local import local_path
@@ -40,10 +29,8 @@ from qinfer.tabular.inputs import InputColumns
 from qinfer.tabular.schemas import Fields, are_rounded, common_field, encode_schema, filled, replaced
 from qinfer.tabular.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.tabular.spec import shown
-from qinfer.tabular.text_cuts import guessed_escape
-from qinfer.tabular.text_streams import BLOCK_BYTES, PieceKeeper, open_stream
-from qinfer.tabular.text_types import Path, TextTypes, joined, marked, marks, numbers, plain, without_null
-from qinfer.tabular.texts import is_declared
+from qinfer.tabular.text_streams import BLOCK_BYTES, PieceKeeper, guessed_escape, open_stream
+from qinfer.tabular.texts import Path, TextTypes, is_declared, joined, marked, marks, numbers, plain, without_null
 
 Reading = Callable[[str], AbstractContextManager[None]]
 """Is entered around the reading of a file."""
@@ -149,7 +136,7 @@ def check_output(spec: JobSpec) -> None:
     if file := _file_above(url):
         raise InvalidRequest(f"output '{url}' would be beneath '{file}', which is a file; name a folder")
     found = next(iter(store.scan(url)), None)
-    if found is None or (spec.overwrite and store.stat(url_of(url, PLAN_NAME)) is not None):
+    if found is None or (spec.overwrite and store.stat(f"{url.rstrip('/')}/{PLAN_NAME}") is not None):
         return
     name = found.url.removeprefix(url).lstrip("/")
     if spec.overwrite:
@@ -181,11 +168,7 @@ def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
 
 
 def first_schema(
-    files: Sequence[Stat],
-    format_: FileFormat,
-    spec: JobSpec,
-    types: TextTypes,
-    footer_bytes: int = FOOTER_BYTES,
+    files: Sequence[Stat], format_: FileFormat, spec: JobSpec, types: TextTypes, footer_bytes: int = FOOTER_BYTES
 ) -> tuple[Stat | None, pa.Schema]:
     """Returns the first file with columns, if early enough."""
     bad: list[BadFile] = []
@@ -200,7 +183,8 @@ def first_schema(
     if bad and (spec.bad_files == "fail" or len(bad) == len(files)):
         raise InvalidRequest(_cannot_be_read(bad, len(files), is_sure=len(files) <= _MOST_EMPTY))
     if len(files) <= _MOST_EMPTY:
-        raise InvalidRequest(_no_columns(files))
+        url = files[0].url
+        raise InvalidRequest(f"input '{url}' and those after it are empty; without a row their columns are unknown")
     return None, pa.schema([])
 
 
@@ -301,10 +285,6 @@ def _cannot_be_read(bad: Sequence[BadFile], files: int, *, is_sure: bool) -> str
     listed = (f"'{file.url}' {file.reason}"[: len(file.url) + 2 + room] for file in named)
     many = f"{len(bad)} of {files}" if is_sure or len(bad) == files else f"at least {len(bad)} of {files}"
     return f"{many} input files can't be read; {remedy} {'; '.join(listed)}"
-
-
-def _no_columns(files: Sequence[Stat]) -> str:
-    return f"input '{files[0].url}' and those after it are empty; without a row their columns are unknown"
 
 
 def _footers(

@@ -147,6 +147,15 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
             return self._next(begun=None, size=_cut(step.stop - step.first), until=max(self.until, step.stop))
         return self._next(begun=None) if self.begun is not None else self
 
+    def encoded(self) -> bytes:
+        """Returns this state as JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decoded(cls, data: bytes) -> "Resumption":
+        """Decodes a state."""
+        return read_stored(cls, data, "the note on a shard")
+
     def forgotten(self) -> "Resumption":
         """Drops the kept rows."""
         return Resumption(bound=self.bound, attempt=self.attempt + 1)
@@ -168,19 +177,6 @@ def bound_to(head: bytes, shard: Shard, model_hash: str) -> str:
     return f"{digest.hexdigest()[:32]} {model_hash}"
 
 
-def encode_resumption(resumption: Resumption) -> bytes:
-    """Encodes a state as JSON."""
-    return msgspec.json.encode(resumption)
-
-
-def decode_resumption(data: bytes) -> Resumption:
-    """Decodes a state."""
-    return read_stored(_resumptions, data, "the note on a shard")
-
-
-_resumptions = msgspec.json.Decoder(Resumption)
-
-
 def rows_of(shard: Shard, first: int, stop: int) -> Shard:
     """Returns some rows of a shard as a shard."""
     if (first, stop) == (0, shard.rows):
@@ -190,6 +186,5 @@ def rows_of(shard: Shard, first: int, stop: int) -> Shard:
         skipped, end = max(first - passed, 0), min(stop - passed, part.rows)
         passed += part.rows
         if skipped < end:
-            row, in_group = part.first_row + skipped, part.first_in_group + skipped
-            ranges.append(msgspec.structs.replace(part, first_row=row, first_in_group=in_group, rows=end - skipped))
+            ranges.append(part.part(skipped, end - skipped))
     return msgspec.structs.replace(shard, rows=stop - first, ranges=tuple(ranges))

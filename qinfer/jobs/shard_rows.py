@@ -1,31 +1,40 @@
-"""Reads the rows of a shard in batches, across row groups and files.
+"""Reads the rows of a shard in batches, across row groups and files, in an examiner for a worker.
 
-A file's etag is compared with the plan before its first and after its last row. Small remote files are fetched ahead.
+    worker ── OpenShard, ReadShard, …, CloseShard ──▶ examiner
+    examiner ── RowsRead, an Arrow stream of each column in memory of both ──▶ worker
+
+A file's etag is compared with the plan before its first and after its last row. Small remote files are fetched ahead. A
+file that kills two examiners at the same rows is unreadable from there on.
 """
 
+import asyncio
+import mmap
+import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from itertools import groupby, islice
-from typing import Any, Self
+from itertools import groupby, islice, pairwise
+from typing import Any, Self, TypeVar
 
 import msgspec
 import pyarrow as pa
 
 from qinfer.core.store_urls import is_below
 from qinfer.errors import QinferError, StoreChanged, StoreNotFound
-from qinfer.jobs.examiner import OpenShard
-from qinfer.jobs.inputs import input_form, partition_arrays
+from qinfer.jobs.columns import input_form, partition_arrays
+from qinfer.jobs.examiner import CloseShard, OpenShard, ReadShard, RowsRead
+from qinfer.jobs.examiner_pool import BorrowedExaminer, ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.plan import Shard
+from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard
+from qinfer.jobs.resumption import rows_of
 from qinfer.storage.hive import partition_values
 from qinfer.storage.local import local_path
 from qinfer.storage.open import readable, store_for, writable
 from qinfer.storage.s3_objects import open_native
-from qinfer.storage.store import Stat, Store, store_error
-from qinfer.tabular.batches import Fault, RowBatch, Segment
-from qinfer.tabular.decoded_sizes import FileRows
+from qinfer.storage.store import Stat, Store, StoreFor, store_error
+from qinfer.tabular.batches import Fault, FileRows, RowBatch, Segment
+from qinfer.tabular.footers import FOOTER_BYTES
 from qinfer.tabular.row_files import RowFile, TextRows, WantedColumns, open_rows
 from qinfer.tabular.schemas import decode_schema
 from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken, format_of, is_text, reason_of
@@ -34,6 +43,9 @@ from qinfer.tabular.text_rows import header_of
 from qinfer.tabular.text_streams import InputForm, TextStream, kept_text, open_stream
 
 READ_BYTES = 64 * 2**20
+
+_T = TypeVar("_T")
+_decoder = msgspec.msgpack.Decoder(RowsRead)
 
 _LIMITS = ReadLimits.from_read_bytes(READ_BYTES)
 _AHEAD = 8
@@ -60,7 +72,7 @@ class ShardReader:
         columns: Sequence[str],
         schema: pa.Schema,
         spec: JobSpec = _ANY_JOB,
-        store: Callable[[str], Store] = store_for,
+        store: StoreFor = store_for,
         *,
         limits: ReadLimits = _LIMITS,
     ) -> None:
@@ -84,18 +96,13 @@ class ShardReader:
         self._rest: _Chunk | None = None
 
     @classmethod
-    def opened(cls, work: OpenShard, stores: Callable[[str], Store] = store_for) -> Self:
+    def opened(cls, work: OpenShard, footer_bytes: int = FOOTER_BYTES) -> Self:
         """Opens a shard within the grant of its job."""
-        kept_url = input_form(work.spec).kept_url
-        inputs, outputs = readable(work.grant, stores), writable(work.grant, stores)
-        limits = ReadLimits.from_read_bytes(work.read_bytes, work.footer_bytes)
+        kept_url, inputs, outputs = input_form(work.spec).kept_url, readable(work.grant), writable(work.grant)
         reader = cls(
-            work.shard,
-            work.columns,
-            decode_schema(work.schema),
-            work.spec,
+            *(work.shard, work.columns, decode_schema(work.schema), work.spec),
             lambda url: outputs(url) if is_below(url, kept_url) else inputs(url),
-            limits=limits,
+            limits=ReadLimits.from_read_bytes(work.read_bytes, footer_bytes),
         )
         reader.unreadable = work.unreadable
         return reader
@@ -148,7 +155,7 @@ class ShardReader:
             while left:
                 self._begin_range(source)
                 for rows in self._with_partitions(source.url, file.batches(left[0])):
-                    now, left[0] = _parted(left[0], rows.record.num_rows)
+                    now, left[0] = left[0].split(rows.record.num_rows)
                     self.position += now.rows
                     yield rows, Segment(source.url, now.row_group, now.first_row, now.rows)
                 left.popleft()
@@ -168,7 +175,7 @@ class ShardReader:
             message = f"rows {lost.first_row} to {lost.first_row + lost.rows - 1}: {why}"
             most = max(1, min(_LOST_ROWS, self.limits.rows_bytes // max(1, self._nulls(1).nbytes)))
             while lost.rows:
-                now, lost = _parted(lost, min(most, lost.rows))
+                now, lost = lost.split(min(most, lost.rows))
                 record = self._nulls(now.rows)
                 segment = Segment(source.url, now.row_group, now.first_row, now.rows)
                 for rows in self._with_partitions(source.url, [FileRows(record, record.nbytes, fault=message)]):
@@ -202,16 +209,6 @@ def _split(rows: FileRows, segment: Segment, count: int) -> tuple[FileRows, _Chu
     first = rows._replace(record=rows.record.slice(0, count), size_bytes=first_bytes)
     rest = rows._replace(record=rows.record.slice(count), size_bytes=rows.size_bytes - first_bytes)
     return first, (rest, segment._replace(first_row=segment.first_row + count, rows=segment.rows - count))
-
-
-def _parted(whole: Range, rows: int) -> tuple[Range, Range]:
-    rest = msgspec.structs.replace(
-        whole,
-        first_row=whole.first_row + rows,
-        rows=whole.rows - rows,
-        first_in_group=whole.first_in_group + rows,
-    )
-    return msgspec.structs.replace(whole, rows=rows), rest
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:
@@ -262,17 +259,9 @@ class _Source:
 
 class _SourceFiles:
     def __init__(
-        self,
-        ranges: Sequence[Range],
-        wanted: WantedColumns,
-        form: InputForm,
-        store: Callable[[str], Store],
-        limits: ReadLimits,
+        self, ranges: Sequence[Range], wanted: WantedColumns, form: InputForm, store: StoreFor, limits: ReadLimits
     ) -> None:
-        self._wanted = wanted
-        self._limits = limits
-        self._form = form
-        self._store = store
+        self._wanted, self._limits, self._form, self._store = wanted, limits, form, store
         self._list = [
             (_Source(file, store(file.url)), tuple(own))
             for file, own in groupby(ranges, lambda r: Stat(r.url, r.size_bytes, r.etag))
@@ -348,3 +337,120 @@ def _close(future: "Future[Any]") -> None:
     if not future.cancelled():
         with suppress(Exception):  # the result is no longer needed
             future.result().close()
+
+
+class ShardRows:
+    """The open shard of an examiner."""
+
+    def __init__(self, descriptor: int, footer_bytes: int, limit: Callable[[int], None]) -> None:
+        self._descriptor, self._footer_bytes, self._limit = descriptor, footer_bytes, limit
+        self._reader: ShardReader | None = None
+
+    def answer(self, work: OpenShard | ReadShard | CloseShard, note: Callable[[str], None]) -> bytes:
+        """Does a part of the work on a shard; notes at which row it reads."""
+        if isinstance(work, ReadShard):
+            assert self._reader is not None
+            return self._read(self._reader, work.rows)
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if isinstance(work, OpenShard):
+            self._limit(ReadLimits.from_read_bytes(work.read_bytes, self._footer_bytes).process_bytes)
+            self._reader = ShardReader.opened(work, self._footer_bytes)
+            self._reader.on_position = lambda position: note(str(position))
+        return b""
+
+    def _read(self, reader: ShardReader, rows: int) -> bytes:
+        reader.on_position(reader.position)
+        batch = reader.read(rows)
+        if batch is None:
+            return b""
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        ends = [0]
+        with open(self._descriptor, "wb", buffering=0, closefd=False) as file:
+            for name in batch.record.schema.names:
+                column = batch.record.select([name])
+                with pa.ipc.new_stream(file, column.schema) as stream:
+                    stream.write_batch(column)
+                ends.append(file.tell())
+        return msgspec.msgpack.encode(RowsRead(ends, batch.segments, batch.too_large, batch.faults))
+
+
+class ExaminedShard:
+    """Reads a shard by examiners; used by a thread beside the event loop of `pool`."""
+
+    def __init__(self, pool: ExaminerPool, loop: asyncio.AbstractEventLoop, work: OpenShard) -> None:
+        self._pool, self._loop, self._work = pool, loop, work
+        self._rows = self._begin = 0
+        self._died_at = -1
+        self._unreadable: dict[int, str] = {}
+        self._examiner: BorrowedExaminer | None = None
+        self._asked: Future[bytes] | None = None
+
+    def read(self, rows: int) -> RowBatch | None:
+        """Reads the next rows, fewer at the memory limit; `None` = the end."""
+        while True:
+            try:
+                if self._examiner is None:
+                    self._begin = self._rows
+                    self._examiner = self._wait(self._pool.borrow(self._rest()))
+                asked, self._asked = self._asked or self._ask(self._examiner, rows), None
+                result = asked.result()
+            except ExaminerDied as died:
+                self._examiner = None
+                position = max([self._rows, *(self._begin + int(place) for place in died.files)])
+                if position == self._died_at:
+                    self._unreadable[position] = f"the process that read it died ({died.how})"
+                self._died_at = position
+                continue
+            if not result:
+                return None
+            batch = self._decoded(_decoder.decode(result))
+            self._rows += batch.record.num_rows
+            assert self._examiner is not None
+            self._asked = self._ask(self._examiner, rows)  # it reads while these rows are scored
+            return batch
+
+    def close(self) -> None:
+        """Returns the examiner."""
+        if self._asked is not None and isinstance(self._asked.exception(), ExaminerDied):
+            self._examiner = None
+        if self._examiner is not None:
+            self._wait(self._examiner.give_back())
+            self._examiner = None
+
+    def _rest(self) -> OpenShard:
+        shard = self._work.shard
+        unreadable = {position - self._rows: why for position, why in self._unreadable.items()}
+        return msgspec.structs.replace(self._work, shard=rows_of(shard, self._rows, shard.rows), unreadable=unreadable)
+
+    def _decoded(self, found: RowsRead) -> RowBatch:
+        assert self._examiner is not None
+        fields, columns = list[pa.Field](), list[pa.Array]()
+        for begin, end in pairwise(found.ends):
+            memory = mmap.mmap(-1, end - begin)  # one of its own: a writer may keep some columns for long
+            self._examiner.read_rows(memory, begin)
+            record = pa.ipc.open_stream(pa.py_buffer(memory)).read_next_batch()
+            fields.append(record.schema.field(0))
+            columns.append(record.column(0))
+        record = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+        segments = tuple(map(Segment._make, found.segments))
+        return RowBatch(record, segments, tuple(found.too_large), tuple(map(Fault._make, found.faults)))
+
+    def _ask(self, examiner: BorrowedExaminer, rows: int) -> "Future[bytes]":
+        return asyncio.run_coroutine_threadsafe(examiner.ask(ReadShard(rows)), self._loop)
+
+    def _wait(self, call: "Coroutine[Any, Any, _T]") -> _T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+RowReader = ShardReader | ExaminedShard
+
+
+def examined_part(pool: ExaminerPool, loop: asyncio.AbstractEventLoop, parts: ExpectedParts) -> PartInfo | str:
+    """Has the part of the only shard read; returns it, or a message. For threads beside the event loop of `pool`."""
+    try:
+        (found,) = asyncio.run_coroutine_threadsafe(pool.read_parts(parts, 1), loop).result()
+    except ExaminerDied as died:
+        return died.message
+    return found

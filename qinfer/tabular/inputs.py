@@ -17,7 +17,7 @@ from qinfer.tabular.batches import Array, Indices, RowErrors
 from qinfer.tabular.schemas import Fields, pick, schema_without_views, select, without_views
 from qinfer.tabular.spec import ColumnChoice, Columns
 from qinfer.tabular.tensor_columns import ListColumn, ScalarColumns
-from qinfer.tabular.texts import numbers, read_type
+from qinfer.tabular.texts import read_type, text_values
 
 _SHOWN = 20
 
@@ -75,7 +75,7 @@ class InputColumns:
             record = without_views(record)
         errors = RowErrors(record.num_rows) if errors is None else errors
         for field in self._texts:
-            values = numbers(record.column(field.name), field, self._decimal_point, errors)
+            values = text_values(record.column(field.name), field, self._decimal_point, errors)
             record = record.set_column(record.schema.get_field_index(field.name), field.name, values)
         shapes: list[Indices] = []
         for tensor in self._tensors:

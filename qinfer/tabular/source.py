@@ -32,7 +32,7 @@ from qinfer.tabular.footers import FOOTER_BYTES, arrow_schema, batch_rows, open_
 from qinfer.tabular.spec import Cut, InputFormat
 from qinfer.tabular.text_rows import OnBlock, read_through, text_schema
 from qinfer.tabular.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
-from qinfer.tabular.text_types import NOTHING_WANTED, TextTypes
+from qinfer.tabular.texts import NOTHING_WANTED, TextTypes
 
 MAX_FILES = 1_000_000
 
@@ -187,7 +187,9 @@ def read_footer(
     try:
         with store_for(file.url).open_known(file, sequential=is_text(format_) and not columns_only) as content:
             if format_ == "parquet":
-                footer = _parquet(content, footer_bytes)
+                metadata = read_metadata(content, footer_bytes)
+                groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+                footer = Footer(arrow_schema(content, metadata), sum(groups), groups)
             elif format_ == "arrow":
                 footer = _arrow(content, file, footer_bytes, columns_only=columns_only)
             else:
@@ -229,12 +231,6 @@ def _read_names(schema: pa.Schema) -> None:
             field = found.field(number)
             field.name  # noqa: B018  it raises
             types.append(field.type)
-
-
-def _parquet(content: BinaryIO, footer_bytes: int) -> Footer:
-    metadata = read_metadata(content, footer_bytes)
-    groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    return Footer(arrow_schema(content, metadata), sum(groups), groups)
 
 
 def _arrow(content: BinaryIO, file: Stat, footer_bytes: int, *, columns_only: bool) -> Footer:

@@ -115,6 +115,15 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     begin: Count = 0
     size_bytes: Count = 0
 
+    def part(self, skip: int, rows: int) -> "Range":
+        """Returns some of the rows."""
+        first_row, first_in_group = self.first_row + skip, self.first_in_group + skip
+        return msgspec.structs.replace(self, first_row=first_row, first_in_group=first_in_group, rows=rows)
+
+    def split(self, rows: int) -> "tuple[Range, Range]":
+        """Returns the first rows, and the others."""
+        return self.part(0, rows), self.part(rows, self.rows - rows)
+
 
 def shown(text: str) -> str:
     """Returns a user's text for a message: printable and shortened."""

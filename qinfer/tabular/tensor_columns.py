@@ -1,17 +1,197 @@
-"""Converts scalar columns, or a column of lists, to an input tensor."""
+"""Converts scalar columns, or a column of lists, to an input tensor.
+
+Integer tensors take whole numbers within their range. Float tensors take any number, rounded, but no values that
+would become infinite, and no integers beyond 2^53 that FP64 would round: these are rather identifiers than measures.
+Booleans are 0 and 1, and vice versa. Floats never become integers, nor texts numbers.
+"""
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import nan, prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.models.spec import TensorSpec
-from qinfer.tabular import casts
 from qinfer.tabular.batches import Array, Indices, Mask, RowErrors
-from qinfer.tabular.spec import Columns, shown
+from qinfer.tabular.schemas import as_list, run_values
+from qinfer.tabular.spec import Columns, Null, shown
+from qinfer.tensors import DATATYPES
+
+FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
+
+_EXACT = 2**53
+"""FP64 represents all integers up to this."""
+_DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items() if name != "BYTES"}
+
+
+class ValueBounds(NamedTuple):
+    """Values that fit; `or_exact` adds all integers of FP64."""
+
+    low: Any
+    high: Any
+    or_exact: bool = False
+
+
+class Misfits(NamedTuple):
+    """Elements that do not fit."""
+
+    places: Indices
+    values: Array
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """Returns a type without dictionary, run lengths, extension and decimals."""
+    while True:
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+            kind = kind.value_type
+        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+            kind = pa.large_list(kind.value_type)
+        elif pa.types.is_decimal(kind):
+            kind = pa.float64()
+        else:
+            return kind
+
+
+def as_plain(array: pa.Array) -> pa.Array:
+    """Casts an array to its `plain` type."""
+    while True:
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        elif isinstance(array, pa.DictionaryArray):
+            array = array.dictionary_decode()
+        elif isinstance(array, pa.RunEndEncodedArray):
+            array = run_values(array)
+        elif pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
+            array = as_list(array)
+        elif pa.types.is_decimal(array.type):
+            array = pc.cast(array, pa.float64())
+        else:
+            return array
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Returns whether a type holds integers or floats."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Returns whether a type holds strings or bytes."""
+    checks = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "fixed_size_binary")
+    return any(getattr(pa.types, f"is_{check}")(kind) for check in checks)
+
+
+def fits(kind: pa.DataType, datatype: str) -> bool:
+    """Returns whether a type suits a datatype, apart from single values."""
+    if pa.types.is_null(kind):  # a column without values
+        return True
+    if datatype == "BYTES":
+        return is_text(kind)
+    if pa.types.is_floating(kind):
+        return datatype in FLOATS
+    return any((pa.types.is_integer(kind), pa.types.is_boolean(kind)))
+
+
+def bounds(kind: pa.DataType, datatype: str) -> ValueBounds | None:
+    """Returns the values of a suitable type that fit; `None` = all."""
+    if datatype == "BYTES" or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+        return None
+    source = np.dtype(kind.to_pandas_dtype())
+    low, high = (0, 1) if datatype == "BOOL" else _extremes(_DTYPES[datatype])
+    least, most = _extremes(source)
+    is_rounded = datatype in FLOATS and source.kind in "iu" and high > _EXACT
+    if is_rounded:
+        low, high = -_EXACT, _EXACT
+    if low <= least and most <= high:
+        return None
+    if source.kind == "f":
+        return ValueBounds(float(low), float(high))
+    return ValueBounds(max(int(low), least), min(int(high), most), is_rounded)
+
+
+def beyond(values: pa.Array, allowed: ValueBounds) -> Misfits | None:
+    """Finds numbers that do not fit."""
+    extremes = pc.min_max(values)
+    low, high = extremes["min"].as_py(), extremes["max"].as_py()
+    if low is None or (low >= allowed.low and high <= allowed.high):
+        return None
+    numbers = _numbers(values.fill_null(0) if values.null_count else values)
+    mask = (numbers < allowed.low) | (numbers > allowed.high)
+    if numbers.dtype.kind == "f":
+        mask &= np.isfinite(numbers)
+    places = np.flatnonzero(mask)
+    if allowed.or_exact:
+        places = places[_is_rounded(numbers[places])]
+    return Misfits(places, numbers[places]) if places.size else None
+
+
+def target_dtype(datatype: str) -> np.dtype[Any]:
+    """Returns a datatype's numpy dtype: float32 for BF16, object for BYTES."""
+    if datatype == "BYTES":
+        return np.dtype(object)
+    return _DTYPES[datatype]
+
+
+def fill_of(null: Null, datatype: str) -> Any:
+    """Returns the element that replaces a null, or raises `ValueError`."""
+    if datatype == "BYTES":
+        if isinstance(null, str) and null != "nan":
+            return null.encode()
+        raise ValueError
+    if null == "nan" and datatype in FLOATS:
+        return nan
+    if isinstance(null, str):
+        raise ValueError
+    low, high = (0, 1) if datatype == "BOOL" else _extremes(_DTYPES[datatype])
+    if not low <= null <= high or (float(null) if datatype in FLOATS else int(null)) != null:
+        raise ValueError
+    return null
+
+
+def to_array(values: pa.Array, datatype: str, fill: Any = None) -> Array:
+    """Returns fitting values as a flat array."""
+    if fill is not None and values.null_count:
+        array = np.full(len(values), fill, target_dtype(datatype))
+        valid = values.is_valid().to_numpy(zero_copy_only=False)
+        array[valid] = to_array(values.drop_null(), datatype)
+        return array
+    if datatype == "BYTES":
+        return _objects(values)
+    return _numbers(values).astype(_DTYPES[datatype], copy=False)
+
+
+def _numbers(values: pa.Array) -> Array:
+    numbers: Array = values.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _objects(values: pa.Array) -> Array:
+    if pa.types.is_string(values.type):
+        values = values.cast(pa.binary())
+    elif pa.types.is_large_string(values.type) or pa.types.is_string_view(values.type):
+        values = values.cast(pa.large_binary())
+    array: Array = values.to_numpy(zero_copy_only=False)
+    return array
+
+
+def _is_rounded(integers: Array) -> Mask:
+    """Returns where FP64 can't represent a 64-bit integer."""
+    floats = integers.astype(np.float64)
+    has_place = floats < 2.0 ** (64 if integers.dtype.kind == "u" else 63)  # the largest integers round up to this
+    back = np.where(has_place, floats, 0.0).astype(integers.dtype)
+    rounded: Mask = ~has_place | (back != integers)
+    return rounded
+
+
+def _extremes(dtype: np.dtype[Any]) -> tuple[int | float, int | float]:
+    if dtype.kind == "f":
+        return float(np.finfo(dtype).min), float(np.finfo(dtype).max)
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
 
 _RAGGED = -1
 _MESSAGES = 100
@@ -27,49 +207,42 @@ class ScalarColumns:
         self.name = tensor.name
         self.columns = given.columns
         self._datatype = tensor.datatype
-        for column, kind in zip(self.columns, kinds, strict=True):
-            _check_type(tensor, column, casts.plain(kind), kind)
+        found = list(zip(self.columns, kinds, map(plain, kinds), strict=True))
+        for column, kind, fine in found:
+            _check_type(tensor, column, fine, kind)
         self._shape = _filled(tensor, shape, self.columns)
-        plain = [casts.plain(kind) for kind in kinds]
         self._columns = [
-            _Scalar(column, fine == kind, casts.bounds(fine, tensor.datatype), _fill(tensor, given, column))
-            for column, kind, fine in zip(self.columns, kinds, plain, strict=True)
+            _Scalar(column, bounds(fine, tensor.datatype), _fill(tensor, given, column)) for column, kind, fine in found
         ]
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
         """Marks unusable rows; all others have one shape."""
         notes = _RowMarks(errors, None)
         for column in self._columns:
-            values = column.values(record)
+            values = as_plain(record.column(column.name))  # dictionaries may have nulls that `null_count` misses
             if values.null_count and column.fill is None:
                 mask = values.is_null().to_numpy(zero_copy_only=False)
                 notes.mark(mask, f"column '{column.name}' is null; {_NULL_REMEDY}")
-            if column.allowed and (misfits := casts.beyond(values, column.allowed)) is not None:
+            if column.allowed and (misfits := beyond(values, column.allowed)) is not None:
                 notes.mark_beyond(misfits, misfits.places, column.name, self._datatype)
         return None
 
     def convert(self, record: pa.RecordBatch) -> Array:
         """Returns the array `[rows, *shape]` of valid rows."""
         rows = record.num_rows
+        arrays = (to_array(as_plain(record.column(c.name)), self._datatype, c.fill) for c in self._columns)
         if len(self.columns) == 1:
-            (column,) = self._columns
-            return casts.to_array(column.values(record), self._datatype, column.fill).reshape(rows, *self._shape)
-        array = np.empty((rows, len(self.columns)), casts.target_dtype(self._datatype))
-        for index, column in enumerate(self._columns):
-            array[:, index] = casts.to_array(column.values(record), self._datatype, column.fill)
-        return array.reshape(rows, *self._shape)
+            return next(arrays).reshape(rows, *self._shape)
+        whole = np.empty((rows, len(self.columns)), target_dtype(self._datatype))
+        for index, array in enumerate(arrays):
+            whole[:, index] = array
+        return whole.reshape(rows, *self._shape)
 
 
 class _Scalar(NamedTuple):
     name: str
-    is_plain: bool
-    allowed: casts.ValueBounds | None
+    allowed: ValueBounds | None
     fill: Any
-
-    def values(self, record: pa.RecordBatch) -> pa.Array:
-        values = record.column(self.name)
-        # dictionaries may have nulls that `null_count` misses
-        return values if self.is_plain else casts.as_plain(values)
 
 
 class ListColumn:
@@ -98,14 +271,14 @@ class ListColumn:
     @staticmethod
     def reads(kind: pa.DataType) -> bool:
         """Returns whether a type is a list type."""
-        return _is_list(casts.plain(kind))
+        return _is_list(plain(kind))
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
         """Marks unusable rows; returns what separates the others into arrays, if anything.
 
         That is their shape `[rows, dimensions]`, or with a fixed shape `[rows, 1]` whether a row is a filled null.
         """
-        array = casts.as_plain(record.column(self._column))
+        array = as_plain(record.column(self._column))
         rows = is_filled = None
         if array.null_count:
             mask = array.is_null().to_numpy(zero_copy_only=False)
@@ -132,16 +305,16 @@ class ListColumn:
 
     def convert(self, record: pa.RecordBatch) -> Array:
         """Returns the array `[rows, …]` of valid rows of one shape."""
-        array = casts.as_plain(record.column(self._column))
+        array = as_plain(record.column(self._column))
         rows = len(array)
         shape = self._shape
         if array.null_count:  # all are null: broadcast one element
-            return np.broadcast_to(np.array(self._fill, casts.target_dtype(self._datatype)), (rows, *shape))
+            return np.broadcast_to(np.array(self._fill, target_dtype(self._datatype)), (rows, *shape))
         if not self._is_fixed:
             shape = tuple(self._shapes(_walk(array.slice(0, 1), self._depth).sizes)[0].tolist())
         for _ in range(self._depth):
-            array = casts.as_plain(array.flatten())
-        values = casts.to_array(array, self._datatype, self._fill)
+            array = as_plain(array.flatten())
+        values = to_array(array, self._datatype, self._fill)
         if self._layout is not None:
             values = self._layout.in_order(values, rows)
         return values.reshape(rows, *shape)
@@ -171,8 +344,8 @@ class ListColumn:
         if found.values.null_count and self._fill is None:
             places = np.flatnonzero(found.values.is_null().to_numpy(zero_copy_only=False))
             notes.mark(found.rows_of(places), f"column '{self._column}' has a null in its list{self._remedy}")
-        allowed = casts.bounds(found.values.type, self._datatype)
-        if allowed and (misfits := casts.beyond(found.values, allowed)) is not None:
+        allowed = bounds(found.values.type, self._datatype)
+        if allowed and (misfits := beyond(found.values, allowed)) is not None:
             notes.mark_beyond(misfits, found.rows_of(misfits.places), self._column, self._datatype)
 
     def _shapes(self, sizes: Indices) -> Indices:
@@ -228,7 +401,7 @@ class _RowMarks:
         for value in found.tolist():
             self.mark(places[values == value], text(value))
 
-    def mark_beyond(self, misfits: casts.Misfits, places: Indices, column: str, datatype: str) -> None:
+    def mark_beyond(self, misfits: Misfits, places: Indices, column: str, datatype: str) -> None:
         places, first = np.unique(places, return_index=True)
         remedy = "convert the column in the inputs, or map it to another input"
 
@@ -274,7 +447,7 @@ def _walk(array: pa.Array, depth: int) -> _ListElements:
             owner = np.repeat(np.arange(rows), len(array) // rows if rows else 0) if owner is None else owner
             sizes[:, level] = _common(each, owner, rows)
             owner = np.repeat(owner, each)
-        array = casts.as_plain(array.flatten())
+        array = as_plain(array.flatten())
     return _ListElements(sizes, array, owner, has_null)
 
 
@@ -302,10 +475,10 @@ def _is_list(kind: pa.DataType) -> bool:
 def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
     """Returns the size of each list level, -1 = variable, and the element type."""
     sizes = []
-    kind = casts.plain(kind)
+    kind = plain(kind)
     while _is_list(kind):
         sizes.append(int(kind.list_size) if pa.types.is_fixed_size_list(kind) else _RAGGED)
-        kind = casts.plain(kind.value_type)
+        kind = plain(kind.value_type)
     return sizes, kind
 
 
@@ -348,7 +521,7 @@ def _resolved(
 
 
 def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.DataType) -> None:
-    if casts.fits(kind, tensor.datatype):
+    if fits(kind, tensor.datatype):
         return
     remedy = "map another column to it, or convert the column in the inputs"
     if pa.types.is_struct(kind) and kind.num_fields:
@@ -363,12 +536,12 @@ def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:
     if null == "error":
         return None
     try:
-        return casts.fill_of(null, tensor.datatype)
+        return fill_of(null, tensor.datatype)
     except ValueError:
         what = "a text" if tensor.datatype == "BYTES" else f"a value of {tensor.datatype}"
         raise InvalidRequest(
             f"field 'columns.{shown(tensor.name)}.null' is {shown(str(null))!r}; input '{tensor.name}' is of "
-            f'{tensor.datatype}: give {what}, or "error"' + (', or "nan"' if tensor.datatype in casts.FLOATS else "")
+            f'{tensor.datatype}: give {what}, or "error"' + (', or "nan"' if tensor.datatype in FLOATS else "")
         ) from None
 
 

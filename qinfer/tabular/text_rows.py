@@ -1,9 +1,10 @@
 """CSV and JSON lines: columns, rows, row counts and cut points.
 
-Quoted values of CSV may contain line ends; blank lines are no rows. `text_types` decides the types, `text_streams`
+Quoted values of CSV may contain line ends; blank lines are no rows. `texts` decides the types, `text_streams`
 decodes the text.
 """
 
+import codecs
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -13,27 +14,13 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
+from qinfer.tabular import text_streams, texts
 from qinfer.tabular.spec import Csv, Cut, shown
-from qinfer.tabular.text_cuts import CUT_BYTES, UNBALANCED, first_row, is_balanced, mended, row_blocks
-from qinfer.tabular.text_streams import BLOCK_BYTES, BOM, NotText, TextFormat, TextStream
-from qinfer.tabular.text_types import (
-    Path,
-    TextTypes,
-    changed,
-    csv_schema,
-    joined,
-    json_declared,
-    json_schema,
-    large,
-    marked,
-    numbers,
-    numbers_as_texts,
-    quoted,
-    read,
-    texts_of,
-)
+from qinfer.tabular.text_streams import BLOCK_BYTES, NotText, TextFormat, TextStream
 
 MAX_COLUMNS = 10_000
+CUT_BYTES = 16 * 2**20
+_BOM = codecs.BOM_UTF8
 
 NESTING_LIMIT = 100
 """Guaranteed; twice the depth is refused. Between, it depends on the cuts of blocks."""
@@ -67,7 +54,7 @@ OnBlock = Callable[[bytes, Cut | None], None]
 """Receives blocks of whole rows, with the cut point before."""
 
 
-def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.Schema:
+def text_schema(text: TextStream, format_: TextFormat, types: texts.TextTypes) -> pa.Schema:
     """Returns columns from the first block; CSV is only peeked at."""
     if format_ == "csv":
         return _csv_schema(text.peek(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
@@ -80,7 +67,7 @@ def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.S
     return lines.schema
 
 
-def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
+def read_through(text: TextStream, format_: TextFormat, types: texts.TextTypes, on_block: OnBlock) -> Contents:
     """Counts the rows of a text and merges its columns.
 
     CSV columns are known from the first block. A JSON field with values of several kinds raises `NotText`.
@@ -100,49 +87,40 @@ def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_blo
 
 
 class _Csv:
-    def __init__(self, text: TextStream, types: TextTypes) -> None:
+    def __init__(self, text: TextStream, types: texts.TextTypes) -> None:
         self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
         self.rows = 0
         self._text, self._csv = text, types.form.csv
         self._lines = 0
-        options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
-        options.column_names = [str(number) for number in range(len(self.schema))]
-        self._options = options
+        self._names = [str(number) for number in range(len(self.schema))]
 
     def blocks(self) -> Iterator[bytes]:
-        return row_blocks(self._text.blocks(), "csv", self._csv, BLOCK_BYTES)
+        return text_streams.row_blocks(self._text.blocks(), self._csv)
 
     def finish(self) -> None:
         """Does nothing: the columns are known from the beginning."""
 
     def add(self, block: bytes) -> None:
-        if not self.schema.names:
+        if not self._names:
             return
+        whole = text_streams.mended(block, self._csv, len(self._names))[0]
         try:
-            table = pyarrow.csv.read_csv(
-                pa.BufferReader(mended(block, self._csv, len(self.schema))[0]),
-                read_options=self._options,
-                parse_options=_parse_options(self._csv),
-                convert_options=pyarrow.csv.ConvertOptions(include_columns=["0"], column_types={"0": pa.binary()}),
-            )
+            self._lines += read_block(whole, self._names, pa.schema([("0", pa.binary())]), self._csv).num_rows
         except pa.ArrowInvalid as error:
-            if "Empty CSV" in str(error):  # blank lines
-                return
             raise located(error, self._csv, self._lines) from None
-        self._lines += table.num_rows
-        self.rows = self._lines - self._csv.header
+        self.rows = max(0, self._lines - self._csv.header)
 
 
 class _Json:
-    def __init__(self, text: TextStream, types: TextTypes) -> None:
+    def __init__(self, text: TextStream, types: texts.TextTypes) -> None:
         self.schema = pa.schema([])
         self.rows = 0
         self._text, self._types = text, types
-        self._changed: set[Path] = set()
-        self._large: set[Path] = set()
+        self._changed: set[texts.Path] = set()
+        self._large: set[texts.Path] = set()
 
     def blocks(self) -> Iterator[bytes]:
-        return row_blocks(_objects(self._text), "jsonl", Csv(), BLOCK_BYTES)
+        return text_streams.row_blocks(_objects(self._text))
 
     def add(self, block: bytes) -> None:
         cells_bytes = _PLANNED_CELLS_BYTES // (_COPIES if self._types.copied else 1)
@@ -152,27 +130,27 @@ class _Json:
             except pa.ArrowInvalid as error:
                 raise _located_kind(error, self.rows) from None
             try:
-                self.schema = joined(self.schema, found)
+                self.schema = texts.joined(self.schema, found)
             except pa.ArrowInvalid as error:
                 raise NotText(f"from row {self.rows + 1} on, {error}; {_SAME_KIND}") from None
             self.rows += rows
 
     def finish(self) -> None:
-        self.schema = numbers_as_texts(self.schema, self._types)
-        found = {path: kind for field in self.schema for path, kind in numbers(field).items()}
+        self.schema = texts.numbers_as_texts(self.schema, self._types)
+        found = {path: kind for field in self.schema for path, kind in texts.numbers(field).items()}
         floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
-        texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
-        texts = {path for path in texts if self._types.is_copied(_dotted(path))}
-        self.schema = json_declared(pa.schema([marked(field, texts) for field in self.schema]), self._types)
+        paths = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
+        paths = {path for path in paths if self._types.is_copied(_dotted(path))}
+        self.schema = texts.json_declared(pa.schema([texts.marked(field, paths) for field in self.schema]), self._types)
 
     def _read_fields(self, part: bytes) -> tuple[pa.Schema, int]:
         table = read_lines(part, None)
         if table.num_columns > MAX_COLUMNS:
             raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
-        schema = json_schema(table.schema)
-        if self._types.copied and any(numbers(field) for field in numbers_as_texts(schema, self._types)):
-            self._changed |= changed(table, read_lines(quoted(part), texts_of(schema)))
-            self._large |= large(table)
+        schema = texts.json_schema(table.schema)
+        if self._types.copied and any(texts.numbers(field) for field in texts.numbers_as_texts(schema, self._types)):
+            self._changed |= texts.changed(table, read_lines(texts.quoted(part), texts.texts_of(schema)))
+            self._large |= texts.large(table)
         return schema, table.num_rows
 
 
@@ -186,19 +164,19 @@ def text_batches(
     if format_ == "csv":
         yield from _csv_batches(text, types, csv, first_row + csv.header)
         return
-    for block in row_blocks(_objects(text, _max_lines(len(types))), "jsonl", Csv(), BLOCK_BYTES):
-        yield from read(read_lines, block, types).combine_chunks().to_batches()
+    for block in text_streams.row_blocks(_objects(text, _max_lines(len(types)))):
+        yield from texts.read(read_lines, block, types).combine_chunks().to_batches()
 
 
 def _csv_batches(text: TextStream, types: pa.Schema, csv: Csv, lines: int) -> Iterator[pa.RecordBatch]:
     """Reads rows behind `lines` lines, without blank lines."""
     names = csv_names(text.peek(BLOCK_BYTES), csv)
     if csv.header:
-        text.read(len(first_row(text.peek(BLOCK_BYTES), csv)))
-    if text.peek(len(BOM)) == BOM:
-        text.read(len(BOM))
-    for block in row_blocks(text.blocks(), "csv", csv, BLOCK_BYTES):
-        whole, broken = mended(block, csv, len(names))
+        text.read(len(text_streams.first_row(text.peek(BLOCK_BYTES), csv)))
+    if text.peek(len(_BOM)) == _BOM:
+        text.read(len(_BOM))
+    for block in text_streams.row_blocks(text.blocks(), csv):
+        whole, broken = text_streams.mended(block, csv, len(names))
         try:
             table = read_block(whole, names, types, csv)
         except pa.ArrowInvalid as error:
@@ -208,7 +186,7 @@ def _csv_batches(text: TextStream, types: pa.Schema, csv: Csv, lines: int) -> It
         for first, rows in _runs(broken):
             yield from table.slice(place, first - place).combine_chunks().to_batches()
             nothing = [pa.nulls(rows, field.type) for field in types]
-            yield pa.RecordBatch.from_arrays(nothing, schema=types.with_metadata({FAULT: UNBALANCED}))
+            yield pa.RecordBatch.from_arrays(nothing, schema=types.with_metadata({FAULT: text_streams.UNBALANCED}))
             place = first + rows
         yield from table.slice(place).combine_chunks().to_batches()
 
@@ -228,11 +206,11 @@ def csv_names(head: bytes, csv: Csv) -> list[str]:
     _check_header(head, csv)
     if csv.column_names:
         return list(csv.column_names)
-    row = first_row(head, csv).removeprefix(BOM).strip(b"\r\n")
+    row = text_streams.first_row(head, csv).removeprefix(_BOM).strip(b"\r\n")
     if not row:
         return []
-    if not is_balanced(row, csv):
-        raise NotText(f"its first row can't be read: {UNBALANCED}")
+    if not text_streams.is_balanced(row, csv):
+        raise NotText(f"its first row can't be read: {text_streams.UNBALANCED}")
     options = pyarrow.csv.ReadOptions(use_threads=False, autogenerate_column_names=not csv.header)
     try:
         rows = pa.BufferReader(row + b"\n" + row)  # a file without a second row counts as empty
@@ -264,7 +242,7 @@ def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv:
 
 def header_of(text: TextStream, format_: TextFormat, csv: Csv) -> bytes:
     """Returns the bytes to put before rows from within a text."""
-    return first_row(text.peek(BLOCK_BYTES), csv) if format_ == "csv" and csv.header else b""
+    return text_streams.first_row(text.peek(BLOCK_BYTES), csv) if format_ == "csv" and csv.header else b""
 
 
 _SET_ENCODING = "set 'csv.encoding', such as to latin-1"
@@ -291,16 +269,16 @@ def _parse_options(csv: Csv) -> pyarrow.csv.ParseOptions:
     )
 
 
-def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
+def _csv_schema(head: bytes, types: texts.TextTypes) -> pa.Schema:
     csv = types.form.csv
     names = csv_names(head[:BLOCK_BYTES], csv)
     if not names:
         return pa.schema([])
-    head = head[len(first_row(head, csv)) if csv.header else 0 :].removeprefix(BOM)
-    rows = row_blocks([head[:BLOCK_BYTES], head[BLOCK_BYTES:]], "csv", csv, BLOCK_BYTES)
-    block = mended(next(rows, b""), csv, len(names))[0]
+    head = head[len(text_streams.first_row(head, csv)) if csv.header else 0 :].removeprefix(_BOM)
+    rows = text_streams.row_blocks([head[:BLOCK_BYTES], head[BLOCK_BYTES:]], csv)
+    block = text_streams.mended(next(rows, b""), csv, len(names))[0]
     try:
-        return csv_schema(read_block(block, names, None, csv).schema, types)
+        return texts.csv_schema(read_block(block, names, None, csv).schema, types)
     except pa.ArrowInvalid as error:
         raise located(error, csv, int(csv.header)) from None
 
@@ -330,7 +308,7 @@ def _located_kind(error: Exception, rows: int) -> Exception:
     return NotText(f"field '{name}' is {kinds}; {_SAME_KIND}")
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: texts.Path) -> str:
     return ".".join(name for name in path if name)
 
 

@@ -14,18 +14,7 @@ from qinfer.queue import keys
 from qinfer.wire.bodies import JobEstimate
 from qinfer.wire.json_scan import check_depth
 from qinfer_api.auth import CallerContext
-from qinfer_api.jobs.records import (
-    Changes,
-    JobBody,
-    JobFilter,
-    JobLog,
-    JobsBody,
-    NewJob,
-    decode_changes,
-    job_path,
-    shown_job,
-    shown_log,
-)
+from qinfer_api.jobs import records
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import (
     LAST_EVENT,
@@ -71,10 +60,12 @@ _LOCATION = {"Location": "The path of the job."}
 _CREATE = operation(
     "Create a job",
     {
-        201: describe_response("Created: its model, inputs and output fit together.", JobBody, headers=_LOCATION),
+        201: describe_response(
+            "Created: its model, inputs and output fit together.", records.JobBody, headers=_LOCATION
+        ),
         200: describe_response(
             "It had been created before, with the same id or key.",
-            JobBody,
+            records.JobBody,
             headers={**_LOCATION, "Idempotent-Replayed": "`true`: it had been created before."},
         ),
         **_refusals(400, 401, 403, 404, 409, 429, 500, 501, 503),
@@ -90,7 +81,7 @@ _CREATE = operation(
         type="boolean",
         default=False,
     ),
-    takes=body(NewJob),
+    takes=body(records.NewJob),
 )
 _VALIDATE = operation(
     "Validate a job",
@@ -98,11 +89,11 @@ _VALIDATE = operation(
         200: describe_response("The job could be created, and has this size.", JobEstimate),
         **_refusals(400, 401, 403, 404, 429, 500, 501, 503),
     },
-    takes=body(NewJob),
+    takes=body(records.NewJob),
 )
 _LIST = operation(
     "List the jobs",
-    {200: describe_response("The jobs.", JobsBody), **_refusals(400, 401, 403, 503)},
+    {200: describe_response("The jobs.", records.JobsBody), **_refusals(400, 401, 403, 503)},
     query("state", "Only jobs in this state.", enum=list(JobState)),
     query("model", "Only jobs of this model or endpoint.", type="string"),
     query("output", "Only jobs that write to this folder, or below it.", type="string"),
@@ -110,27 +101,29 @@ _LIST = operation(
     query("after", "`next` of the page before.", type="string"),
     query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
 )
-_SHOW = operation("Look at a job", {200: describe_response("The job.", JobBody), **_refusals(401, 403, 404, 503)})
+_SHOW = operation(
+    "Look at a job", {200: describe_response("The job.", records.JobBody), **_refusals(401, 403, 404, 503)}
+)
 _DELETE = operation(
     "Delete a job", {204: describe_response("Deleted; its output stays."), **_refusals(401, 403, 404, 409, 503)}
 )
 _CANCEL = operation(
     "Cancel a job",
     {
-        200: describe_response("The job: cancelling, cancelled, or ended before.", JobBody),
+        200: describe_response("The job: cancelling, cancelled, or ended before.", records.JobBody),
         **_refusals(401, 403, 404, 503),
     },
 )
 _RESUME = operation(
     "Resume a job",
     {
-        200: describe_response("The job, planned again or active.", JobBody),
+        200: describe_response("The job, planned again or active.", records.JobBody),
         **_refusals(400, 401, 403, 404, 409, 429, 501, 503),
     },
-    takes=body(Changes, required=False),
+    takes=body(records.Changes, required=False),
 )
 _LOG = operation(
-    "Read a job's log", {200: describe_response("Its latest lines.", JobLog), **_refusals(401, 403, 404, 503)}
+    "Read a job's log", {200: describe_response("Its latest lines.", records.JobLog), **_refusals(401, 403, 404, 503)}
 )
 _EVENT = 'event: progress\nid: 7\ndata: {"id": "…", "state": "running", …}\n\n'
 _EVENTS = operation(
@@ -145,124 +138,111 @@ _EVENTS = operation(
 
 def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
     """Returns the routes of bulk jobs."""
-    router = APIRouter(tags=["bulk jobs"])
-    _add_validation(router, services, jobs)
-
-    @router.post("/v1/jobs", name="create_job", **_CREATE)
-    async def create(request: Request) -> HttpResponse:
-        """Checks a job and has it planned; the reply means that model, inputs and output fit together."""
-        return await _create(services, jobs, request)
-
-    @router.get("/v1/jobs", name="list_jobs", **_LIST)
-    async def list_all(request: Request) -> HttpResponse:
-        """Lists the jobs, newest first."""
-        return await _list(services, jobs, request)
-
-    @router.get("/v1/jobs/{job_id}", name="job", **_SHOW)
-    async def show(job_id: str, request: Request) -> HttpResponse:
-        """Returns a job."""
-        return _send_record(jobs, await jobs.get(_context(services, request), job_id))
-
-    @router.delete("/v1/jobs/{job_id}", name="delete_job", **_DELETE)
-    async def delete(job_id: str, request: Request) -> HttpResponse:
-        """Deletes the record of an ended job; its output stays."""
-        await jobs.delete(_context(services, request), job_id)
-        return HttpResponse(status_code=204)
-
-    @router.post("/v1/jobs/{job_id}/cancel", name="cancel_job", **_CANCEL)
-    async def cancel(job_id: str, request: Request) -> HttpResponse:
-        """Stops a job, unless it has ended; its parts stay, and it can be resumed."""
-        return _send_record(jobs, await jobs.cancel(_context(services, request), job_id))
-
-    @router.post("/v1/jobs/{job_id}/resume", name="resume_job", **_RESUME)
-    async def resume(job_id: str, request: Request) -> HttpResponse:
-        """Resumes a failed, expired or cancelled job; finished work is kept."""
-        context = _context(services, request)
-        changes = decode_changes(await _body_of(services, request))
-        return _send_record(jobs, await jobs.resume(context, job_id, changes))
-
-    @router.get("/v1/jobs/{job_id}/log", name="job_log", **_LOG)
-    async def log(job_id: str, request: Request) -> HttpResponse:
-        """Returns the log of a job."""
-        lines = await jobs.log(_context(services, request), job_id)
-        return send_json(shown_log(lines))
-
-    @router.get("/v1/jobs/{job_id}/events", name="job_events", **_EVENTS)
-    async def events(job_id: str, request: Request) -> HttpResponse:
-        """Streams each change of a job until its end."""
-        return await _events(services, jobs, request, job_id)
-
+    router, routes = APIRouter(tags=["bulk jobs"]), _JobRoutes(services, jobs)
+    all_jobs, one = "/v1/jobs", "/v1/jobs/{job_id}"
+    for method, path, name, described, handler in (
+        ("POST", f"{all_jobs}/validate", "validate_job", _VALIDATE, routes.validate),
+        ("POST", all_jobs, "create_job", _CREATE, routes.create),
+        ("GET", all_jobs, "list_jobs", _LIST, routes.list_all),
+        ("GET", one, "job", _SHOW, routes.show),
+        ("DELETE", one, "delete_job", _DELETE, routes.delete),
+        ("POST", f"{one}/cancel", "cancel_job", _CANCEL, routes.cancel),
+        ("POST", f"{one}/resume", "resume_job", _RESUME, routes.resume),
+        ("GET", f"{one}/log", "job_log", _LOG, routes.log),
+        ("GET", f"{one}/events", "job_events", _EVENTS, routes.events),
+    ):
+        router.add_api_route(path, handler, methods=[method], name=name, **described)
     return router
 
 
-def _add_validation(router: APIRouter, services: Services, jobs: BulkJobs) -> None:
-    @router.post("/v1/jobs/validate", name="validate_job", **_VALIDATE)
-    async def validate(request: Request) -> HttpResponse:
+class _JobRoutes:
+    def __init__(self, services: Services, jobs: BulkJobs) -> None:
+        self._services, self._jobs = services, jobs
+
+    async def validate(self, request: Request) -> HttpResponse:
         """Checks a job and all its input files, and estimates it; nothing is created."""
-        context = _context(services, request)
-        return send_json(await jobs.validate(context, await _body_of(services, request)))
+        context = self._context(request)
+        return send_json(await self._jobs.validate(context, await self._body_of(request)))
 
+    async def create(self, request: Request) -> HttpResponse:
+        """Checks a job and has it planned; the reply means that model, inputs and output fit together."""
+        context = self._context(request)
+        key = idempotency_key(request)
+        resume = _flag(request, "resume")
+        record, is_new = await self._jobs.create(context, await self._body_of(request), key or "", resume=resume)
+        response = self._send(record, 201 if is_new else 200)
+        response.headers["location"] = records.job_path(record)
+        if not is_new:
+            response.headers["idempotent-replayed"] = "true"
+        return response
 
-async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
-    context = _context(services, request)
-    key = idempotency_key(request)
-    resume = _flag(request, "resume")
-    ticket = await jobs.create(context, await _body_of(services, request), key or "", resume=resume)
-    response = _send_record(jobs, ticket.record, 201 if ticket.is_new else 200)
-    response.headers["location"] = job_path(ticket.record)
-    if not ticket.is_new:
-        response.headers["idempotent-replayed"] = "true"
-    return response
+    async def list_all(self, request: Request) -> HttpResponse:
+        """Lists the jobs, newest first."""
+        context, query = self._context(request), request.query_params
+        state, after = query.get("state", ""), query.get("after", "")
+        given = [_pair(text) for text in query.getlist("metadata")]
+        wanted = records.JobFilter(query.get("model", ""), query.get("output", ""), frozenset(given))
+        found, following = await self._jobs.list(context, state, after, _limit(query.get("limit")), wanted)
+        bodies = []
+        for record in found:
+            with suppress(CorruptEntry):  # a damaged record must not hide other records
+                bodies.append(self._body(record))
+        return send_json(records.JobsBody(bodies, following or None))
 
+    async def show(self, job_id: str, request: Request) -> HttpResponse:
+        """Returns a job."""
+        return self._send(await self._jobs.get(self._context(request), job_id))
 
-async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
-    context, query = _context(services, request), request.query_params
-    state, after = query.get("state", ""), query.get("after", "")
-    given = [_pair(text) for text in query.getlist("metadata")]
-    wanted = JobFilter(query.get("model", ""), query.get("output", ""), frozenset(given))
-    found, following = await jobs.list(context, state, after, _limit(query.get("limit")), wanted)
-    bodies = []
-    for record in found:
-        with suppress(CorruptEntry):  # a damaged record must not hide other records
-            bodies.append(_body(jobs, record))
-    return send_json(JobsBody(bodies, following or None))
-
-
-async def _body_of(services: Services, request: Request) -> bytes:
-    text = await read_body(services, request, min(MAX_BODY_BYTES, services.settings.http.max_input_bytes), bytes)
-    check_depth(text, services.settings.limits.max_json_depth)
-    return text
-
-
-async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: str) -> HttpResponse:
-    context = _context(services, request)
-    record = await jobs.get(context, job_id)
-    seen = request.headers.get("last-event-id", "")
-    if record.is_over and seen == str(record.revision):
+    async def delete(self, job_id: str, request: Request) -> HttpResponse:
+        """Deletes the record of an ended job; its output stays."""
+        await self._jobs.delete(self._context(request), job_id)
         return HttpResponse(status_code=204)
-    jobs.check_watchers(context)
-    changes = jobs.changes(context, record, HEARTBEAT_S)
-    events = (None if one is None else _progress(jobs, one) async for one in changes)
-    return event_stream(events, seen)
 
+    async def cancel(self, job_id: str, request: Request) -> HttpResponse:
+        """Stops a job, unless it has ended; its parts stay, and it can be resumed."""
+        return self._send(await self._jobs.cancel(self._context(request), job_id))
 
-def _progress(jobs: BulkJobs, record: JobRecord) -> ServerSentEvent:
-    return ServerSentEvent("progress", str(record.revision), msgspec.json.encode(_body(jobs, record)))
+    async def resume(self, job_id: str, request: Request) -> HttpResponse:
+        """Resumes a failed, expired or cancelled job; finished work is kept."""
+        context = self._context(request)
+        changes = records.decode_changes(await self._body_of(request))
+        return self._send(await self._jobs.resume(context, job_id, changes))
 
+    async def log(self, job_id: str, request: Request) -> HttpResponse:
+        """Returns the log of a job."""
+        return send_json(records.shown_log(await self._jobs.log(self._context(request), job_id)))
 
-def _context(services: Services, request: Request) -> CallerContext:
-    """Refuses at once while the queue is unreachable."""
-    context = authorize(services, request)
-    services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
-    return context
+    async def events(self, job_id: str, request: Request) -> HttpResponse:
+        """Streams each change of a job until its end."""
+        context = self._context(request)
+        record = await self._jobs.get(context, job_id)
+        seen = request.headers.get("last-event-id", "")
+        if record.is_over and seen == str(record.revision):
+            return HttpResponse(status_code=204)
+        self._jobs.check_watchers(context)
+        changes = self._jobs.changes(context, record, HEARTBEAT_S)
+        return event_stream((None if one is None else self._progress(one) async for one in changes), seen)
 
+    async def _body_of(self, request: Request) -> bytes:
+        settings = self._services.settings
+        text = await read_body(self._services, request, min(MAX_BODY_BYTES, settings.http.max_input_bytes), bytes)
+        check_depth(text, settings.limits.max_json_depth)
+        return text
 
-def _body(jobs: BulkJobs, record: JobRecord) -> JobBody:
-    return shown_job(record, jobs.now_s())
+    def _context(self, request: Request) -> CallerContext:
+        """Refuses at once while the queue is unreachable."""
+        context = authorize(self._services, request)
+        self._services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
+        return context
 
+    def _progress(self, record: JobRecord) -> ServerSentEvent:
+        return ServerSentEvent("progress", str(record.revision), msgspec.json.encode(self._body(record)))
 
-def _send_record(jobs: BulkJobs, record: JobRecord, status: int = 200) -> HttpResponse:
-    return send_json(_body(jobs, record), status)
+    def _body(self, record: JobRecord) -> records.JobBody:
+        return records.shown_job(record, self._jobs.now_s())
+
+    def _send(self, record: JobRecord, status: int = 200) -> HttpResponse:
+        return send_json(self._body(record), status)
 
 
 def _flag(request: Request, name: str) -> bool:

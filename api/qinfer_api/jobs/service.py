@@ -32,32 +32,19 @@ from qinfer.errors import (
 )
 from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec, with_checked_urls
 from qinfer.jobs.plan import Estimate, UnplannedJob
-from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine, RecordChange, spec_of
+from qinfer.jobs.queue.jobs import TOP_UP_COUNT, Jobs
+from qinfer.jobs.queue.records import JobRecord, LogLine, RecordChange, Standing, spec_of
 from qinfer.jobs.shards import ShardPace
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.catalog import ServedVersion
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
+from qinfer.queue.deliveries import JOBS, DeliveryItem
+from qinfer.queue.lanes import Queue
 from qinfer.wire.bodies import JobEstimate
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.jobs.records import (
-    Changes,
-    JobFilter,
-    changed,
-    check_same,
-    check_unshared,
-    chosen_id,
-    deadline_at,
-    decode_job,
-    inner_id,
-    keyed_id,
-    new_record,
-    shown_estimate,
-    shown_job_id,
-    unknown_job,
-)
+from qinfer_api.jobs import records
 from qinfer_api.requests.webhooks import Targets
 from qinfer_api.turns import SharedLimit
 
@@ -71,6 +58,13 @@ MAX_WATCHERS = 512
 LOOK_S = 1.0
 """Seconds within which the event stream of a follower ends at a shutdown."""
 
+LOOK_EVERY_S = 5.0
+
+_NOTICES = 50
+_LATEST = 100
+_TOGETHER = 16
+# Few, because a call of Celery's broker may hang and keep its thread.
+_SENDING = 2
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
 _WAITS = "waits for a bulk worker, which plans it"
@@ -78,11 +72,8 @@ _WAITS = "waits for a bulk worker, which plans it"
 _threads = ThreadPoolExecutor(4, "bulk-tasks")
 
 
-class JobTicket(msgspec.Struct, frozen=True):
-    """A job, and whether `create` created it."""
-
-    record: JobRecord
-    is_new: bool
+JobTicket = tuple[JobRecord, bool]
+"""A job, and whether `create` created it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,12 +102,12 @@ class BulkJobs:
 
         With `resume`, a job that ended early is resumed; with `overwrite`, a completed one runs anew.
         """
-        self._check_enabled()
         grant = self._grant_of(context)
-        spec, chosen = await asyncio.to_thread(decode_job, body, grant)
+        spec, chosen = await asyncio.to_thread(records.decode_job, body, grant)
         if chosen and key:
             raise InvalidRequest("the job has an 'id' and an Idempotency-Key; either names it: leave one out")
-        job_id = chosen_id(chosen, context.tenant) if chosen else keyed_id(key, context.tenant) if key else ""
+        made = records.chosen_id if chosen else records.keyed_id
+        job_id = made(chosen or key, context.tenant) if chosen or key else ""
         if resume and not job_id:
             raise InvalidRequest("resume=true finds a job by its id; give the job an 'id', or an Idempotency-Key")
         known = await self.jobs.get(job_id) if job_id else None
@@ -133,7 +124,7 @@ class BulkJobs:
         if is_anew:
             await self.jobs.delete(job_id)
         job_id = job_id or self.ids.ulid()
-        record = new_record(
+        record = records.new_record(
             job_id,
             spec,
             tenant=context.tenant,
@@ -148,13 +139,12 @@ class BulkJobs:
         stands_for = f" for endpoint '{endpoint}', which is {spec.model}:{spec.version} now" if endpoint else ""
         await self.jobs.note(record.id, f"created{stands_for}; {_WAITS}")
         await self._planned(record.id)
-        return JobTicket(await self._known(record.id), is_new=True)
+        return await self._known(record.id), True
 
     async def validate(self, context: CallerContext, body: bytes) -> JobEstimate:
         """Checks and estimates a job; creates nothing."""
-        self._check_enabled()
         grant = self._grant_of(context)
-        spec, _ = await asyncio.to_thread(decode_job, body, grant)
+        spec, _ = await asyncio.to_thread(records.decode_job, body, grant)
         spec, served, _ = self._pinned(spec)
         self.dispatcher.charge(context)
         if spec.webhook:
@@ -162,17 +152,17 @@ class BulkJobs:
         pace = await self.pace(spec.model, spec.version)
         job = UnplannedJob("", spec, served.spec, "", grant)
         found = await self._in_turn(context, spec, lambda: self.estimate(job, pace))
-        return shown_estimate(job.spec, found, pace)
+        return records.shown_estimate(job.spec, found, pace)
 
     async def get(self, context: CallerContext, job_id: str) -> JobRecord:
         """Returns a job's record, or raises `JobNotFound`."""
-        record = await self.jobs.get(inner_id(job_id, context.tenant))
+        record = await self.jobs.get(records.inner_id(job_id, context.tenant))
         if record is None or record.tenant != context.tenant:
-            raise unknown_job(job_id)
+            raise records.unknown_job(job_id)
         return record
 
     async def list(
-        self, context: CallerContext, state: str, after: str, limit: int, wanted: JobFilter
+        self, context: CallerContext, state: str, after: str, limit: int, wanted: records.JobFilter
     ) -> tuple[Sequence[JobRecord], str]:
         """Returns a page of a tenant's jobs, and the next one's start."""
         if state and state not in _STATES:
@@ -187,7 +177,7 @@ class BulkJobs:
             await self.jobs.stop(record.id, JobState.CANCELLING)
         return await self.get(context, job_id)
 
-    async def resume(self, context: CallerContext, job_id: str, changes: Changes) -> JobRecord:
+    async def resume(self, context: CallerContext, job_id: str, changes: records.Changes) -> JobRecord:
         """Resumes a job, keeping finished work."""
         self._check_enabled()
         record = await self.get(context, job_id)
@@ -198,7 +188,7 @@ class BulkJobs:
         if record.state not in ENDED_EARLY:
             return record
         grant = self._grant_of(context)
-        spec = with_checked_urls(changed(spec_of(record), changes), grant)
+        spec = with_checked_urls(records.changed(spec_of(record), changes), grant)
         self.resolve(record.model, 0)  # the policy may have dropped its version
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
@@ -208,7 +198,7 @@ class BulkJobs:
             "spec": encode_spec(spec),
             "grant": msgspec.json.encode(grant),
             "max_parallel": spec.max_parallel,
-            "deadline_at": deadline_at(spec, self.now_s()),
+            "deadline_at": records.deadline_at(spec, self.now_s()),
             "resumed_at": self.now_s(),
             "rows_before": record.rows_done + record.rows_failed,
         }
@@ -300,11 +290,12 @@ class BulkJobs:
             raise UnsupportedFeature(error.message) from None
 
     def _grant_of(self, context: CallerContext) -> UrlGrant:
+        self._check_enabled()
         return self.settings.stores.grant_of(context.tenant, is_shared=self.dispatcher.has_tenants)
 
     async def _check_count(self, context: CallerContext, spec: JobSpec) -> None:
         unfinished = await self.jobs.unfinished()
-        check_unshared(context.tenant, spec, unfinished)
+        records.check_unshared(context.tenant, spec, unfinished)
         count = sum(record.tenant == context.tenant for record in unfinished)
         if count >= self.settings.bulk.max_jobs:
             raise QuotaExceeded(
@@ -325,11 +316,11 @@ class BulkJobs:
             ) from None
 
     async def _again(self, context: CallerContext, known: JobRecord, spec: JobSpec, *, resume: bool) -> JobTicket:
-        check_same(context.tenant, known, spec, any_limits=resume or bool(known.resumed_at))
+        records.check_same(context.tenant, known, spec, any_limits=resume or bool(known.resumed_at))
         if resume and known.state in ENDED_EARLY:
-            limits = Changes(**{name: getattr(spec, name) for name in Changes.__struct_fields__})
-            known = await self.resume(context, shown_job_id(known), limits)
-        return JobTicket(known, is_new=False)
+            limits = records.Changes(**{name: getattr(spec, name) for name in records.Changes.__struct_fields__})
+            known = await self.resume(context, records.shown_job_id(known), limits)
+        return known, False
 
     async def _planned(self, job_id: str) -> None:
         """Deletes the job if Celery's broker is away."""
@@ -356,3 +347,74 @@ class BulkJobs:
 
 async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
     return await asyncio.get_running_loop().run_in_executor(_threads, call, *arguments)
+
+
+class JobJanitor:
+    """The janitor's work on bulk jobs: it fills their lanes, and asks Celery to finish them. Gateways need no leader.
+
+    A *notice* is a delivery that says that a job's state may have to change: nothing is left to run, too many rows
+    failed, or no shard of a cancelled job waits or runs. The janitor confirms it after the last step, so the notice
+    comes again after a failure; steps are idempotent. `finalise` blocks, and may be called twice for a job.
+    """
+
+    def __init__(self, delivery: Queue, catalog: Catalog, finalise: Callable[[str], None]) -> None:
+        self._jobs = Jobs(delivery)
+        self._deliveries = delivery.deliveries
+        self._catalog = catalog
+        self._finalise = finalise
+        self._together = asyncio.Semaphore(_TOGETHER)
+        self._sending = asyncio.Semaphore(_SENDING)
+        # Models and partitions that may have notices; it forgets none, because an ended job may have a notice left.
+        self._places: dict[tuple[str, int], None] = {}
+        self._has_looked_back = False
+        self._look_at_s = 0.0
+
+    async def round(self) -> None:
+        """Handles notices, and every `LOOK_EVERY_S` all running jobs."""
+        now_s = asyncio.get_running_loop().time()
+        await self.attend()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_EVERY_S
+            await self.fill_lanes()
+
+    async def attend(self) -> int:
+        """Handles the due notices, and returns their number; failed ones come again."""
+        outcomes: list[BaseException | None] = []
+        for model, partition in await self._known():
+            notices = await self._deliveries.take_due(model, partition, JOBS, _NOTICES)
+            outcomes += await asyncio.gather(*map(self._act_on, notices), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+        return len(outcomes)
+
+    async def fill_lanes(self) -> None:
+        """Fills the lanes of running jobs, in the order in which jobs are served."""
+        for record in await self._jobs.unfinished():
+            if record.state == JobState.RUNNING:
+                await self._fill(record)
+
+    async def _known(self) -> list[tuple[str, int]]:
+        if not self._has_looked_back:
+            latest = (await self._jobs.list(count=_LATEST)).records
+            self._places |= dict.fromkeys((record.model, record.partition) for record in latest)
+            self._has_looked_back = True
+        self._places |= dict.fromkeys(await self._jobs.models())
+        return list(self._places)
+
+    async def _act_on(self, notice: DeliveryItem) -> None:
+        async with self._together:
+            record = await self._jobs.get(notice.text)
+            standing = None if record is None else await self._fill(record)
+            state = await self._jobs.settle(record, standing) if record is not None and standing is not None else ""
+            if state == JobState.FINALIZING or state in ENDED_EARLY:
+                async with self._sending:
+                    await asyncio.to_thread(self._finalise, notice.text)
+            await self._deliveries.done(notice.model, notice.partition, JOBS, [notice.id])
+
+    async def _fill(self, record: JobRecord) -> Standing | None:
+        workers = self._catalog.capacity(record.model, record.version).workers
+        while True:
+            standing = await self._jobs.advance(record.id, workers=workers)
+            if standing is None or standing.moved < TOP_UP_COUNT:
+                return standing

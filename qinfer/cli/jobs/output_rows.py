@@ -10,7 +10,7 @@ import pyarrow as pa
 from qinfer.cli.console import CommandFailed
 from qinfer.client.job_output import MANIFEST, PARTIAL, open_folder, read_text, store_errors, text_schema
 from qinfer.errors import InvalidRequest, ResultNotFound
-from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
+from qinfer.jobs.columns import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import TEXT_FORMATS, JobSpec
 from qinfer.jobs.plan import Manifest, decode_manifest
 from qinfer.labeling.results import Array
@@ -206,7 +206,7 @@ def _flat(values: pa.Array) -> Array:
     return numbers
 
 
-class OutputDifferences(msgspec.Struct, frozen=True, kw_only=True):
+class OutputDifferences(msgspec.Struct, frozen=True):
     """The differences of an output over rows that both scored; `unmeasured` = one NaN, or other shapes."""
 
     output: str
@@ -275,11 +275,8 @@ class OutputComparison:
     def _compare_batches(self, stable: pa.RecordBatch, canary: pa.RecordBatch, key: Sequence[str]) -> None:
         failed = [np.asarray(one.column(ERROR_COLUMNS[0]).is_valid()) for one in (stable, canary)]
         self._rows += stable.num_rows
-        for name, mask in (
-            ("stable", failed[0] & ~failed[1]),
-            ("canary", failed[1] & ~failed[0]),
-            ("both", failed[0] & failed[1]),
-        ):
+        masks = failed[0] & ~failed[1], failed[1] & ~failed[0], failed[0] & failed[1]
+        for name, mask in zip(self._failed, masks, strict=True):
             self._failed[name] += int(np.count_nonzero(mask))
         scored = pa.array(~(failed[0] | failed[1]))
         stable, canary = stable.filter(scored), canary.filter(scored)
@@ -324,13 +321,5 @@ def _names(key: Sequence[pa.Array]) -> list[str]:
 
 def _row(name: str, by: str, found: Summary) -> OutputDifferences:
     has_distances = bool(found.measured or found.unmeasured)
-    return OutputDifferences(
-        output=name,
-        by=by,
-        rows=found.rows,
-        agreeing=found.agreeing,
-        agreement=found.agreement,
-        largest=found.largest if has_distances else None,
-        mean=found.mean if has_distances else None,
-        unmeasured=found.unmeasured,
-    )
+    distances: tuple[float | None, float | None] = (found.largest, found.mean) if has_distances else (None, None)
+    return OutputDifferences(name, by, found.rows, found.agreeing, found.agreement, *distances, found.unmeasured)

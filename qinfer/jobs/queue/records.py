@@ -22,13 +22,6 @@ from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.queue.router import ttl_ms
 from qinfer.wire.versions import Record
 
-TOP_UP_COUNT = 200
-"""The most shards that one script moves or stores."""
-
-MAX_LOG_LINES = 200
-
-MAX_LINE_CHARACTERS = 2000
-
 KEPT_S = 7 * 86400.0
 
 _COUNTS = (
@@ -42,8 +35,6 @@ _BYTES = ("spec", "head", "grant")
 _SCORED = "scored:"
 _PUT_OFF = "put_off:"
 _RESUME = "resume:"
-
-OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,25 +148,17 @@ class Page(NamedTuple):
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
     """Returns a job's remaining work; a job without a plan counts as one row, because it needs a worker."""
     settled = record.rows_done + record.rows_failed
+    left = max(record.rows - settled, 0) if record.state in {JobState.PLANNING, JobState.RUNNING} else 0
+    if record.state == JobState.PLANNING and not record.rows:
+        left = 1
     began_s = max(record.started_at, record.resumed_at)
     return OpenRows(
         model=record.model,
         version=record.version,
         partition=record.partition,
-        rows=_rows_left(record, settled),
+        rows=left,
         rows_per_s=max(settled - record.rows_before, 0) / (now_s - began_s) if 0 < began_s < now_s else 0.0,
     )
-
-
-def _rows_left(record: JobRecord, settled: int) -> int:
-    if record.state == JobState.PLANNING and not record.rows:
-        return 1
-    return max(record.rows - settled, 0) if record.state in {JobState.PLANNING, JobState.RUNNING} else 0
-
-
-def service_order(record: JobRecord) -> tuple[int, float, str]:
-    """Returns a sort key: by priority, then the oldest first."""
-    return record.priority, record.created_at, record.id
 
 
 class _About(msgspec.Struct, array_like=True, frozen=True):
@@ -187,6 +170,7 @@ class _About(msgspec.Struct, array_like=True, frozen=True):
 
 
 _ABOUT = Record(_About, "the record of a bulk job")
+_DAMAGES = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
 class RecordChange(TypedDict, total=False):
@@ -307,15 +291,7 @@ def damage_told(job_id: str) -> Iterator[None]:
     """Raises `CorruptEntry` for a damaged record."""
     try:
         yield
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-        msgspec.MsgspecError,
-    ) as error:
+    except _DAMAGES as error:
         raise CorruptEntry(f"the record of job '{job_id}' is damaged: {error}") from None
 
 

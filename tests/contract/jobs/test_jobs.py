@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import MAX_LOG_LINES, TOP_UP_COUNT, ShardOutcome, Standing
+from qinfer.jobs.queue.jobs import MAX_LOG_LINES, TOP_UP_COUNT, Jobs
+from qinfer.jobs.queue.records import ShardOutcome, Standing
 from qinfer.queue.entries import DELAYED, Lane
 from tests.contract.conftest import RedisQueue
 from tests.support.bulk_jobs import (

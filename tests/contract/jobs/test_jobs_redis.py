@@ -70,7 +70,7 @@ async def test_a_job_is_known_for_its_time_after_the_end(redis_queue: RedisQueue
 
 async def test_a_page_is_bounded_in_bytes(redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job may be megabytes, and a page a thousand jobs."""
-    monkeypatch.setattr("qinfer.jobs.queue.index._PAGE_BYTES", 25)
+    monkeypatch.setattr("qinfer.jobs.queue.jobs._PAGE_BYTES", 25)
     delivery = await redis_queue.connect()
     for number in range(5):
         await Jobs(delivery).create(record(f"j{number}", created_at=1000.0 + number, spec=b'"ten bytes"'))

@@ -25,7 +25,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.jobs import routes
 from qinfer_api.jobs import service as use_case
-from qinfer_api.jobs.janitor import JobJanitor
+from qinfer_api.jobs.service import JobJanitor
 from tests.support.endpoints import canary, declare, split
 from tests.support.gateway import Running, running_gateway, settings_of
 from tests.support.servers.servers import RedisServer, system_redis

@@ -15,7 +15,7 @@ import s3fs  # type: ignore[import-untyped]  # it has no types
 
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import StoreChanged
-from qinfer.jobs.check import ERROR_COLUMNS
+from qinfer.jobs.columns import ERROR_COLUMNS
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of
 from qinfer.jobs.plan import ExpectedParts, JobPlan, PartInfo, Shard, UnplannedJob

@@ -12,7 +12,7 @@ from qinfer.core.store_urls import UrlGrant
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Shard
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.jobs.resumption import CHECKPOINTS, decode_resumption
+from qinfer.jobs.resumption import CHECKPOINTS, Resumption
 from qinfer.storage.open import store_for
 from tests.support.jobs.shard_runs import shards_of, write_rows
 from tests.support.servers.s3_server import S3Server
@@ -65,7 +65,7 @@ async def test_a_shard_in_s3_that_is_stopped_and_whose_workers_die_has_each_row_
     for at in (300.0, 610.0):
         await stopped_at(ground, whole, spec, at, grant=grant)
     kept = [piece.url for piece in store.scan(f"{bucket}/out")]
-    done = decode_resumption(ground.noted[-1]).done
+    done = Resumption.decoded(ground.noted[-1]).done
     outcome = await ground.run(whole, spec, grant=grant, is_again=True, is_suspect=True).run()
 
     assert 300 <= done < ROWS

@@ -15,8 +15,8 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
-from qinfer_workers.inference.bulk import shard_files, shard_loop, shard_service
-from qinfer_workers.inference.bulk.context import GivenUp, PutOff
+from qinfer_workers.inference.bulk import shard_files, shard_loop
+from qinfer_workers.inference.bulk.shard_loop import GivenUp, PutOff
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 
@@ -225,7 +225,7 @@ async def test_a_shard_that_was_put_off_is_run_later(
     work = Work(tmp_path, 100)
     await scene.model()
     tries: list[int] = []
-    make_run = shard_service._make_run
+    make_run = shard_loop.ScoredVersion.make_run
 
     def hesitant(*words: Any) -> Any:
         _, held, *_ = words
@@ -234,7 +234,7 @@ async def test_a_shard_that_was_put_off_is_run_later(
             raise PutOff("the store is away")
         return make_run(*words)
 
-    monkeypatch.setattr(shard_service, "_make_run", hesitant)
+    monkeypatch.setattr(shard_loop.ScoredVersion, "make_run", hesitant)
     await scene.worker(max_deliveries=1)
     await work.submit(scene)
 
@@ -338,7 +338,7 @@ async def test_a_shard_that_ends_workers_without_an_end_is_given_up(
     def give_up(*_: Any) -> Any:
         raise GivenUp("it ends workers")
 
-    monkeypatch.setattr(shard_service, "_make_run", give_up)
+    monkeypatch.setattr(shard_loop.ScoredVersion, "make_run", give_up)
     await scene.worker()
     await work.submit(scene)
 

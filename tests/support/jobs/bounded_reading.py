@@ -25,10 +25,10 @@ from qinfer.core.processes import ALLOW_INSPECTION
 from qinfer.core.settings import Settings, StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import QinferError
-from qinfer.jobs.examined_rows import ExaminedShard
 from qinfer.jobs.examiner_pool import READ_SHARES, ExaminerPool
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Shard, UnplannedJob, decode_plan, decode_plan_head, encode_plan_head
+from qinfer.jobs.shard_rows import ExaminedShard
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer_workers.inference.bulk.arbiter import BatchSize
@@ -165,9 +165,9 @@ async def _score(case: Case, folder: Path, found: Found, server: Server) -> None
         max_errors=-1,
         spool=folder,
         read_bytes=READ_BYTES,
-        footer_bytes=Settings().bulk.max_footer_bytes,
         grant=GRANT,
         open_reader=partial(ExaminedShard, server.reads, asyncio.get_running_loop()),
+        read_part=lambda _: "",
     )
     base = _begin_peaks()
     try:

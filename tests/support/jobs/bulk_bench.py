@@ -147,7 +147,8 @@ class Bench:
     def other_services(self) -> JobServices:
         """Returns the services of another process."""
         return JobServices(
-            settings=self.settings,
+            settings=self.settings.bulk,
+            stores=self.settings.stores,
             jobs=self.jobs,
             store=self.store,
             clock=self.delivery.clock,

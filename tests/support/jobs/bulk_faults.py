@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from qinfer.storage.local import LocalStore
-from qinfer_workers.jobs import app
+from qinfer_workers.jobs import __main__ as app
 from qinfer_workers.jobs.__main__ import main
 from qinfer_workers.jobs.steps import JobPlanner
 from qinfer_workers.liveness import exit_process

@@ -7,8 +7,8 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from qinfer.jobs.job import FailedRows, JobSpec, Output, OutputFormat
+from qinfer.jobs.parts import TextFile
 from qinfer.jobs.plan import JobPlan, Manifest, Part, encode_manifest, encode_plan
-from qinfer.jobs.text_parts import TextFile
 
 
 def write_job_output(

@@ -12,7 +12,7 @@ import pytest
 
 from qinfer.client.job_output import read_text, text_schema
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.check import check
+from qinfer.jobs.columns import check
 from qinfer.jobs.job import Output, OutputFormat
 from qinfer.jobs.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.parts import PartColumns, PartMetadata, PartWriter, _as_text

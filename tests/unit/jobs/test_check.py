@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.check import check, copied_columns, problems
+from qinfer.jobs.columns import check, copied_columns, problems
 from qinfer.jobs.job import JobSpec, Output, OutputFormat
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import ModelSpec, TensorSpec

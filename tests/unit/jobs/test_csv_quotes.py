@@ -19,7 +19,7 @@ from qinfer.jobs.shard_rows import ShardReader
 from qinfer.jobs.shards import ShardPace
 from qinfer.tabular.schemas import decode_schema
 from qinfer.tabular.spec import Csv
-from qinfer.tabular.text_cuts import guessed_escape, unescaped
+from qinfer.tabular.text_streams import guessed_escape, unescaped
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 MODEL = model_of([tensor("x", "INT64", 1)])

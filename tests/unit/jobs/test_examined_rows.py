@@ -14,15 +14,13 @@ import pytest
 
 from qinfer.core.settings import Settings, StoreSettings
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.examined_rows import ExaminedShard, RowReader, examined_part
 from qinfer.jobs.examiner import OpenShard
 from qinfer.jobs.examiner_pool import READ_SHARES, ExaminerPool
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import ExpectedParts, Shard
-from qinfer.jobs.shard_rows import ShardReader
+from qinfer.jobs.shard_rows import ExaminedShard, RowReader, ShardReader, examined_part
 from qinfer.storage.open import store_for
 from qinfer.tabular.batches import RowBatch
-from qinfer.tabular.footers import FOOTER_BYTES
 from qinfer.tabular.schemas import encode_schema
 from qinfer.tabular.spec import Range
 from tests.support.jobs import parquet_bytes as raw
@@ -41,7 +39,7 @@ def work_of(*urls: str, bad_files: str = "") -> OpenShard:
     more: dict[str, Any] = {"bad_files": bad_files} if bad_files else {}
     spec = JobSpec(model="m", inputs=urls, output=output, **more)
     shard = Shard(0, "part-00000.parquet", len(urls) * ROWS, ranges)
-    return OpenShard(shard, ("x", "t"), encode_schema(SCHEMA), spec, ANY_FILE, 2**26, FOOTER_BYTES)
+    return OpenShard(shard, ("x", "t"), encode_schema(SCHEMA), spec, ANY_FILE, 2**26)
 
 
 def good(path: Path, begin: int = 0) -> str:

@@ -26,7 +26,7 @@ from qinfer.core.processes import packed
 from qinfer.core.settings import BulkSettings, Settings, StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError, UnsupportedFeature
-from qinfer.jobs.check import ERROR_COLUMNS
+from qinfer.jobs.columns import ERROR_COLUMNS
 from qinfer.jobs.examiner import ExaminerHello
 from qinfer.jobs.examiner_pool import COMMAND, ExaminerPool
 from qinfer.jobs.examiner_pool import GATEWAY_PROCESSES as PROCESSES

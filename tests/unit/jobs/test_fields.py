@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.check import check
+from qinfer.jobs.columns import check
 from qinfer.jobs.outputs import OutputColumns
 from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan

@@ -21,7 +21,7 @@ from qinfer.jobs.shards import ShardPace
 from qinfer.tabular.batches import RowErrors
 from qinfer.tabular.inputs import InputColumns
 from qinfer.tabular.schemas import decode_schema
-from qinfer.tabular.text_types import quoted
+from qinfer.tabular.texts import quoted
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 MODEL = model_of([tensor("x", "FP64", -1)], [tensor("y", "INT64", 1)])

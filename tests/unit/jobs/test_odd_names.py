@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InputMissing
-from qinfer.jobs.check import ERROR_COLUMNS
+from qinfer.jobs.columns import ERROR_COLUMNS
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata
 from qinfer.jobs.plan import JobPlan, UnplannedJob

@@ -13,8 +13,6 @@ from qinfer.jobs.resumption import (
     PieceFile,
     Resumption,
     RowSpan,
-    decode_resumption,
-    encode_resumption,
     rows_of,
 )
 from qinfer.tabular.spec import Range
@@ -40,7 +38,7 @@ class Workers:
         """Has workers take the shard until it is settled."""
         known = Resumption(bound="b")
         while True:
-            known = decode_resumption(encode_resumption(known.taken(self.rows, is_suspect=self.deaths > 0)))
+            known = Resumption.decoded(known.taken(self.rows, is_suspect=self.deaths > 0).encoded())
             while known.done < self.rows and not known.is_hopeless:
                 step = known.step(self.rows)
                 if self.deaths:

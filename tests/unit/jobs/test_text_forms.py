@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.inputs import input_form
+from qinfer.jobs.columns import input_form
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import JobPlan, Shard, UnplannedJob, decode_plan, encode_plan
 from qinfer.jobs.planning import examine, make_plan
@@ -27,7 +27,7 @@ from qinfer.storage.open import store_for
 from qinfer.tabular.schemas import decode_schema
 from qinfer.tabular.source import SourceBroken
 from qinfer.tabular.spec import Csv
-from qinfer.tabular.text_cuts import row_blocks
+from qinfer.tabular.text_streams import row_blocks
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 ROWS = 300
@@ -283,7 +283,7 @@ def test_rows_are_cut_where_the_parser_ends_them(cells: list[tuple[str, str, str
         )
         return list(table.to_pylist())
 
-    blocks = list(row_blocks(io.BytesIO(text), "csv", Csv(), block_bytes))
+    blocks = list(row_blocks(io.BytesIO(text), Csv(), block_bytes))
 
     assert b"".join(blocks) == text
     assert [row for block in blocks for row in parsed(block)] == parsed(text)

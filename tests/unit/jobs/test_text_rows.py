@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.inputs import text_types
+from qinfer.jobs.columns import text_types
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import JobPlan, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
@@ -29,7 +29,7 @@ from qinfer.tabular.source import FileFormat, ReadLimits, read_footer
 from qinfer.tabular.spec import Csv, Range
 from qinfer.tabular.text_rows import read_lines
 from qinfer.tabular.text_streams import TextFormat, TextStream
-from qinfer.tabular.text_types import read
+from qinfer.tabular.texts import read
 from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor
 
 PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)

@@ -15,7 +15,7 @@ UNWANTED = {
     "qinfer_api.__main__": CLIENTS | JOBS | OTHERS,
     "qinfer_workers.jobs.__main__": {"fastapi", "onnxruntime", "pandas", "sklearn", "torch", "tritonclient"},
     "qinfer_workers.inference.__main__": CLIENTS | GATEWAY | JOBS | OTHERS,
-    "qinfer.jobs.examined_rows": {"pydantic", "redis"} | CLIENTS | GATEWAY | OTHERS,  # of an examiner
+    "qinfer.jobs.shard_rows": {"pydantic", "redis"} | CLIENTS | GATEWAY | OTHERS,  # of an examiner
     "qinfer.backends.python_host.__main__": {"asyncio", "pydantic", "redis", "ssl"} | CLIENTS | GATEWAY | JOBS | OTHERS,
     "qinfer_workers.renewer": {"numpy", "pydantic"} | CLIENTS | GATEWAY | JOBS | OTHERS,
 }

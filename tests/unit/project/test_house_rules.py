@@ -40,6 +40,7 @@ SMALL_FILES: dict[str, str] = {
     "qinfer/core/clock.py": "everything that reads the time imports it",
     "qinfer/storage/hive.py": "pure; jobs write and the client reads such folders",
     "qinfer/cli/bridge.py": "a command, loaded by its name",
+    "qinfer/cli/scaling/autoscale.py": "a command, loaded by its name",
 }
 
 # Where adapters are constructed, and hence the environment may be read.

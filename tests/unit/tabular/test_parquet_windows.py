@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.tabular.parquet_rows import ByteRange, ParquetGroups, Windows, windows_of
+from qinfer.tabular.row_files import ByteRange, ParquetGroups, Windows, windows_of
 from qinfer.tabular.source import ReadLimits
 from qinfer.tabular.spec import Range
 from tests.support.jobs.bulk_data import write

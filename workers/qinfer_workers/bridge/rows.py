@@ -19,11 +19,11 @@ import pyarrow.compute as pc
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.tabular.casts import is_text
 from qinfer.tabular.footers import check_schema_message, field_of, unsigned
 from qinfer.tabular.inputs import DecodedBatch, InputColumns
 from qinfer.tabular.schemas import pruned, without_views
 from qinfer.tabular.spec import shown
+from qinfer.tabular.tensor_columns import is_text
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth, check_size
 from qinfer_workers.bridge.config import BodyOptions

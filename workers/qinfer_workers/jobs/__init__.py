@@ -1,1 +1,1 @@
-"""The bulk worker: plans, finishes and sweeps jobs, as tasks of Celery. Begin with `app`."""
+"""The bulk worker: plans, finishes and sweeps jobs, as tasks of Celery. Begin with `__main__`."""

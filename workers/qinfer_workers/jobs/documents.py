@@ -9,41 +9,22 @@ last: after a crash, the next attempt finds it and continues.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
-from qinfer.jobs.inputs import input_form
+from qinfer.jobs import plan as plans
+from qinfer.jobs.columns import input_form
 from qinfer.jobs.parts import part_of_failed
-from qinfer.jobs.plan import (
-    FAILED,
-    MANIFEST_NAME,
-    PLAN_NAME,
-    RECORDS,
-    SUCCESS_NAME,
-    JobPlan,
-    Manifest,
-    PartInfo,
-    PlanNames,
-    Shard,
-    decode_manifest,
-    decode_plan,
-    decode_plan_names,
-    decode_success,
-    encode_manifest,
-    encode_success,
-    make_manifest,
-    url_of,
-)
+from qinfer.jobs.plan import MANIFEST_NAME, PLAN_NAME, SUCCESS_NAME, JobPlan, Manifest, PartInfo, PlanNames, Shard
 from qinfer.jobs.queue.records import JobRecord, spec_of
 from qinfer.jobs.resumption import CHECKPOINTS, pieces_folder
-from qinfer.storage.store import BROKEN, CommitOutcome, Stat, Store
+from qinfer.storage.store import BROKEN, CommitOutcome, Stat, Store, StoreFor
 from qinfer.tabular.text_streams import KEPT_FOLDER
-
-StoreFor = Callable[[str], Store]
 
 PARTIAL_NAME = "_manifest.partial.json"
 
@@ -56,14 +37,14 @@ _TRIES = 5
 def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:
     """Reads a job's plan; none if the job will overwrite it."""
     spec = spec_of(record)
-    url = url_of(spec.output.url, PLAN_NAME)
+    url = plans.url_of(spec.output.url, PLAN_NAME)
     data = _read_document(store_for(url), url)
     if data is None:
         return None
     try:
-        names = decode_plan_names(data)
+        names = plans.decode_plan_names(data)
         if is_of(names, record):
-            return decode_plan(data)
+            return plans.decode_plan(data)
     except CorruptEntry:
         raise InvalidRequest(f"'{url}' is no plan that can be read; make a new job with an empty output") from None
     if spec.overwrite and not record.head:
@@ -73,6 +54,20 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:
     )
 
 
+def write_plan(store_for: StoreFor, record: JobRecord, data: bytes) -> JobPlan:
+    """Writes a job's plan, unless it exists; returns the one that is there."""
+    output_url = spec_of(record).output.url
+    url = plans.url_of(output_url, PLAN_NAME)
+    if len(data) > MAX_BYTES:  # readers would reject it
+        raise InvalidRequest(f"the job's plan has {len(data)} bytes, {MAX_BYTES} are allowed; make several jobs of it")
+    if store_for(url).put_if_absent(data, url) is CommitOutcome.CREATED:
+        return plans.decode_plan(data)
+    other = read_plan(store_for, record)
+    if other is None:
+        raise InvalidRequest(f"another job writes to output '{output_url}' meanwhile; name a folder for each job")
+    return other
+
+
 def is_of(names: PlanNames, record: JobRecord) -> bool:
     """Returns whether a plan belongs to this job, and not to an earlier job of the same id."""
     return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
@@ -80,9 +75,9 @@ def is_of(names: PlanNames, record: JobRecord) -> bool:
 
 def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
     """Writes `_manifest.json`, then `_SUCCESS`."""
-    manifest = make_manifest(plan, parts, now_s)
-    data = encode_manifest(manifest)
-    manifest_url, success_url = (url_of(plan.spec.output.url, name) for name in (MANIFEST_NAME, SUCCESS_NAME))
+    manifest = plans.make_manifest(plan, parts, now_s)
+    data = plans.encode_manifest(manifest)
+    manifest_url, success_url = (plans.url_of(plan.spec.output.url, name) for name in (MANIFEST_NAME, SUCCESS_NAME))
     store = store_for(manifest_url)
     if plan.spec.output.is_split:
         _set_aside_others(store, plan, parts)
@@ -94,17 +89,17 @@ def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo]
                 store.delete(manifest_url)
                 continue
             data = there
-        if store.put_if_absent(encode_success(manifest, data), success_url) is CommitOutcome.EXISTS:
+        if store.put_if_absent(plans.encode_success(manifest, data), success_url) is CommitOutcome.EXISTS:
             there = _read_document(store, success_url)
             if there is None or not _is_of(there, data):
                 store.delete(success_url)
                 continue
-        store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
-        store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
+        store.delete(plans.url_of(plan.spec.output.url, PARTIAL_NAME))
+        store.delete_folder(plans.url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
         form = input_form(plan.spec)
         if plan.spec.overwrite or plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
             store.delete_folder(form.kept_url)
-        return decode_manifest(data)
+        return plans.decode_manifest(data)
     raise CorruptEntry(f"other programs write to output '{plan.spec.output.url}'; make a new job with an empty output")
 
 
@@ -114,18 +109,18 @@ def write_partial(
     """Writes `_manifest.partial.json` for a job that ended early."""
     shards = tuple(shard for shard, _ in found)
     there = msgspec.structs.replace(plan, shards=shards, rows=sum(shard.rows for shard in shards))
-    manifest = make_manifest(there, [part for _, part in found], now_s)
-    data = encode_manifest(msgspec.structs.replace(manifest, ended_at=ended_at))
-    url = url_of(plan.spec.output.url, PARTIAL_NAME)
+    manifest = plans.make_manifest(there, [part for _, part in found], now_s)
+    data = plans.encode_manifest(msgspec.structs.replace(manifest, ended_at=ended_at))
+    url = plans.url_of(plan.spec.output.url, PARTIAL_NAME)
     store = store_for(url)
     store.delete(url)  # the file is from an earlier end
-    store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
+    store.delete_folder(plans.url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
     store.put_if_absent(data, url)
 
 
 def _set_aside_others(store: Store, plan: JobPlan, parts: Sequence[PartInfo]) -> None:
-    own = {url_of(plan.spec.output.url, part.failed) for part in parts}
-    for found in list(store.scan(url_of(plan.spec.output.url, FAILED))):
+    own = {plans.url_of(plan.spec.output.url, part.failed) for part in parts}
+    for found in list(store.scan(plans.url_of(plan.spec.output.url, plans.FAILED))):
         if found.url not in own and f"/{BROKEN}/" not in found.url:
             store.set_aside(found.url, found.etag)
 
@@ -138,19 +133,15 @@ def _read_document(store: Store, url: str) -> bytes | None:
 
 
 def _is_same(data: bytes, manifest: Manifest) -> bool:
-    try:
-        there = decode_manifest(data)
-    except CorruptEntry:
-        return False
-    return msgspec.structs.replace(there, created_at=manifest.created_at) == manifest
+    with suppress(CorruptEntry):
+        return msgspec.structs.replace(plans.decode_manifest(data), created_at=manifest.created_at) == manifest
+    return False
 
 
 def _is_of(success: bytes, manifest: bytes) -> bool:
-    try:
-        decode_success(success, manifest)
-    except CorruptEntry:
-        return False
-    return True
+    with suppress(CorruptEntry):
+        return bool(plans.decode_success(success, manifest))
+    return False
 
 
 _FIRST = (SUCCESS_NAME, MANIFEST_NAME, PARTIAL_NAME)
@@ -168,20 +159,19 @@ class EarlierOutput(NamedTuple):
 def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | None:
     """Lists an earlier job's files in the output folder."""
     spec = spec_of(record)
-    plan_url, form = url_of(spec.output.url, PLAN_NAME), input_form(spec)
+    plan_url, form = plans.url_of(spec.output.url, PLAN_NAME), input_form(spec)
     store = store_for(plan_url)
     found = store.stat(plan_url)
-    if found is None:
+    data = _read_document(store, plan_url) if found is not None else None
+    if data is None:
         return None
     try:
-        names = decode_plan_names(store.read(plan_url, MAX_BYTES))
-    except StoreNotFound:
-        return None
+        names = plans.decode_plan_names(data)
     except CorruptEntry:
         raise InvalidRequest(f"'{plan_url}' is no plan that can be read; empty the output, or name another") from None
     if is_of(names, record):
         return None
-    parts, base = names.parts(), url_of(spec.output.url, "")
+    parts, base = names.parts(), plans.url_of(spec.output.url, "")
     files = tuple(
         file
         for file in store.scan(spec.output.url)
@@ -194,7 +184,7 @@ def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | No
 
 def clear(store_for: StoreFor, earlier: EarlierOutput, threads: int) -> None:
     """Removes unchanged files; repeatable."""
-    files = {file.url.removeprefix(url_of(earlier.url, "")): file for file in earlier.files}
+    files = {file.url.removeprefix(plans.url_of(earlier.url, "")): file for file in earlier.files}
     first = [files.pop(name) for name in _FIRST if name in files]
     plan = files.pop(PLAN_NAME)
 
@@ -203,11 +193,8 @@ def clear(store_for: StoreFor, earlier: EarlierOutput, threads: int) -> None:
         if store.stat(file.url) == file:
             store.delete(file.url)
 
-    def remove_all(some: Iterable[Stat]) -> None:
-        for file in some:
-            remove(file)
-
-    remove_all(first)
+    for file in first:
+        remove(file)
     with ThreadPoolExecutor(threads, thread_name_prefix="bulk-clear") as pool:
         list(pool.map(remove, files.values()))
     remove(plan)
@@ -217,10 +204,10 @@ def _is_own(name: str, parts: Collection[str]) -> bool:
     if aside := _SET_ASIDE.fullmatch(name):
         name = aside["folder"] + aside["name"]
     top, _, rest = name.partition("/")
-    if top == RECORDS:
+    if top == plans.RECORDS:
         return rest.rpartition("/")[0] in parts
     if top == CHECKPOINTS:
         return rest.partition("/")[2].rpartition("/")[0] in parts
-    if top == FAILED:
+    if top == plans.FAILED:
         return part_of_failed(rest) in parts
     return name in parts or name in (*_FIRST, PLAN_NAME) or (top == KEPT_FOLDER and name.endswith(".zst"))

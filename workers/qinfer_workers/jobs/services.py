@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from qinfer.core.clock import ServerClock
-from qinfer.core.settings import Settings
+from qinfer.core.settings import BulkSettings, StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, ModelNotReady, QinferError
 from qinfer.jobs.examiner_pool import DIED, ExaminerDied, ExaminerPool
@@ -25,8 +26,8 @@ from qinfer.models.readiness import ExecutedVersion, Pin, capacity_of, why_lost
 from qinfer.models.state import DesiredState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import PUT_OFF
-from qinfer.storage.open import Within, readable, writable
-from qinfer.storage.store import Store
+from qinfer.storage.open import Within, readable, store_for, writable
+from qinfer.storage.store import StoreFor
 from qinfer_workers.jobs.documents import read_plan
 
 logger = logging.getLogger("qinfer_workers.jobs")
@@ -100,29 +101,22 @@ Work = Callable[[JobRecord, int], Awaitable[None]]
 """Works on a job; gets the number of deadly attempts."""
 
 
+@dataclass(kw_only=True)
 class JobServices:
     """The queue, stores and examiners with which a bulk worker plans and finishes jobs."""
 
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        jobs: Jobs,
-        store: ControlStore,
-        clock: ServerClock,
-        store_for: Callable[[str], Store],
-        examiners: ExaminerPool,
-    ) -> None:
-        self.settings = settings.bulk
-        self.jobs = jobs
-        self.store = store
-        self.clock = clock
-        self._stores = settings.stores
-        self._store_for = store_for
-        self.examiners = examiners
+    settings: BulkSettings
+    stores: StoreSettings
+    jobs: Jobs
+    store: ControlStore
+    clock: ServerClock
+    store_for: StoreFor = store_for
+    examiners: ExaminerPool
+    _in_hand: set[str] = field(default_factory=set)
+    _left_s: dict[Future[Any], float] = field(default_factory=dict)  # abandoned threads → since when
+
+    def __post_init__(self) -> None:
         self.stale_s = _STALE_ROUNDS * self.settings.sweep_every_s
-        self._in_hand: set[str] = set()
-        self._left_s: dict[Future[Any], float] = {}  # abandoned threads → since when
         self._threads = ThreadPoolExecutor(self.settings.plan_threads, thread_name_prefix="bulk")
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
@@ -149,15 +143,15 @@ class JobServices:
 
     def grant_of(self, record: JobRecord) -> UrlGrant:
         """Returns the URL prefixes that a job may use."""
-        return granted(record, self._stores)
+        return granted(record, self.stores)
 
     def inputs_of(self, record: JobRecord) -> Within:
         """Returns the stores to read."""
-        return readable(self.grant_of(record), self._store_for)
+        return readable(self.grant_of(record), self.store_for)
 
     def outputs_of(self, record: JobRecord) -> Within:
         """Returns the stores to write."""
-        return writable(self.grant_of(record), self._store_for)
+        return writable(self.grant_of(record), self.store_for)
 
     def parts_of(self, record: JobRecord, plan: JobPlan, shards: Iterable[Shard]) -> ExpectedParts:
         """Returns the planned parts of some shards."""
@@ -197,24 +191,18 @@ class JobServices:
         if record.head:
             head = decode_plan_head(record.head)
             executes = head.executes or (ExecutedVersion(record.model, record.version, head.model_hash),)
-        expires_at = self.clock.now_s() + PIN_TTL_S
         held = {(one.model, one.version): one.content_hash for one in executes} or {(record.model, record.version): ""}
-        return [
-            Pin(
-                model=model,
-                version=version,
-                content_hash=content_hash,
-                reason=PIN_REASON,
-                holder=record.id,
-                expires_at=expires_at,
-            )
-            for (model, version), content_hash in held.items()
-        ]
+        about: dict[str, Any] = {"reason": PIN_REASON, "holder": record.id}
+        about["expires_at"] = self.clock.now_s() + PIN_TTL_S
+        return [Pin(model=model, version=version, content_hash=one, **about) for (model, version), one in held.items()]
 
-    async def pin(self, record: JobRecord) -> None:
-        """Pins a job's model version."""
-        for pin in self.pins_of(record):
-            await self.store.put_pin(pin, PIN_TTL_S)
+    async def pin(self, record: JobRecord, held: Sequence[Pin] = ()) -> None:
+        """Pins what a job executes; `held` pins with half of their time left suffice."""
+        pins, renew_before = self.pins_of(record), self.clock.now_s() + PIN_TTL_S / 2
+        fresh = {(pin.id, pin.content_hash) for pin in held if pin.expires_at >= renew_before}
+        if not {(pin.id, pin.content_hash) for pin in pins} <= fresh:
+            for pin in pins:
+                await self.store.put_pin(pin, PIN_TTL_S)
 
     def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, DesiredState]) -> str:
         """Returns why the version is unavailable or changed, if known."""

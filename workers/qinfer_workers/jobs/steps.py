@@ -9,52 +9,36 @@ A repeated task, or a resumption, reads the existing plan, so shards and parts s
 
 The parts determine the counts. Each step can be repeated, even by two processes at once: documents are made by
 conditional creates, and the job's state changes by compare-and-set. For a job that ended early,
-`_manifest.partial.json` lists the existing parts.
+`_manifest.partial.json` lists the existing parts. `Sweeper` repeats tasks that were lost.
 """
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from typing import NoReturn
 
 import msgspec
 
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import CorruptEntry, InvalidRequest, ModelNotFound, ModelNotReady, QinferError
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, ModelNotFound, ModelNotReady, QinferError
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState
-from qinfer.jobs.plan import (
-    PLAN_NAME,
-    SHOWN_FILES,
-    ExpectedParts,
-    JobPlan,
-    PartInfo,
-    Shard,
-    UnplannedJob,
-    decode_plan,
-    encode_plan_head,
-    frames_of,
-    url_of,
-)
+from qinfer.jobs.plan import SHOWN_FILES, JobPlan, PartInfo, Shard, UnplannedJob, encode_plan_head, frames_of
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of, too_many, why_failed
 from qinfer.jobs.shards import pace_of
+from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.dependents import kind_of_ensemble, labels_of
 from qinfer.models.installation import refuse_lost
 from qinfer.models.readiness import executed, is_executed, joint_hash
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel
-from qinfer.storage.store import CommitOutcome
-from qinfer_workers.jobs.documents import (
-    MAX_BYTES,
-    StoreFor,
-    clear,
-    earlier_output,
-    read_plan,
-    write_manifest,
-    write_partial,
-)
-from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PLANNING, JobServices, NotWanted
+from qinfer.storage.store import StoreFor
+from qinfer_workers.jobs import documents
+from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PIN_REASON, PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -158,7 +142,7 @@ class JobPlanner:
         data = await services.examiners.plan(job, pace, readers)
         if spec.overwrite:
             await self._clear(record, readers)
-        return await services.in_thread(_written, services.outputs_of(record), record, data)
+        return await services.in_thread(documents.write_plan, services.outputs_of(record), record, data)
 
     async def _spec_of(self, stored: StoredModel) -> ModelSpec:
         used: dict[str, StoredModel] = {}
@@ -172,7 +156,7 @@ class JobPlanner:
 
     async def _clear(self, record: JobRecord, threads: int) -> None:
         services = self._services
-        earlier = await services.in_thread(earlier_output, services.outputs_of(record), record)
+        earlier = await services.in_thread(documents.earlier_output, services.outputs_of(record), record)
         if earlier is None:
             return
         other = await services.jobs.get(earlier.job_id)
@@ -181,7 +165,7 @@ class JobPlanner:
                 f"output '{spec_of(record).output.url}' belongs to job '{other.id}', which is {other.state}; cancel "
                 "that one, or wait for its end, and resume this one"
             )
-        await services.in_thread(clear, services.outputs_of(record), earlier, threads)
+        await services.in_thread(documents.clear, services.outputs_of(record), earlier, threads)
         await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
     async def _check_model(self, record: JobRecord, plan: JobPlan) -> None:
@@ -214,19 +198,6 @@ class JobPlanner:
             more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise InvalidRequest(f"{changed[0]}{more}; make a new job")
         return again
-
-
-def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> JobPlan:
-    output_url = spec_of(record).output.url
-    url = url_of(output_url, PLAN_NAME)
-    if len(data) > MAX_BYTES:  # readers would reject it
-        raise InvalidRequest(f"the job's plan has {len(data)} bytes, {MAX_BYTES} are allowed; make several jobs of it")
-    if store_for(url).put_if_absent(data, url) is CommitOutcome.CREATED:
-        return decode_plan(data)
-    other = read_plan(store_for, record)
-    if other is None:
-        raise InvalidRequest(f"another job writes to output '{output_url}' meanwhile; name a folder for each job")
-    return other
 
 
 def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> list[str]:
@@ -285,7 +256,7 @@ class Finaliser:
             await services.fail(record, too_many(failed_rows, record.max_errors))
             return
         now_s = services.clock.now_s()
-        manifest = await services.in_thread(write_manifest, services.outputs_of(record), plan, parts, now_s)
+        manifest = await services.in_thread(documents.write_manifest, services.outputs_of(record), plan, parts, now_s)
         if failed_rows != record.rows_failed:
             await jobs.note(record.id, f"{record.rows_failed} failed rows were counted; the parts have {failed_rows}")
         if not await jobs.move(record.id, {JobState.FINALIZING}, JobState.COMPLETED, error=""):
@@ -340,18 +311,149 @@ async def _list_parts(services: JobServices, record: JobRecord) -> None:
         return
     if plan is None:
         return
-    parts = await _read_parts(services, services.parts_of(record, plan, plan.shards))
+    parts = await _read_parts(services, record, plan)
     found = [(shard, part) for shard, part in zip(plan.shards, parts, strict=True) if isinstance(part, PartInfo)]
     now_s = services.clock.now_s()
-    await services.in_thread(write_partial, services.outputs_of(record), plan, found, record.ended_at, now_s)
+    await services.in_thread(documents.write_partial, services.outputs_of(record), plan, found, record.ended_at, now_s)
 
 
-async def _read_parts(services: JobServices, parts: ExpectedParts) -> list[PartInfo | str]:
+async def _read_parts(services: JobServices, record: JobRecord, plan: JobPlan) -> list[PartInfo | str]:
     """Counts deaths here: an ended job has no attempts in its log."""
-    reason = ""
+    parts, reason = services.parts_of(record, plan, plan.shards), ""
     for deaths in range(MAX_DEATHS):
         try:
             return await services.examiners.read_parts(parts, services.readers(deaths))
         except ExaminerDied as error:
             reason = error.message
     raise CorruptEntry(f"{reason}; is a file damaged?")
+
+
+RESUMED_S = 45.0
+"""Workers retry to load a pinned version within this time."""
+CREATION_S = 600.0
+"""Creating a job takes less than this."""
+SWEEP_LIMIT_S = 120.0
+TURN = 0.9
+"""The part of the interval for which a turn lasts: its taker is back a whole interval later."""
+
+
+class Sweeper:
+    """Revives jobs that are stuck because a process died at a bad moment.
+
+    Every bulk worker has the loop; one of them sweeps per `bulk.sweep_every_s`, the first to take the turn. If a job's
+    record has not changed for `JobServices.stale_s`, the sweep sends the task again, fills the lane, or ends the job.
+    It also renews the pins of open jobs on their model versions, and removes other jobs' pins.
+    """
+
+    def __init__(self, services: JobServices, tasks: BulkTasks) -> None:
+        self._services = services
+        self._tasks = tasks
+
+    async def run_rounds(self) -> NoReturn:
+        """Takes the turn and sweeps, every few seconds until cancelled."""
+        every_s = self._services.settings.sweep_every_s
+        while True:
+            try:
+                async with asyncio.timeout(SWEEP_LIMIT_S):
+                    if await self._services.store.take_sweep(TURN * every_s):
+                        await self.run()
+            except (QinferError, TimeoutError) as error:
+                logger.warning("open jobs can't be checked now", extra={"reason": str(error) or "timeout"})
+            except Exception:  # stuck jobs need the next round
+                logger.exception("the sweep failed")
+            await asyncio.sleep(every_s)
+
+    async def run(self) -> None:
+        """Checks all open jobs."""
+        services = self._services
+        # Pins are read first, so that a job that is resumed meanwhile is among the unfinished jobs.
+        held = {pin.id: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}
+        for record in await services.jobs.overdue():
+            await self._attend(self._expire, record)
+        unfinished = await services.jobs.unfinished()
+        workers, desired = await services.store.workers(), await services.store.desired()
+        for record in unfinished:
+            mine = [held.pop(pin.id) for pin in list(held.values()) if pin.holder == record.id]
+            await self._attend(partial(services.pin, held=mine), record)
+            await self._attend(lambda job: self._check_version(job, services.why_lost(job, workers, desired)), record)
+            if services.is_stale(record):
+                await self._attend(self._move_on, record)
+        for pin in held.values():
+            await services.store.put_pin(pin, 0.0)
+
+    async def _check_version(self, record: JobRecord, why: str) -> None:
+        """Sets or clears why the version is unavailable, or fails the job if it asks for that.
+
+        The job fails only after two sweeps, since files may be changing, and after a resumption workers need time to
+        load.
+        """
+        if record.state not in (JobState.PLANNING, JobState.RUNNING):
+            return
+        is_resumed = self._services.clock.now_s() < record.resumed_at + RESUMED_S
+        has_failed = why and why == record.waiting and spec_of(record).on_version_change == "fail"
+        if has_failed and not is_resumed:
+            await self._end_job(record, JobState.FAILED, why)
+        elif why != record.waiting and (why or record.state == JobState.RUNNING):
+            await self._services.say_waiting(record, why)
+
+    async def _attend(self, what: Callable[[JobRecord], Awaitable[None]], record: JobRecord) -> None:
+        try:
+            await what(record)
+        except BrokerUnavailable:
+            raise
+        except QinferError as error:
+            logger.warning("job can't be continued now", extra={"job": record.id, "reason": error.message})
+        except Exception:  # the other jobs need the sweep
+            logger.exception("a job can't be checked", extra={"job": record.id})
+
+    async def _expire(self, record: JobRecord) -> None:
+        await self._end_job(record, JobState.EXPIRED, "its deadline has passed")
+
+    async def _end_job(self, record: JobRecord, state: JobState, why: str) -> None:
+        if await self._services.jobs.stop(record.id, state, error=why, in_hand=True):
+            await self._services.in_thread(self._tasks.finalise, record.id)
+
+    async def _move_on(self, record: JobRecord) -> None:
+        match record.state:
+            case JobState.VALIDATING if self._services.age_s(record) > CREATION_S:
+                await self._services.jobs.stop(record.id, JobState.FAILED, error="its creation was interrupted")
+            case JobState.PLANNING | JobState.FINALIZING:
+                await self._send_again(record)
+            case JobState.RUNNING:
+                await self._keep_running(record)
+            case JobState.CANCELLING:
+                await self._end_job(record, JobState.CANCELLED, "")
+
+    async def _send_again(self, record: JobRecord) -> None:
+        """Sends the record's task again; the fresh record keeps other sweeps from it."""
+        await self._services.note_idle(record)
+        if not await self._services.jobs.move(record.id, {record.state}, record.state):
+            return
+        logger.warning("task sent again", extra={"job": record.id, "state": record.state})
+        send = self._tasks.request_plan if record.state == JobState.PLANNING else self._tasks.finalise
+        await self._services.in_thread(send, record.id)
+
+    async def _keep_running(self, record: JobRecord) -> None:
+        services, jobs = self._services, self._services.jobs
+        if lost := set(await jobs.missing(record.id)):
+            try:
+                await self._run_again(record, lost)
+            except QinferError as error:
+                if error.retryable:
+                    raise
+                await self._end_job(
+                    record, JobState.FAILED, f"{len(lost)} shards were lost by the queue; {error.message}"
+                )
+                return
+        standing = await jobs.advance(record.id, workers=await services.workers_for(record))
+        if standing is None or standing.state != JobState.RUNNING:
+            return
+        if await jobs.settle(record, standing) != JobState.RUNNING:
+            await services.in_thread(self._tasks.finalise, record.id)
+
+    async def _run_again(self, record: JobRecord, lost: Collection[int]) -> None:
+        services, jobs = self._services, self._services.jobs
+        plan = await services.plan_there(record)
+        frames = frames_of(record.id, [shard for shard in plan.shards if shard.index in lost])
+        if await jobs.requeue(record.id, frames, expected={JobState.RUNNING}):
+            await jobs.note(record.id, f"{len(frames)} shards were lost by the queue and are run again")

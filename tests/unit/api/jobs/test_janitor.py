@@ -18,8 +18,8 @@ from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Lease, bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer, eventually
-from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
+from qinfer_api.jobs.service import JobJanitor
 from qinfer_api.observe.reporting import DeadLetterCounts, take_snapshot
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.webhooks import Targets, Webhooks

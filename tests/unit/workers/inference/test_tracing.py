@@ -22,8 +22,7 @@ from qinfer.observe.tracing import Tracer
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.testing import FakeClock
-from qinfer_workers.inference.bulk.context import Abandoned, PutOff, ShardContext, ShardSlots
-from qinfer_workers.inference.bulk.shard_loop import JobRests, ShardTask
+from qinfer_workers.inference.bulk.shard_loop import Abandoned, JobRests, PutOff, ShardContext, ShardSlots, ShardTask
 from qinfer_workers.inference.bulk.shard_run import ShardRun
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans

@@ -7,7 +7,7 @@ from qinfer.models import store as control_store
 from qinfer.models.state import BULK
 from qinfer.models.store import ControlStore
 from qinfer.testing import wait_until
-from qinfer_workers.jobs.app import EventLoop
+from qinfer_workers.jobs.__main__ import EventLoop
 
 
 class Shaky(ControlStore):

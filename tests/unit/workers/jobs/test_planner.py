@@ -23,8 +23,7 @@ from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, PUT_OFF, Stats
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.jobs import services
-from qinfer_workers.jobs.steps import JobPlanner
-from qinfer_workers.jobs.sweep import Sweeper
+from qinfer_workers.jobs.steps import JobPlanner, Sweeper
 from tests.support.jobs.bulk_bench import HASH, MODEL, Bench, bench, record_of, spec, write_inputs
 from tests.support.jobs.examiner_stub import STUB
 from tests.support.servers.servers import Database

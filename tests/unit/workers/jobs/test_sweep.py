@@ -14,9 +14,9 @@ from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.readiness import Pin
 from qinfer.models.state import DesiredState
 from qinfer.testing import eventually
-from qinfer_workers.jobs import sweep
+from qinfer_workers.jobs import steps
 from qinfer_workers.jobs.services import PIN_TTL_S
-from qinfer_workers.jobs.sweep import CREATION_S, RESUMED_S, Sweeper
+from qinfer_workers.jobs.steps import CREATION_S, RESUMED_S, Sweeper
 from tests.support.jobs.bulk_bench import HASH, Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 
@@ -322,7 +322,7 @@ async def test_a_sweep_that_fails_or_hangs_is_followed_by_another(
     one = await bench(database, tmp_path, sweep_every_s=0.01)
     looks: list[int] = []
     if error is None:
-        monkeypatch.setattr(sweep, "SWEEP_LIMIT_S", 0.1)
+        monkeypatch.setattr(steps, "SWEEP_LIMIT_S", 0.1)
 
     async def unfinished() -> Any:
         looks.append(1)

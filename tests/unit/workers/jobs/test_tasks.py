@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings
 from qinfer.errors import InvalidRequest, StoreUnavailable
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE
-from qinfer_workers.jobs.app import EventLoop, TimedOut, WorkStopped, longest_pause_s, make_app
+from qinfer_workers.jobs.__main__ import EventLoop, TimedOut, WorkStopped, longest_pause_s, make_app
 
 SETTINGS = Settings(
     redis=RedisSettings(url=SecretStr("rediss://:secret@queue/1")),

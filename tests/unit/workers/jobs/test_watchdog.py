@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.testing import eventually
-from qinfer_workers.jobs.app import EventLoop, TimedOut, Watchdog
+from qinfer_workers.jobs.__main__ import EventLoop, TimedOut, Watchdog
 from tests.support.jobs.bulk_bench import bench
 from tests.support.servers.servers import Database
 
@@ -45,7 +45,7 @@ async def test_a_loop_that_hangs_is_trouble(
     with pytest.raises(TimedOut):
         await asyncio.to_thread(loop.run, block(), 0.01)
 
-    monkeypatch.setattr("qinfer_workers.jobs.app.ANSWER_S", 0.01)
+    monkeypatch.setattr("qinfer_workers.jobs.__main__.ANSWER_S", 0.01)
     assert one.problem() == "the event loop hangs"
 
 
@@ -53,7 +53,7 @@ async def test_threads_that_never_come_back_are_trouble(
     database: Database, tmp_path: Path, loop: EventLoop, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as long as somebody waits for them, nor when they came back at last."""
-    monkeypatch.setattr("qinfer_workers.jobs.app.HANGING_S", 0.0)
+    monkeypatch.setattr("qinfer_workers.jobs.__main__.HANGING_S", 0.0)
     services = (await bench(database, tmp_path, plan_threads=2)).services
     one = Watchdog(loop, services, lambda: None)
     begun = threading.Event()
@@ -78,7 +78,7 @@ async def test_a_process_in_trouble_is_asked_to_stop(
     database: Database, tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once; it ends in order where it can."""
-    monkeypatch.setattr("qinfer_workers.jobs.app.LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr("qinfer_workers.jobs.__main__.LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(loop, "answers", lambda _: False)
     asked = threading.Event()
     one = Watchdog(loop, (await bench(database, tmp_path)).services, asked.set)

@@ -20,7 +20,7 @@ from qinfer.queue.entries import Lane, shadow_lane
 from qinfer.traffic.endpoints import Role, why_no_shadow
 from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter, JobBatcher, Turn
-from qinfer_workers.inference.bulk.context import ShardContext
+from qinfer_workers.inference.bulk.shard_loop import ShardContext, cancel_once
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.intake import LeaseIntake
 from qinfer_workers.inference.publisher import Publisher
@@ -242,10 +242,6 @@ class _BorrowedDevice:
 
 
 async def _cancel_loops(loops: Iterable[ShadowLoop]) -> None:
-    tasks = [loop.task for loop in loops if loop.task is not None]
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    await cancel_once([loop.task for loop in loops if loop.task is not None])
     for loop in loops:
         loop.task = None

@@ -9,28 +9,28 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from qinfer.core.retry import Backoff
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Conflict, ErrorCode, QinferError, StoreError, StoreNotFound, StoreUnavailable
-from qinfer.jobs.examined_rows import RowReader
 from qinfer.jobs.examiner import OpenShard
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.outputs import OutputColumns
-from qinfer.jobs.parts import PartColumns, PartWriter, part_metadata, read_part
+from qinfer.jobs.parts import PartColumns, PartWriter, part_metadata
 from qinfer.jobs.plan import ExpectedParts, PartInfo, PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import KeptPiece, PieceFile, RowSpan, pieces_folder, rows_of
-from qinfer.jobs.shard_rows import ShardReader
+from qinfer.jobs.shard_rows import RowReader
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import Within, store_for, writable
-from qinfer.storage.store import CommitOutcome, Store
+from qinfer.storage.store import CommitOutcome, StoreFor
 from qinfer.tabular.batches import BAD_FILE, RowBatch, RowErrors
 from qinfer.tabular.inputs import InputColumns
 from qinfer.tabular.schemas import decode_schema, select
@@ -63,6 +63,10 @@ _turnstile = threading.Lock()
 T = TypeVar("T")
 
 
+class PieceLost(StoreError):
+    """A piece is gone, or damaged."""
+
+
 class TooManyFailed(Exception):
     """More rows of a shard failed than the job allows."""
 
@@ -84,11 +88,10 @@ class ScoringTask:
     max_errors: int
     spool: Path
     read_bytes: int
-    footer_bytes: int
     grant: UrlGrant
-    store_for: Callable[[str], Store] = store_for
-    open_reader: Callable[[OpenShard], RowReader] = ShardReader.opened
-    read_part: Callable[[ExpectedParts], PartInfo | str] = read_part
+    store_for: StoreFor = store_for
+    open_reader: Callable[[OpenShard], RowReader]
+    read_part: Callable[[ExpectedParts], PartInfo | str]
 
     @property
     def url(self) -> str:
@@ -149,7 +152,9 @@ class ShardFiles:
         inputs = InputColumns(task.spec, task.model, typed(schema))
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
         values = TypedColumns(select(schema, columns), task.spec.csv_form.decimal_point)
-        with closing(self._reader(columns)) as reader:
+        shard = rows_of(task.shard, self.step.first, self.step.stop)
+        work = OpenShard(shard, columns, task.head.schema, task.spec, task.grant, task.read_bytes)
+        with closing(task.open_reader(work)) as reader:
             rows = _STREAMED_ROWS if task.model.decoupled else _FIRST_ROWS
             while chunks.reserve():
                 with _one_at_a_time(chunks):
@@ -167,20 +172,6 @@ class ShardFiles:
                     most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
                     rows = min(rows * _GROWTH, most)
         chunks.end_input()
-
-    def _reader(self, columns: Sequence[str]) -> RowReader:
-        task = self._task
-        return task.open_reader(
-            OpenShard(
-                shard=rows_of(task.shard, self.step.first, self.step.stop),
-                columns=tuple(columns),
-                schema=task.head.schema,
-                spec=task.spec,
-                grant=task.grant,
-                read_bytes=task.read_bytes,
-                footer_bytes=task.footer_bytes,
-            )
-        )
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows and commits the part; `None` for stopped chunks, or a piece.
@@ -228,7 +219,7 @@ class ShardFiles:
 
     def take_piece(self, chunks: Chunks) -> KeptPiece | None:
         """Stores the scored rows as a piece; waits for the store unless stopped."""
-        task, writer, self._piece = self._task, self._piece, None
+        writer, self._piece = self._piece, None
         if writer is None:
             return None
         assert self._outputs is not None
@@ -241,9 +232,7 @@ class ShardFiles:
             if not writer.rows:
                 return None
 
-            def store() -> KeptPiece:
-                return store_piece(task.outputs, task.spec.output.url, self._pieces, writer, tuple(self.faults))
-
+            store = partial(self._store_piece, writer)
             return store() if chunks.is_stopped else self._at_last(store, chunks)
         finally:
             writer.abort()
@@ -257,11 +246,43 @@ class ShardFiles:
         )
         try:
             for piece in pieces:
-                with fetch_piece(task.outputs, task.spec.output.url, piece, self._spooled()) as paths:
+                with self._fetched_piece(piece) as paths:
                     writer.add(paths, piece.rows, piece.errors)
             return self._commit_at_last(writer, chunks)
         finally:
             writer.abort()
+
+    def _store_piece(self, writer: PartWriter) -> KeptPiece:
+        """Stores a piece under new names."""
+        name, files = secrets.token_hex(8), list[PieceFile]()
+        for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file_name = f"{self._pieces}/{name}{suffix}"
+            url = url_of(self._task.spec.output.url, file_name)
+            self._task.outputs(url).commit_if_absent(path, url)
+            files.append(PieceFile(file_name, digest))
+        return KeptPiece(writer.rows, writer.errors, files[0], files[1] if len(files) > 1 else None, tuple(self.faults))
+
+    @contextmanager
+    def _fetched_piece(self, piece: KeptPiece) -> Iterator[Sequence[Path]]:
+        """Fetches and checks the files of a piece."""
+        path, files = self._spooled(), [piece.good] if piece.failed is None else [piece.good, piece.failed]
+        paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
+        try:
+            for file, target in zip(files, paths, strict=True):
+                url = url_of(self._task.spec.output.url, file.name)
+                try:
+                    self._task.outputs(url).fetch(url, target)
+                except StoreNotFound:
+                    raise PieceLost(f"'{url}' is gone") from None
+                with target.open("rb") as content:
+                    if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                        raise PieceLost(f"'{url}' has other content than was written")
+            yield paths
+        finally:
+            for target in paths:
+                target.unlink(missing_ok=True)
 
     def forget_pieces(self) -> None:
         """Deletes the shard's pieces."""
@@ -332,65 +353,13 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
     return errors
 
 
-@contextmanager
-def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
+def _one_at_a_time(chunks: Chunks) -> AbstractContextManager[Any]:
     """Admits one thread at a time beside online requests, because each thread takes a core."""
-    if not chunks.is_shared:
-        yield
-        return
-    with _turnstile:
-        yield
+    return _turnstile if chunks.is_shared else nullcontext()
 
 
 def _first_failed(chunk: Chunk) -> str:
     assert chunk.errors.bad is not None
     first = int(chunk.errors.bad.argmax())
-    message, passed = chunk.errors.columns()[1][first].as_py(), 0
-    for segment in chunk.batch.segments:
-        if first < passed + segment.rows:
-            return f"row {segment.first_row + first - passed} of '{segment.url}': {message}"
-        passed += segment.rows
-    raise AssertionError(first)
-
-
-class PieceLost(StoreError):
-    """A piece is gone, or damaged."""
-
-
-def store_piece(
-    store_for: Callable[[str], Store], output_url: str, folder: str, writer: PartWriter, faults: Sequence[str]
-) -> KeptPiece:
-    """Stores a piece under new names."""
-    name = secrets.token_hex(8)
-    files = []
-    for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file_name = f"{folder}/{name}{suffix}"
-        url = url_of(output_url, file_name)
-        store_for(url).commit_if_absent(path, url)
-        files.append(PieceFile(file_name, digest))
-    return KeptPiece(writer.rows, writer.errors, files[0], files[1] if len(files) > 1 else None, tuple(faults))
-
-
-@contextmanager
-def fetch_piece(
-    store_for: Callable[[str], Store], output_url: str, piece: KeptPiece, path: Path
-) -> Iterator[Sequence[Path]]:
-    """Fetches and checks the files of a piece."""
-    files = [piece.good] if piece.failed is None else [piece.good, piece.failed]
-    paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
-    try:
-        for file, target in zip(files, paths, strict=True):
-            url = url_of(output_url, file.name)
-            try:
-                store_for(url).fetch(url, target)
-            except StoreNotFound:
-                raise PieceLost(f"'{url}' is gone") from None
-            with target.open("rb") as content:
-                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
-                    raise PieceLost(f"'{url}' has other content than was written")
-        yield paths
-    finally:
-        for target in paths:
-            target.unlink(missing_ok=True)
+    ((number, url),) = chunk.batch.origins([first])
+    return f"row {number} of '{url}': {chunk.errors.columns()[1][first].as_py()}"

@@ -2,26 +2,39 @@
 
 One shard is scored at a time. The next shard is fetched just before the end, and begins while the previous part is
 still being committed. Other shards are left to idle workers.
+
+A worker holds any number of healthy shards, or one suspect alone: it may kill the worker, and shards beside it would
+count an execution without fault.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from qinfer.core.clock import ServerClock
 from qinfer.core.retry import Backoff, OutageLog, pause_s
+from qinfer.core.settings import StoreSettings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferError, QueueFull
+from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ShardTicket, decode_ticket
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.observe.stats import DEAD_LETTERS, PUT_OFF, ROWS_DONE, ROWS_FAILED
+from qinfer.observe.stats import DEAD_LETTERS, PUT_OFF, ROWS_DONE, ROWS_FAILED, ModelCounts
 from qinfer.queue.entries import Lane, Lease
-from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, HeldShard, MakeRun, PutOff, ShardContext
-from qinfer_workers.inference.tracing import ShardPlace
+from qinfer.queue.lanes import Queue
+from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter, JobBatcher
+from qinfer_workers.inference.bulk.ensembles import EnsembleParts
+from qinfer_workers.inference.loader import LoadedVersion
+from qinfer_workers.inference.publisher import LeaseKeeper
+from qinfer_workers.inference.tracing import ShardPlace, Spans
 
 if TYPE_CHECKING:
     from qinfer_workers.inference.bulk.shard_run import ShardRun
@@ -42,6 +55,155 @@ _LAST_REST_S = 30.0
 _LEFT_TO_OTHERS_S = 5.0
 
 T = TypeVar("T")
+
+
+class HeldShard:
+    """A held shard, renewed until `deadline_s`.
+
+    `lost` = another worker runs it, or its job does not want it.
+    """
+
+    def __init__(self, lease: Lease, clock: ServerClock) -> None:
+        self.lease = lease
+        self._clock = clock
+        self.deadline_s = clock.now_s() + STALLED_S
+        self.lost = False
+        self.on_lost: Callable[[], None] = lambda: None
+
+    def progress(self) -> None:
+        """Notes that the shard has gone on, in any thread."""
+        self.deadline_s = self._clock.now_s() + STALLED_S
+
+    def lose(self) -> None:
+        """Marks the lease as lost."""
+        self.lost = True
+        self.on_lost()
+
+
+class ShardSlots:
+    """A worker's slots for shards; for the event loop."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._alone = asyncio.Lock()
+        self._waiting: dict[object, Callable[[], None]] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no shard is held."""
+        return not self._count
+
+    async def ready(self) -> None:
+        """Waits until no suspect is held or waiting."""
+        async with self._alone:
+            return
+
+    def take_slot(self, *, is_suspect: bool = False) -> bool:
+        """Takes a slot; returns false while a suspect is to be alone."""
+        if self._alone.locked() and not is_suspect:
+            return False
+        self._count += 1
+        self._empty.clear()
+        return True
+
+    def on_suspect(self, holder: object, stop: Callable[[], None] | None) -> None:
+        """Registers how to stop a shard that waits for its store."""
+        if stop is None:
+            self._waiting.pop(holder, None)
+        elif self._alone.locked():
+            stop()
+        else:
+            self._waiting[holder] = stop
+
+    def free_slot(self) -> None:
+        """Returns a slot."""
+        self._count -= 1
+        if not self._count:
+            self._empty.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Waits for all slots, and keeps them free."""
+        async with self._alone:
+            for stop in list(self._waiting.values()):
+                stop()
+            await self._empty.wait()
+            yield
+            await self._empty.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoredVersion:
+    """A served model version, its shard loop, and how its shards are scored.
+
+    `hurry` is set when running executions are no longer waited for. `spool` is a folder for uncommitted parts. The
+    scored shard holds `line`; the next one is read meanwhile. `is_open` is set while the model has open jobs.
+    """
+
+    batcher: JobBatcher
+    loaded: LoadedVersion
+    arbiter: DeviceArbiter
+    size: BatchSize
+    clock: ServerClock
+    hurry: asyncio.Event
+    spool: Path
+    read_bytes: int
+    stores: StoreSettings
+    readers: ExaminerPool
+    ensembles: EnsembleParts | None = None
+    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_open: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: "asyncio.Task[None] | None" = None
+
+    async def make_run(
+        self, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
+    ) -> "ShardRun":
+        """Makes the run of a shard; imports its libraries with the first one."""
+        from qinfer_workers.inference.bulk.shard_run import make_run
+
+        return await make_run(self, held, ticket, record, free)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardContext:
+    """The parts of a worker that its shard loops share."""
+
+    delivery: Queue
+    jobs: Jobs
+    keeper: LeaseKeeper
+    worker_id: str
+    slots: ShardSlots
+    lease_s: float
+    max_wait_s: float
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    counts: ModelCounts = field(default_factory=ModelCounts)
+    spans: Spans | None = None
+
+
+class PutOff(Exception):
+    """A shard can't run now; `code` is for the metric."""
+
+    def __init__(self, text: str, code: ErrorCode = ErrorCode.MODEL_NOT_READY) -> None:
+        super().__init__(text)
+        self.code = code
+
+    @classmethod
+    def by(cls, error: QinferError) -> "PutOff":
+        """Wraps the error that is the reason."""
+        return cls(error.message, error.code)
+
+
+class GivenUp(Exception):
+    """A shard kills workers repeatedly."""
+
+
+class Abandoned(Exception):
+    """A shard was stopped, and its work is discarded."""
+
+
+MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Awaitable["ShardRun"]]
 
 
 class JobRests:
@@ -88,14 +250,11 @@ class ShardTask:
 
     def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:
         self.free, self.left = asyncio.Event(), asyncio.Event()
-        self._context = context
-        self._lease = lease
-        self._make_run = make_run
-        self._rests = rests
+        self._context, self._lease, self._make_run, self._rests = context, lease, make_run, rests
         self._shard_run: ShardRun | None = None
         self._reported: ShardTicket | None = None
         self._delay = ""
-        self._held = HeldShard(lease, context.delivery.clock.now_s() + STALLED_S)
+        self._held = HeldShard(lease, context.delivery.clock)
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
     async def run(self) -> None:
@@ -296,10 +455,7 @@ class ShardLoop:
     """Idle unless `is_open` is set; cancelling `run` releases its shards."""
 
     def __init__(self, context: ShardContext, lanes: Sequence[Lane], make_run: MakeRun, is_open: asyncio.Event) -> None:
-        self._context = context
-        self._lanes = lanes
-        self._make_run = make_run
-        self._is_open = is_open
+        self._context, self._lanes, self._make_run, self._is_open = context, lanes, make_run, is_open
         self._reclaim_at_s = 0.0
         self._rests = JobRests()
         self._outage = OutageLog(logger, "no shards fetched", "shards are fetched again")
@@ -312,17 +468,12 @@ class ShardLoop:
             while True:
                 await self._is_open.wait()
                 await self._context.slots.ready()
-                try:
+                with self._outage.noted():  # an outage or a refusal, which may pass
                     await self._step()
-                    self._outage.over()
-                except QinferError as error:  # an outage or a refusal, which may pass
-                    self._outage.failed(error.message)
+                if self._outage.is_out:
                     await asyncio.sleep(_RETRY_S)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
+            await cancel_once(self._tasks)
 
     async def _step(self) -> None:
         context, now_s = self._context, time.monotonic()
@@ -377,10 +528,14 @@ class ShardLoop:
         # It holds the run; shards in a row reuse the memory.
         del shard
         if self._context.slots.is_empty:
-            await _release_memory()
+            from qinfer_workers.inference.bulk.shard_run import release_memory
+
+            await release_memory()
 
 
-async def _release_memory() -> None:
-    from qinfer_workers.inference.bulk.shard_run import release_memory
-
-    await release_memory()
+async def cancel_once(tasks: Collection["asyncio.Task[None]"]) -> None:
+    """Cancels tasks, once, since they keep their work, and waits for their ends."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -8,7 +8,7 @@ The event loop only gives out turns.
 import asyncio
 import ctypes
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,21 +17,20 @@ from typing import Any
 import pyarrow as pa
 
 from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.errors import Cancelled, DeliveryError, ErrorCode, QinferError
-from qinfer.jobs.examined_rows import ExaminedShard, examined_part
+from qinfer.errors import Cancelled, CorruptEntry, DeliveryError, ErrorCode, QinferError
 from qinfer.jobs.job import decode_spec
-from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
+from qinfer.jobs.plan import PlanHead, Shard, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
-from qinfer.jobs.resumption import bound_to
+from qinfer.jobs.resumption import MOST_DEADLY_ROWS, KeptPiece, Resumption, RowSpan, bound_to, rows_of
+from qinfer.jobs.shard_rows import ExaminedShard, examined_part
 from qinfer.models.readiness import is_executed
+from qinfer.queue.entries import Lease
 from qinfer_workers.inference.bulk.arbiter import Turn
 from qinfer_workers.inference.bulk.chunks import Chunks
-from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion
 from qinfer_workers.inference.bulk.ensembles import EnsembleExecutor
-from qinfer_workers.inference.bulk.resuming import Resuming
 from qinfer_workers.inference.bulk.scoring import BorrowedInstance, Purpose, Scorer
 from qinfer_workers.inference.bulk.shard_files import PieceLost, ScoringTask, ShardFiles, TooManyFailed, streamed_bytes
-from qinfer_workers.inference.bulk.shard_loop import STALLED_S
+from qinfer_workers.inference.bulk.shard_loop import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion, cancel_once
 from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor, in_thread
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,118 @@ _BROKEN = "the shard could not be run; the worker's log says why"
 
 # more threads would take cores from online requests
 pa.set_cpu_count(1)
+
+
+Note = Callable[[bytes, bytes, str], Awaitable[bool]]
+"""Replaces the note on a shard and logs a line; returns false if the shard has another owner."""
+
+
+class Resuming:
+    """The notes of one run of a shard, which continues interrupted ones as `qinfer.jobs.resumption` decides.
+
+    Notes are fenced: the queue accepts them only from the owner who has read the latest note. So an owner that lost its
+    lease can't record its work.
+    """
+
+    def __init__(self, lease: Lease, shard: Shard, bound: str, noted: bytes) -> None:
+        self.note: Note
+        self.rows = shard.rows
+        self.is_again = lease.suspect or lease.deliveries > 1 or bool(noted)
+        self._is_suspect = lease.suspect
+        self._worker = lease.consumer
+        self._shard = shard
+        self._noted = noted
+        self._step: RowSpan | None = RowSpan(0, shard.rows)
+        self._work: asyncio.Future[None] | None = None
+        known = _decode_noted(noted, bound)
+        self.known = known.taken(shard.rows, is_suspect=lease.suspect) if shard.rows else known
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no earlier run left anything."""
+        return not self.known.pieces and not self.known.size
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Unreadable inputs among the kept rows."""
+        return tuple(fault for piece in self.known.pieces for fault in piece.faults)
+
+    async def next_step(self) -> RowSpan | None:
+        """Begins the next rows; `None` = all are kept."""
+        known, self._step = self.known, None
+        if known.is_hopeless:
+            raise GivenUp(
+                f"the shard was given up: {len(known.alone)} workers died or hung over {self._place()}, "
+                f"{known.idle} more outside its rows, after {known.deadly} rows that kill workers "
+                f"(at most {MOST_DEADLY_ROWS}); `qinfer jobs resume` tries it again"
+            )
+        if known.done == self.rows:
+            return None
+        self._step = step = known.step(self.rows)
+        if self._is_suspect:
+            await self._finish(self._put(known.begins(step, self._worker)))
+        return step
+
+    async def finish_step(self, take: Callable[[], KeptPiece | None]) -> None:
+        """Keeps the step's scored rows."""
+        await self._finish(self._store_step(take))
+
+    async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:
+        """Keeps a step's scored rows before the shard is released."""
+        if self._work is not None and not self._work.done():
+            await self._work
+        if self._step is not None:
+            piece = await in_thread("bulk-keep", take)
+            has_scored = 0 < scored < self._step.stop - self._step.first
+            known = self.known.broken_off(self._step, piece, has_scored=has_scored)
+            if known is not self.known:
+                await self._put(known)
+            logger.info("shard interrupted", extra={"rows_kept": known.done, "rows": self.rows})
+
+    async def let_go(self) -> None:
+        """Removes the mark of a step without a death."""
+        if self._step is not None and self.known.begun is not None:
+            await self._put(self.known.broken_off(self._step, None, has_scored=False))
+
+    async def discard_kept(self) -> None:
+        """Drops the kept rows."""
+        await self._put(self.known.forgotten())
+
+    async def _store_step(self, take: Callable[[], KeptPiece | None]) -> None:
+        assert self._step is not None
+        step, piece = self._step, await in_thread("bulk-keep", take)
+        if piece is None:
+            raise Abandoned
+        line = ""
+        if step.is_deadly:
+            line = f"{self._place()} failed: it killed {' and '.join(self.known.alone)} while it was executed alone"
+        await self._put(self.known.with_piece(step, piece), line)
+        self._step = None
+
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Continues when its caller is cancelled; `broken_off` waits for it."""
+        self._work = asyncio.ensure_future(work)
+        await asyncio.shield(self._work)
+
+    async def _put(self, known: Resumption, line: str = "") -> None:
+        now = known.encoded()
+        if not await self.note(self._noted, now, line):
+            raise Abandoned
+        self._noted, self.known = now, known
+
+    def _place(self) -> str:
+        done = min(self.known.done, self.rows - 1)
+        (found,) = rows_of(self._shard, done, done + 1).ranges
+        return f"row {found.first_row} of '{found.url}'"
+
+
+def _decode_noted(noted: bytes, bound: str) -> Resumption:
+    try:
+        known = Resumption.decoded(noted) if noted else Resumption(bound=bound)
+    except CorruptEntry as error:
+        logger.warning("the note on a shard is damaged", extra={"reason": error.message})
+        known = Resumption(bound="")
+    return known if known.bound == bound else Resumption(bound=bound, attempt=known.attempt + 1)
 
 
 class ShardRun:
@@ -68,16 +179,12 @@ class ShardRun:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
         self._patience: asyncio.Timeout | None = None  # waits for the previous shard
-        self._files = files
-        self._purpose = purpose
-        self._served = served
+        self._files, self._purpose, self._served = files, purpose, served
         self._chunks = self._new_chunks(free)
         self._scorer = Scorer(purpose, self._chunks)
         self._is_stopped = False
         self._writing: asyncio.Future[ShardOutcome | None] | None = None
-        self._free = free
-        self.resuming = resuming
-        self._ensemble = ensemble
+        self._free, self.resuming, self._ensemble = free, resuming, ensemble
         self.is_stuck = False
         self.on_delay: Callable[[QinferError], None] = lambda _: None
         files.on_delay = lambda error: self._call_soon(self._delayed, error)
@@ -194,7 +301,7 @@ class ShardRun:
         finally:
             if not all(part.done() for part in parts):
                 self._stop_scoring()  # the threads end, and commit nothing any more
-                await _stopped(scoring)
+                await cancel_once([scoring])
         for part in parts:
             if part.done() and not part.cancelled() and (error := part.exception()) is not None:
                 raise self._scorer.error or error
@@ -316,9 +423,6 @@ async def make_run(
     if head.model_hash != model_hash and is_patient:
         raise PutOff("this worker has not loaded the model that the job was planned with")
 
-    def progress() -> None:
-        held.deadline_s = served.clock.now_s() + STALLED_S
-
     task = ScoringTask(
         job_id=record.id,
         spec=spec,
@@ -329,7 +433,6 @@ async def make_run(
         max_errors=record.max_errors,
         spool=served.spool,
         read_bytes=served.read_bytes,
-        footer_bytes=served.footer_bytes,
         open_reader=partial(ExaminedShard, served.readers, asyncio.get_running_loop()),
         read_part=partial(examined_part, served.readers, asyncio.get_running_loop()),
         grant=grant,
@@ -340,7 +443,7 @@ async def make_run(
         clock=served.clock,
         request_id=name,
         tenant=record.tenant,
-        progress=progress,
+        progress=held.progress,
         outputs=spec.output.tensors,
         row_bytes=streamed_bytes(served.read_bytes),
     )
@@ -357,8 +460,3 @@ async def _ensemble_of(served: ScoredVersion, model: LoadedModel, head: PlanHead
     except QinferError as error:
         raise PutOff.by(error) from error
     return EnsembleExecutor(model, planned, served.ensembles, served.clock)
-
-
-async def _stopped(scoring: "asyncio.Future[None]") -> None:
-    scoring.cancel()
-    await asyncio.wait([scoring])

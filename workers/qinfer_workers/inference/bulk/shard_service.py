@@ -10,33 +10,24 @@ import tempfile
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
-from qinfer.errors import QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
-from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter, JobBatcher
-from qinfer_workers.inference.bulk.context import HeldShard, ScoredVersion, ShardContext, ShardSlots
 from qinfer_workers.inference.bulk.ensembles import EnsembleParts
 from qinfer_workers.inference.bulk.shadows import ShadowLoops
-from qinfer_workers.inference.bulk.shard_loop import ShardLoop
+from qinfer_workers.inference.bulk.shard_loop import ScoredVersion, ShardContext, ShardLoop, ShardSlots, cancel_once
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.intake import LeaseIntake
 from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 from qinfer_workers.inference.tracing import Spans
-
-if TYPE_CHECKING:
-    from qinfer_workers.inference.bulk.shard_run import ShardRun
 
 logger = logging.getLogger(__name__)
 
@@ -91,21 +82,15 @@ class ShardService:
             return
         outage = OutageLog(logger, "bulk jobs not listed", "bulk jobs are listed again")
         while True:
-            try:
+            models: set[str] = set()
+            with outage.noted():  # the loops report more
                 models = {model for model, _ in await self._context.jobs.models()}
-                outage.over()
-            except QinferError as error:  # the loops report more
-                outage.failed(error.message)
-                models = set()
             if not self.is_prepared.is_set() and any(model in models for model, _ in self._served):
                 if not await in_thread("bulk-prepare", self._prepare):
                     return
                 self.is_prepared.set()
             for (model, _), served in self._served.items():
-                if model in models:
-                    served.is_open.set()
-                else:
-                    served.is_open.clear()
+                (served.is_open.set if model in models else served.is_open.clear)()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:
@@ -134,7 +119,6 @@ class ShardService:
                 hurry=self._context.hurry,
                 spool=self._spool,
                 read_bytes=self._settings.max_read_bytes,
-                footer_bytes=self._settings.max_footer_bytes,
                 stores=self._stores,
                 readers=self._readers,
                 ensembles=self._ensembles,
@@ -188,23 +172,11 @@ class ShardService:
         if is_over or not self._settings.enabled or served.loop is not None:
             return
         lanes = bulk_lanes(served.loaded.spec.name, served.loaded.version)
-        loop = ShardLoop(self._context, lanes, partial(_make_run, served), served.is_open)
+        loop = ShardLoop(self._context, lanes, served.make_run, served.is_open)
         served.loop = self._tasks.create_task(loop.run())
 
 
-async def _make_run(
-    served: ScoredVersion, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
-) -> "ShardRun":
-    from qinfer_workers.inference.bulk.shard_run import make_run
-
-    return await make_run(served, held, ticket, record, free)
-
-
 async def _cancel_loops(served: Collection[ScoredVersion]) -> None:
-    loops = [one.loop for one in served if one.loop is not None]
-    for loop in loops:
-        loop.cancel()
-    if loops:
-        await asyncio.wait(loops)
+    await cancel_once([one.loop for one in served if one.loop is not None])
     for one in served:
         one.loop = None

@@ -17,7 +17,7 @@ from qinfer.jobs.plan import FAILED, JobPlan, Shard
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
-from qinfer_workers.inference.bulk.context import Abandoned
+from qinfer_workers.inference.bulk.shard_loop import Abandoned
 from qinfer_workers.jobs.documents import write_manifest
 from tests.unit.workers.inference.bulk.test_shard_run import Ground, Model, one_shard
 

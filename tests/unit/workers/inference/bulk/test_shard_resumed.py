@@ -16,13 +16,13 @@ from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import FAILED, Shard
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.jobs.resumption import CHECKPOINTS, MOST_DEATHS, decode_resumption, encode_resumption, rows_of
+from qinfer.jobs.resumption import CHECKPOINTS, MOST_DEATHS, Resumption, rows_of
 from qinfer.jobs.shard_rows import ShardReader
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.bulk import shard_files
-from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, PutOff
+from qinfer_workers.inference.bulk.shard_loop import Abandoned, GivenUp, PutOff
 from qinfer_workers.inference.bulk.shard_run import ShardRun
 from tests.support.jobs.bulk_data import shard_of, write
 from tests.support.jobs.shard_runs import job_spec, read_parts, scored_rows, shards_of
@@ -95,7 +95,7 @@ async def test_a_shard_that_is_stopped_again_and_again_has_each_row_once(
             await stopped_at(ground, shard, spec, at)
             assert not ground.left()
         if stops:
-            assert decode_resumption(ground.noted[-1]).done > 600
+            assert Resumption.decoded(ground.noted[-1]).done > 600
             assert not list(ground.output.glob("part-*"))
         results.append(await ground.run(shard, spec).run())
         assert isinstance(ground.model, Stopping)
@@ -128,7 +128,7 @@ async def test_a_stop_keeps_the_rows_of_a_chunk_that_is_not_scored_whole(tmp_pat
 
     await stopped_at(ground, shard, spec, 5.0)
 
-    known = decode_resumption(ground.noted[-1])
+    known = Resumption.decoded(ground.noted[-1])
     assert known.done == len(ground.model.seen) < 256
 
 
@@ -205,7 +205,7 @@ async def test_a_suspect_runs_in_ranges_that_are_marked_before_and_kept_behind(t
 
     assert await ground.run(shard, spec, is_again=True, is_suspect=True).run() == ShardOutcome(0, ROWS, 0)
 
-    known = [decode_resumption(noted) for noted in ground.noted]
+    known = [Resumption.decoded(noted) for noted in ground.noted]
     assert [one.begun is not None for one in known] == [True, False] * 8
     assert [one.done for one in known[1::2]] == [125 * step for step in range(1, 9)]
     assert scored_rows(ground.output) == [(row, float(row)) for row in range(ROWS)]
@@ -218,7 +218,7 @@ async def test_a_row_that_was_alone_at_two_deaths_fails_and_is_named(tmp_path: P
     for worker in ("w8", "w9"):
         known = msgspec.structs.replace(resuming.known, size=1, until=0)
         resuming.known = known.begins(known.step(10), worker).taken(10, is_suspect=True)
-    ground.noted.append(encode_resumption(resuming.known))
+    ground.noted.append(resuming.known.encoded())
 
     outcome = await ground.run(shard, spec, is_suspect=True).run()
 
@@ -235,7 +235,7 @@ async def test_a_row_that_was_alone_at_two_deaths_fails_and_is_named(tmp_path: P
 async def test_a_shard_that_ends_workers_without_an_end_is_given_up(tmp_path: Path) -> None:
     ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 10)
     known = ground.run(shard, spec, is_suspect=True).resuming.known
-    ground.noted.append(encode_resumption(msgspec.structs.replace(known, size=1, alone=("w",) * MOST_DEATHS + ("v",))))
+    ground.noted.append(msgspec.structs.replace(known, size=1, alone=("w",) * MOST_DEATHS + ("v",)).encoded())
 
     with pytest.raises(GivenUp, match=r"6 workers died or hung over row 0 of 'file://.*in.parquet'"):
         await ground.run(shard, spec, is_suspect=True).run()
@@ -258,8 +258,8 @@ async def test_rows_are_scored_again_where_what_is_kept_is_damaged(tmp_path: Pat
 async def test_what_another_plan_or_model_has_scored_is_not_used(tmp_path: Path) -> None:
     ground, (shard, spec) = Ground(tmp_path, Stopping()), one_shard(tmp_path, ROWS)
     await stopped_at(ground, shard, spec, 300.0)
-    known = decode_resumption(ground.noted[-1])
-    ground.noted.append(encode_resumption(msgspec.structs.replace(known, bound="another")))
+    known = Resumption.decoded(ground.noted[-1])
+    ground.noted.append(msgspec.structs.replace(known, bound="another").encoded())
 
     run = ground.run(shard, spec)
 
@@ -307,7 +307,7 @@ async def test_a_mark_is_taken_off_where_a_store_fails(tmp_path: Path, monkeypat
         await run.run()
     await run.resuming.let_go()
 
-    assert decode_resumption(ground.noted[-1]).begun is None
+    assert Resumption.decoded(ground.noted[-1]).begun is None
 
 
 async def test_progress_counts_what_is_kept(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ async def test_progress_counts_what_is_kept(tmp_path: Path) -> None:
 
     run = ground.run(shard, spec)
 
-    assert run.rows_scored == decode_resumption(ground.noted[-1]).done > 250
+    assert run.rows_scored == Resumption.decoded(ground.noted[-1]).done > 250
     await run.run()
     assert run.rows_scored == ROWS
 

@@ -28,14 +28,16 @@ from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InferenceFailed, QueueFull, StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.parts import part_of
 from qinfer.jobs.plan import RECORDS, PlanHead, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.jobs.shard_rows import ShardReader
 from qinfer.models.spec import Device as DeviceSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.storage.local import LocalStore
+from qinfer.storage.open import store_for
 from qinfer.storage.store import CommitOutcome
-from qinfer.tabular.footers import FOOTER_BYTES
 from qinfer.tabular.schemas import encode_schema
 from qinfer.tabular.spec import Range
 from qinfer.tensors import from_numpy
@@ -43,11 +45,10 @@ from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.bulk import scoring, shard_files
 from qinfer_workers.inference.bulk.arbiter import BatchSize, DeviceArbiter
 from qinfer_workers.inference.bulk.chunks import Chunk
-from qinfer_workers.inference.bulk.context import Abandoned, PutOff, ScoredVersion
-from qinfer_workers.inference.bulk.resuming import Resuming
 from qinfer_workers.inference.bulk.scoring import Purpose
 from qinfer_workers.inference.bulk.shard_files import SPOOL_PREFIX, ScoringTask, ShardFiles, clear_spool
-from qinfer_workers.inference.bulk.shard_run import ShardRun
+from qinfer_workers.inference.bulk.shard_loop import Abandoned, PutOff, ScoredVersion
+from qinfer_workers.inference.bulk.shard_run import Resuming, ShardRun
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.loader import LoadedVersion
 from tests.support.batching import Bench
@@ -111,8 +112,9 @@ class Ground:
             "max_errors": -1,
             "spool": self.folder,
             "read_bytes": 2**26,
-            "footer_bytes": FOOTER_BYTES,
             "grant": ANY_FILE,
+            "open_reader": ShardReader.opened,
+            "read_part": lambda parts: part_of(store_for(parts.output_url), parts, parts.shards[0]),
             **options,
         }
         return ScoringTask(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
@@ -138,7 +140,6 @@ class Ground:
             hurry=self.hurry,
             spool=self.folder,
             read_bytes=2**26,
-            footer_bytes=FOOTER_BYTES,
             stores=StoreSettings(allow=ANY_FILE.read),
             readers=ExaminerPool(Settings(), {}),
             line=self.line,

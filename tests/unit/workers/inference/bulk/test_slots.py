@@ -2,7 +2,7 @@
 
 import asyncio
 
-from qinfer_workers.inference.bulk.context import ShardSlots
+from qinfer_workers.inference.bulk.shard_loop import ShardSlots
 
 
 async def test_a_suspect_waits_until_all_slots_are_free() -> None:
