@@ -142,6 +142,22 @@ def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
     return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), b"".join(parts)
 
 
+def take_apart(frame: Bytes, memory: Bytes) -> tuple[bytes, Bytes]:
+    """Encodes a request that refers to memory as `encode_request_apart` does, without a copy of its tensors."""
+    places: Items[TensorPlace] = ()
+    try:
+        request = decode_request(frame)
+    except PayloadApart as apart:
+        request, places = apart.request, apart.places
+        tensors_at(places, memory)
+    if not places:
+        raise CorruptEntry("the request refers to no tensors in memory")
+    begin = places[0].offset // ALIGNMENT * ALIGNMENT
+    inputs = [msgspec.structs.replace(place, offset=place.offset - begin) for place in places]
+    data = memoryview(memory)[begin : places[-1].offset + places[-1].size]
+    return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), data
+
+
 def landed_places(inputs: Items[Tensor], begin: int, end: int) -> tuple[int, ...]:
     """Returns where tensors lie that were received into memory, one behind the other from `begin` to `end`.
 

@@ -10,11 +10,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from qinfer.core.messages import InferRequest
 from qinfer.core.settings_sections import SegmentSettings
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.entries import worker_owner
+from qinfer.queue.entries import Lane, worker_owner
+from qinfer.segments.memory import HeldTensors
 from qinfer.segments.sharing import SegmentSharing
+from qinfer.tensors import Tensor
 from qinfer.testing import eventually
+from qinfer.wire.frame import decode_request, encode_referring_request
 from tests.integration.worker.test_shared_tensors import IMAGE, held, largest_entries, ways
 from tests.support.certificates import write_certificate
 from tests.support.ensembles import scale
@@ -110,7 +114,6 @@ async def test_tensors_that_do_not_come_go_through_redis(
     """Pending requests are answered, and no attempt is counted; after a while tensors travel beside Redis again."""
     redelivered = Mock()
     monkeypatch.setattr(StatsTally, "redelivered", redelivered)
-    monkeypatch.setattr("qinfer.submission.memory.LEFT_S", 3.0)
     proxy = machines.proxy
     proxy.most_bytes, proxy.stalls = after, stalls
     await machines.ask(8)
@@ -124,6 +127,10 @@ async def test_tensors_that_do_not_come_go_through_redis(
     found = await ways(machines.scene)
     assert found["unreachable"] > before.get("unreachable", 0)
     assert found["memory"] == before["memory"]
+    memory = machines.scene.gateway.dispatcher.submission.memory
+    assert memory is not None
+    memory._left["double"].cancel()
+    memory._return_to("double")  # as after half a minute
     await eventually(lambda: goes_beside(machines), description="tensors beside Redis")
     assert held(machines.scene) == 0
     redelivered.assert_not_called()
@@ -181,3 +188,56 @@ async def test_a_large_request_whose_answer_is_too_large_for_the_connection(mach
     await machines.ask(2, values)
 
     assert await ways(machines.scene) == {"memory": 2}
+
+
+@pytest.mark.parametrize("directory", ["m", "far"], ids=["near", "far"])
+async def test_a_dead_letter_has_the_tensors_of_its_caller(tmp_path: Path, directory: str) -> None:
+    """Two workers died with the request; the third copies its tensors, which the gateway then forgets."""
+
+    def of(name: str) -> dict[str, SegmentSettings]:
+        segments = SegmentSettings(directory=str(tmp_path / name), listen_host="127.0.0.1", listen_port=0)
+        return {"segments": segments}
+
+    scale(tmp_path / "repository", "double", 2.0, width=-1)
+    values = np.arange(2_500_000, dtype="f4")
+    async with models_served(tmp_path / "repository", of("m"), first_worker=False) as scene:
+        scene._sections = of(directory)
+        await scene.worker("w1", lease_s=0.2, renew_every_s=0.05, max_deliveries=2)
+        await eventually(lambda: worker_owner("w1") in sharing(scene).readers, description="w1 as a reader")
+        held = await given_up(scene, values)
+        letters = scene.gateway._delivery.dead_letters
+
+        async def is_dead() -> bool:
+            return await letters.count("double") == 1
+
+        await scene.http.load_model("double")
+        await eventually(is_dead, description="a dead letter")
+        held.release()
+        (listed,) = await letters.list("double")
+        letter = await letters.show("double", listed.id)
+        assert letter is not None
+        (tensor,) = decode_request(letter.frame, letter.payload).inputs
+        assert tensor.data == values.tobytes()
+        assert len(letter.frame) < 1000
+
+        assert await letters.replay("double", letter.id)
+        await eventually(lambda: scene.waits("double", 0), description="an empty lane")
+        assert await letters.count("double") == 0
+
+
+async def given_up(scene: ServedModels, values: np.ndarray) -> HeldTensors:
+    """Lets two workers that die take a request, whose tensors lie behind other bytes of the gateway's memory."""
+    held = sharing(scene).own.write([bytes(200), values.data.cast("B")], 200 + values.nbytes, "")
+    assert held is not None
+    tensor = Tensor("x", "FP32", (1, len(values)), values.tobytes())
+    request = InferRequest(model="double", version=1, id="r", timeout_s=60.0, reply_to="r:dead", inputs=(tensor,))
+    queue, lane, submitted = scene.gateway._delivery, Lane("double", 1), asyncio.Event()
+    queue.submit(lane, encode_referring_request(request, held.reference, [200]), lambda _: submitted.set())
+    await submitted.wait()
+    assert len(await queue.fetch([lane], "dead1", 1, 0.0)) == 1
+
+    async def is_taken() -> bool:
+        return bool(await queue.reclaim([lane], "dead2", 0.01, 1))
+
+    await eventually(is_taken, description="a second delivery")
+    return held

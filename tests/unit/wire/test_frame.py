@@ -25,6 +25,7 @@ from qinfer.core.messages import (
 from qinfer.errors import CorruptEntry
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.frame import (
+    ALIGNMENT,
     FRAME_VERSION,
     MAX_HEADER_BYTES,
     PayloadApart,
@@ -38,6 +39,7 @@ from qinfer.wire.frame import (
     encode_responses,
     is_credits,
     landed_places,
+    take_apart,
     tensor_parts,
     usual_places,
 )
@@ -256,6 +258,29 @@ def test_tensors_that_lie_in_memory_are_told_where_they_are() -> None:
 )
 def test_tensors_that_lie_otherwise_are_copied(request_: InferRequest) -> None:
     assert landed_places(request_.inputs, 64, LANDED.size) == ()
+
+
+@pytest.mark.parametrize("begin", [64, 68])
+def test_tensors_in_memory_are_taken_apart(begin: int) -> None:
+    """Their bytes are cut from those around, and stay aligned."""
+    request = landed(("UINT8", 4), ("FP32", 16))
+    frame = encode_referring_request(request, LANDED, [begin, begin + 4])
+
+    apart, payload = take_apart(frame, bytes(range(104)))
+
+    found = decode_request(apart, payload)
+    assert [bytes(tensor.data)[0] for tensor in found.inputs] == [begin, begin + 4]
+    assert (found.payload, found.memory, len(payload)) == (True, None, 20 + begin % ALIGNMENT)
+    with pytest.raises(CorruptEntry, match="leaves the frame"):
+        take_apart(frame, bytes(begin + 19))
+
+
+@pytest.mark.parametrize("request_", [FULL, msgspec.structs.replace(HELD, inputs=())])
+def test_a_request_without_tensors_in_memory_is_not_taken_apart(request_: InferRequest) -> None:
+    frame = encode_request(request_) if request_.memory is None else encode_referring_request(request_, LANDED, ())
+
+    with pytest.raises(CorruptEntry, match="no tensors in memory"):
+        take_apart(frame, b"")
 
 
 def test_a_request_that_was_in_memory_can_travel_in_one_piece() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -21,12 +22,12 @@ from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferE
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT
 from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.spec import ModelSpec
-from qinfer.queue.entries import Lease
+from qinfer.queue.entries import Lease, Payload
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.records import SequenceId, told_id
 from qinfer.segments.connector import TensorConnector
 from qinfer.segments.memory import PIECE_BYTES
-from qinfer.segments.reading import SegmentReader, TensorsGone, TensorsUnreachable
+from qinfer.segments.reading import OVER, SegmentReader, TensorsGone, TensorsUnreachable
 from qinfer.segments.slabs import LARGE_BYTES
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
@@ -35,8 +36,8 @@ from qinfer.wire.frame import (
     RequestReader,
     TensorPlace,
     decode_request,
-    encode_request,
     encode_responses,
+    take_apart,
     tensors_at,
 )
 from qinfer.wire.versions import NewerVersion
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
 """This worker may fetch a released entry again at once."""
+
+LETTER_S = 60.0
+"""The stored tensors of a dead letter wait so long for the letter."""
 
 LEAST_DELIVERIES = 2
 """A first delivery may fail because of the other requests in its batch."""
@@ -294,18 +298,15 @@ class LeaseIntake:
         return None
 
     async def _copied(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
-        """Copies many tensors in pieces, between which the event loop has other work."""
+        """Copies many tensors, or finishes the item if its request has ended."""
         tensors, is_current = self._shared(batcher, item), item.is_current
         if tensors is None or is_current is None:
             return None
-        copy, item.is_current = np.empty(len(tensors), np.uint8).data, None
-        for begin in range(0, len(copy), PIECE_BYTES):
-            copy[begin : begin + PIECE_BYTES] = tensors[begin : begin + PIECE_BYTES]
-            await asyncio.sleep(0)
-        if not is_current():
+        item.is_current = None
+        copy = await _copy(tensors, is_current)
+        if copy is None:
             self._publisher.discard(item)
-            return None
-        return copy.toreadonly()
+        return copy
 
     async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
         """Reads an item's tensors, puts it off, finishes it if they are gone, or buries it if the store lacks them."""
@@ -386,17 +387,38 @@ class LeaseIntake:
             failure=failure,
             attempt=deliveries,
         )
-        self._publisher.bury(item.lease, error, batcher.tally, (item, response), self._whole_frame(item))
+        self._publisher.bury(item.lease, error, batcher.tally, (item, response), partial(self._letter, item))
 
-    def _whole_frame(self, item: WorkItem) -> bytes:
-        """Returns a frame with the tensors that a caller keeps only as long as the request; empty = as it is."""
-        reference = item.request.memory
-        if reference is None or self._memory is None:
-            return b""
+    async def _letter(self, item: WorkItem) -> tuple[Lease, bytes]:
+        """Stores tensors that a caller keeps only as long as the request; returns the lease on them, and a frame."""
+        lease, request = item.lease, item.request
+        if request.memory is None or self._memory is None:
+            return lease, b""
         try:
-            return encode_request(decode_request(item.lease.frame, self._memory.read(reference)))
-        except QinferError:
-            return b""
+            if self._far is not None and self._far.knows(request.memory.owner):
+                tensors: Bytes | None = await self._far.read(request.memory)
+            else:
+                view = self._memory.view(request.memory)
+                tensors = await _copy(view.tensors, view.is_current)
+            if tensors is None:
+                raise TensorsGone(OVER)
+            frame, data = take_apart(lease.frame, tensors)
+            entry = msgspec.structs.replace(lease.entry, payload_id=f"{request.id}.letter")
+            await self._queue.put_payload(entry, Payload(entry.payload_id, data, LETTER_S), request.tenant)
+        except QinferError as error:
+            extra = {"request_id": request.id, "reason": error.message}
+            logger.warning("the tensors of a dead letter are not kept", extra=extra)
+            return lease, b""
+        return msgspec.structs.replace(lease, entry=entry), frame
+
+
+async def _copy(tensors: Bytes, is_current: Callable[[], bool]) -> Bytes | None:
+    """Copies tensors in pieces, between which the event loop has other work; `None` if they are not current."""
+    copy = np.empty(len(tensors), np.uint8).data
+    for begin in range(0, len(copy), PIECE_BYTES):
+        copy[begin : begin + PIECE_BYTES] = tensors[begin : begin + PIECE_BYTES]
+        await asyncio.sleep(0)
+    return copy.toreadonly() if is_current() else None
 
 
 def _takes_long(request: InferRequest) -> bool:

@@ -271,6 +271,7 @@ FINISH_COUNT = 16
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[WorkItem]], None]
 _Answer = tuple[WorkItem, Response]
+_LetterMaker = Callable[[], Awaitable[tuple[Lease, bytes]]]
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
 _TICK_S = 0.001  # resolution of an event loop's clock
@@ -346,18 +347,25 @@ class Publisher:
             self.spawn(partial(self._queue.delay, leases, delayed_name(name)), group, self._keeper.drop)
 
     def bury(
-        self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None, frame: bytes = b""
+        self,
+        lease: Lease,
+        error: QinferError,
+        tally: StatsTally,
+        answer: _Answer | None = None,
+        letter: _LetterMaker | None = None,
     ) -> None:
-        """Buries an entry, with `frame` instead of its own, then answers a waiting caller."""
+        """Buries an entry as `letter` has it, then answers a waiting caller."""
         request_id = answer[1].request_id if answer else ""
         items = [answer[0]] if answer else []
         self._keeper.hold(items)
-        tries = 0
+        tries, kept, frame = 0, lease, b""
 
         async def work() -> None:
-            nonlocal tries
+            nonlocal tries, kept, frame, letter
             tries += 1
-            is_buried = await self._queue.bury(lease, request_id, error.code.value, error.message, frame)
+            if letter is not None:
+                (kept, frame), letter = await letter(), None
+            is_buried = await self._queue.bury(kept, request_id, error.code.value, error.message, frame)
             self._keeper.drop(items)  # may take longer than a lease
             if is_buried:
                 tally.buried()
