@@ -137,7 +137,7 @@ class HeldTensors(msgspec.Struct):
 
     def has_pages(self, nbytes: int) -> bool:
         """Returns whether the first `nbytes` may be written, after an attempt to get pages for them."""
-        return self.memory.has_pages(self.place, HEADER_BYTES + nbytes)
+        return self.memory.has_pages(self, HEADER_BYTES + nbytes)
 
     def hold(self) -> "HeldTensors":
         """Returns them to one more that holds them: several requests may refer to parts of the same tensors."""
@@ -168,20 +168,14 @@ class OwnMemory:
         self._slabs = Slabs(most_bytes, SEGMENT_BYTES, now_s, self._drop)
         self._paged: dict[Place, int] = {}
         """How many bytes of a slab have pages, from its begin."""
+        self.paged_bytes = 0
+        """Bytes that the machine's memory holds for this process's segments."""
+        self.held_bytes = 0
+        """Those of slabs with tensors of pending requests."""
         self._has_worn = asyncio.Event()
         self._generations = itertools.count(1)
         self._since_s: dict[int, float] = {}
         """When each held generation was written, the oldest first."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of slabs with tensors of pending requests."""
-        return self._slabs.held_bytes
-
-    @property
-    def paged_bytes(self) -> int:
-        """Bytes that the machine's memory holds for this process's segments."""
-        return self._slabs.paged_bytes
 
     @property
     def oldest_s(self) -> float:
@@ -211,10 +205,11 @@ class OwnMemory:
         place = self._slabs.take(nbytes, tenant)
         if place is None:
             return None
-        if not self.has_pages(place, HEADER_BYTES if in_pieces else place.size):
+        if not self._get_pages(place, HEADER_BYTES if in_pieces else place.size):
             self._drop(place)
             self._slabs.give_up(place, tenant)
             return None
+        self.held_bytes += self._paged[place]
         generation = next(self._generations)
         _GENERATION.pack_into(self.segments[place.segment].memory, place.offset, generation)
         self._since_s[generation] = self._now_s()
@@ -227,6 +222,7 @@ class OwnMemory:
         if (segment := self.segments.get(place.segment)) is not None:
             _GENERATION.pack_into(segment.memory, place.offset, 0)
         del self._since_s[held.reference.generation]
+        self.held_bytes -= self._paged.get(place, 0)
         self._slabs.free(place, held.tenant, rests=held.rests)
         if place.size > LARGE_BYTES:
             self._has_worn.set()
@@ -255,8 +251,14 @@ class OwnMemory:
             os.close(segment.descriptor)
         self.segments.clear()
 
-    def has_pages(self, place: Place, nbytes: int) -> bool:
+    def has_pages(self, held: HeldTensors, nbytes: int) -> bool:
         """See `HeldTensors.has_pages`: a write to a page that can't be had would kill us."""
+        before = self._paged[held.place]
+        has_pages = self._get_pages(held.place, nbytes)
+        self.held_bytes += self._paged[held.place] - before
+        return has_pages
+
+    def _get_pages(self, place: Place, nbytes: int) -> bool:
         paged = self._paged.get(place, 0)
         if paged < nbytes:
             try:
@@ -266,6 +268,7 @@ class OwnMemory:
             except OSError:
                 return False
             self._paged[place] = end
+            self.paged_bytes += end - paged
         return True
 
     def _open(self, place: Place) -> OwnSegment:
@@ -283,6 +286,7 @@ class OwnMemory:
         size = self._paged.pop(place, 0) - begin
         if begin:
             self._paged[place] = begin
+        self.paged_bytes -= size
         if size > 0:
             with suppress(OSError):
                 self.segments[place.segment].memory.madvise(mmap.MADV_REMOVE, place.offset + begin, size)

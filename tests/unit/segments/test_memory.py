@@ -141,6 +141,20 @@ def test_without_pages_nothing_is_written(memory: OwnMemory, error: int, monkeyp
     assert seen(memory, written(memory, b"abc").reference)[1] == b"abc"
 
 
+def test_pages_are_counted_as_they_come_and_go(memory: OwnMemory) -> None:
+    """A slab that is taken in pieces has few of its pages."""
+    held = memory.take(6 * MIB, "", in_pieces=True)
+    assert held is not None
+    assert held.has_pages(2 * MIB)
+    assert memory.held_bytes == memory.paged_bytes == pages_of(memory) == 3 * MIB
+
+    held.release()
+    assert (memory.held_bytes, memory.paged_bytes) == (0, 3 * MIB)
+    list(memory.trim(before_s=100.0))
+
+    assert memory.paged_bytes == pages_of(memory) == 0
+
+
 def test_beyond_the_bound_nothing_is_written(memory: OwnMemory) -> None:
     assert memory.write([bytes(9 * MIB)], 9 * MIB, "") is None
     assert memory.segments == {}
