@@ -28,9 +28,9 @@ class Kind(StrEnum):
     END = "end"
     """SIGTERM: it drains."""
     STOP = "stop"
-    """SIGSTOP, and SIGCONT after more than a lease."""
+    """SIGSTOP, and SIGCONT after more than a lease; a wire stands still for as long."""
     CUT = "cut"
-    """Every connection to Redis is closed."""
+    """Every connection to Redis is closed, or one between machines in the middle of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,12 @@ class Fault:
     role: Role
     pick: int
 
+    @property
+    def stop_s(self) -> float:
+        """How long a stop lasts."""
+        first_s, last_s = _STOPS_S
+        return first_s + (last_s - first_s) * self.pick / 100
+
 
 _VICTIMS = (Role.WORKER, Role.WORKER, Role.WORKER, Role.GATEWAY, Role.GATEWAY, Role.BROKER)
 _OTHERS = (
@@ -62,7 +68,9 @@ _OTHERS = (
 )
 
 
-def plan(seed: int, seconds: float, kills: int, more: Sequence[Role] = ()) -> list[Fault]:
+def plan(
+    seed: int, seconds: float, kills: int, more: Sequence[Role] = (), also: Sequence[tuple[Kind, Role]] = ()
+) -> list[Fault]:
     """Returns `kills` kills spread over the time, and half as many faults of other kinds in between.
 
     Args:
@@ -70,6 +78,7 @@ def plan(seed: int, seconds: float, kills: int, more: Sequence[Role] = ()) -> li
         seconds: How long.
         kills: How many.
         more: Who is killed beside workers, gateways and Redis.
+        also: Faults beside the usual ones of other kinds.
     """
     rng = random.Random(seed)
     step_s = seconds / max(kills, 1)
@@ -78,7 +87,7 @@ def plan(seed: int, seconds: float, kills: int, more: Sequence[Role] = ()) -> li
     for number in range(kills):
         role = victims[number % len(victims)]
         faults.append(Fault(step_s * (number + rng.random()), Kind.KILL, role, rng.randrange(100)))
-    others = rng.sample(_OTHERS, len(_OTHERS))
+    others = rng.sample((*_OTHERS, *also), len(_OTHERS) + len(also))
     for number in range(kills // 2):
         kind, role = others[number % len(others)]
         faults.append(Fault(rng.uniform(0, seconds), kind, role, rng.randrange(100)))
@@ -130,8 +139,7 @@ class Chaos:
         elif fault.kind is Kind.END:
             victim.end()
         else:
-            first_s, last_s = _STOPS_S
-            stops.create_task(victim.stop_for(first_s + (last_s - first_s) * fault.pick / 100))
+            stops.create_task(victim.stop_for(fault.stop_s))
 
     async def _trouble_broker(self, kind: Kind) -> None:
         if kind is Kind.CUT:

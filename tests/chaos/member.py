@@ -24,6 +24,8 @@ class Role(StrEnum):
     BRIDGE = "bridge"
     SOURCE = "source"
     """The broker that a bridge takes messages from."""
+    WIRE = "wire"
+    """The network to a process, for those of other machines."""
 
 
 MODULES = {

@@ -1,4 +1,4 @@
-"""Callers that send large tensors, and check that each answer is the checksum of their own.
+"""Callers that send large tensors, and check that each answer is the checksum of their own, or their own.
 
 A checksum depends on every number and on its place: a tensor that is torn, or partly another's, has another one.
 """
@@ -22,6 +22,7 @@ from tests.support.ensembles import ensemble
 from tests.support.python_models import execute, write_model
 
 DIGEST, LONG, SAME, STEPS = "digest", "long", "same", "steps"
+WAYS = ("memory", "no_memory", "old_worker", "unreachable")
 
 _CALLERS = 8
 _LEAST_BYTES, _MOST_BYTES = 1024, 8 * 2**20
@@ -32,6 +33,7 @@ _PATIENCE_S = 60.0
 """Far more than leases and restarts can take."""
 _RETRYABLE = {429, 503}
 _SHOWN = 20
+_LENGTH = "Inference-Header-Content-Length"
 
 _LONG = execute(
     """
@@ -106,13 +108,13 @@ class TensorClients:
             is_huge = self._draw.random() < _HUGE
             least, most = (_MOST_BYTES, _HUGE_BYTES) if is_huge else (_LEAST_BYTES, _MOST_BYTES)
             nbytes = int(math.exp(self._draw.uniform(math.log(least), math.log(most))))
-            model = self._draw.choices([DIGEST, LONG, STEPS], [5, 2, 3])[0]
+            model = self._draw.choices([DIGEST, LONG, STEPS, SAME], [5, 2, 3, 0 if is_huge else 2])[0]
             await self._ask(client, number, model, tensor_of(number, nbytes))
             await asyncio.sleep(_PAUSE_S * self._draw.uniform(0.5, 1.5))
 
     async def _ask(self, client: httpx.AsyncClient, number: int, model: str, tensor: npt.NDArray[np.int64]) -> None:
         """Asks until a gateway answers, or the load is over."""
-        headers, body = request_of(tensor)
+        headers, body = request_of(tensor, is_binary=model == SAME)
         while True:
             url = f"{self._draw.choice(self._urls)}/v2/models/{model}/versions/1/infer"
             try:
@@ -135,41 +137,58 @@ class TensorClients:
             await asyncio.sleep(_AGAIN_S)
 
     def _judge(self, number: int, model: str, reply: httpx.Response, tensor: npt.NDArray[np.int64]) -> None:
-        found = json.loads(reply.content)["outputs"][0]["data"]
-        if found == [checksum(tensor)]:
+        if model == SAME:
+            is_right = reply.content[int(reply.headers[_LENGTH]) :] == tensor.tobytes()
+            found = [len(reply.content)]
+        else:
+            found = json.loads(reply.content)["outputs"][0]["data"]
+            is_right = found == [checksum(tensor)]
+        if is_right:
             self.right[model] += 1
         else:
-            self.problems.append(f"{number} ({tensor.nbytes} bytes) has the answer {found} and not {checksum(tensor)}")
+            told = f"{number} ({model}, {tensor.nbytes} bytes)"
+            self.problems.append(f"{told} has the answer {found} and not {checksum(tensor)}")
 
 
-def request_of(tensor: npt.NDArray[np.int64]) -> tuple[dict[str, str], bytes]:
-    """Returns headers and body of a binary request whose answer is JSON."""
+def request_of(tensor: npt.NDArray[np.int64], *, is_binary: bool) -> tuple[dict[str, str], bytes]:
+    """Returns headers and body of a binary request, whose answer is binary, too, or JSON."""
     parameters = {"binary_data_size": tensor.nbytes}
     about = {"name": "x", "shape": list(tensor.shape), "datatype": "INT64", "parameters": parameters}
-    head = json.dumps({"inputs": [about], "outputs": [{"name": "y"}]}).encode()
-    return {"Inference-Header-Content-Length": str(len(head))}, head + tensor.tobytes()
+    wanted = {"name": "y", "parameters": {"binary_data": is_binary}}
+    head = json.dumps({"inputs": [about], "outputs": [wanted]}).encode()
+    return {_LENGTH: str(len(head))}, head + tensor.tobytes()
 
 
 def judge(
-    clients: TensorClients, *, kills: int, ways: Counter[str], of_workers: Counter[str], held: Sequence[float]
+    clients: TensorClients,
+    *,
+    ways: Counter[str],
+    of_workers: Counter[str],
+    held: Sequence[float],
+    far: Counter[str] | None = None,
 ) -> Verdict:
     """Counts, and says what is wrong.
 
     Args:
         clients: What callers saw.
-        kills: Processes that were killed.
         ways: How many requests of gateways went which way.
         of_workers: And how many steps of ensembles.
         held: The bytes that each process holds in the end.
+        far: How many tensors and replies travelled between machines; `None` = there is one machine.
     """
     wrong = sum("has the answer" in problem for problem in clients.problems)
-    counts = f"right={sum(clients.right.values())} wrong={wrong} " + " ".join(
-        f"{way}={ways[way]}+{of_workers[way]}" for way in ("memory", "no_memory", "old_worker")
-    )
+    counts = [f"right={sum(clients.right.values())} wrong={wrong}", *(f"{w}={ways[w]}+{of_workers[w]}" for w in WAYS)]
     problems = clients.problems[:_SHOWN]
-    if not ways["memory"]:
-        problems.append("no request was kept in memory")
-    if not of_workers["memory"]:
-        problems.append("no step was kept in memory")
+    used = {"request was kept in memory": ways["memory"], "step was kept in memory": of_workers["memory"]}
+    if far is not None:
+        counts += [f"{name}={far[name]}" for name in ("fetched", "replied")]
+        used |= {"tensor was fetched": far["fetched"], "reply was sent between machines": far["replied"]}
+        used["tensor was read on its machine"] = near(ways, of_workers, far)
+    problems += [f"no {name}" for name, count in used.items() if count <= 0]
     problems += [f"a process still holds {nbytes:.0f} bytes" for nbytes in held if nbytes]
-    return Verdict(f"tensors: {counts} kills={kills}", problems)
+    return Verdict(f"tensors: {' '.join(counts)}", problems)
+
+
+def near(ways: Counter[str], of_workers: Counter[str], far: Counter[str]) -> int:
+    """Returns how many tensors in memory were not fetched by another machine, at least."""
+    return ways["memory"] + of_workers["memory"] - far["fetched"]

@@ -1,8 +1,14 @@
 """The verdict of the chaos runs, and their plans: a judge that can't find anyone guilty proves nothing."""
 
+from collections import Counter
+from unittest.mock import Mock
+
 import pytest
 
-from tests.chaos import faults
+from qinfer.segments.link import _HEAD as HEAD
+from qinfer.segments.link import MessageKind
+from tests.chaos import faults, tensor_load
+from tests.chaos.machines import WIRE_FAULTS, Chunks
 from tests.chaos.member import Role
 from tests.chaos.verdict import Call, Key, Ledger, Sighting, Wish, expected, judge, leftovers
 
@@ -120,3 +126,35 @@ def test_a_plan_is_its_seed() -> None:
     assert [fault.at_s for fault in one] == sorted(fault.at_s for fault in one if 0 <= fault.at_s <= 60.0)
     assert {fault.role for fault in one if fault.kind is faults.Kind.KILL} == {Role.WORKER, Role.GATEWAY, Role.BROKER}
     assert {fault.kind for fault in one} == set(faults.Kind)
+
+
+def test_a_plan_has_faults_of_its_own() -> None:
+    """As many as of other kinds, about."""
+    found = Counter((fault.kind, fault.role) for fault in faults.plan(7, 60.0, 44, also=WIRE_FAULTS))
+
+    assert [found[one] for one in set(WIRE_FAULTS)] == [4, 4]
+
+
+@pytest.mark.parametrize("step", [1, 24, 1000])
+def test_tensors_between_machines_are_counted_whole(step: int) -> None:
+    """Neither small messages nor the parts of one, however they are cut."""
+    sent = [(MessageKind.CHUNK, 1, 3, 5), (MessageKind.GONE, 2, 9, 0), (MessageKind.CHUNK, 3, 4, 4)]
+    sent += [(MessageKind.CHUNK, 1, 2, 5), (MessageKind.CHUNK, 4, 1, 2)]
+    data = b"".join([HEAD.pack(nbytes, whole, number, kind) + bytes(nbytes) for kind, number, nbytes, whole in sent])
+    came = Mock()
+    chunks = Chunks(came)
+
+    for begin in range(0, len(data), step):
+        chunks.add(data[begin : begin + step])
+
+    assert came.call_count == 2
+
+
+def test_tensors_that_went_one_way_only_prove_nothing() -> None:
+    clients = Mock(problems=["5 has the answer [1] and not 2"], right=Counter(digest=3))
+    ways, far = Counter(memory=4), Counter(fetched=4, replied=0)
+
+    found = tensor_load.judge(clients, ways=ways, of_workers=Counter(), held=[0.0, 8.0], far=far)
+
+    assert "right=3 wrong=1 memory=4+0" in found.line
+    assert [problem.partition(" ")[0] for problem in found.problems] == ["5", "no", "no", "no", "a"]
