@@ -70,7 +70,7 @@ class TensorConnector:
 
     def knows(self, owner: str) -> bool:
         """Returns whether a process listens for other machines, and shares no directory with this one."""
-        return owner in self._addresses and not self._is_near(owner)
+        return (owner in self._links or owner in self._addresses) and not self._is_near(owner)
 
     async def read(self, reference: MemoryReference) -> Bytes:
         """Returns a copy of a request's tensors.

@@ -171,7 +171,7 @@ class OwnMemory:
         self.paged_bytes = 0
         """Bytes that the machine's memory holds for this process's segments."""
         self.held_bytes = 0
-        """Those of slabs with tensors of pending requests."""
+        """Bytes of slabs with tensors of pending requests."""
         self._has_worn = asyncio.Event()
         self._generations = itertools.count(1)
         self._since_s: dict[int, float] = {}

@@ -143,7 +143,7 @@ def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
 
 
 def take_apart(frame: Bytes, memory: Bytes) -> tuple[bytes, Bytes]:
-    """Encodes a request that refers to memory as `encode_request_apart` does, without a copy of its tensors."""
+    """Encodes a request in memory as `encode_request_apart` does, without a copy."""
     places: Items[TensorPlace] = ()
     try:
         request = decode_request(frame)

@@ -156,6 +156,19 @@ async def test_a_worker_of_another_machine_reads_tensors(scene: Scene, nbytes: i
     held.release()
 
 
+async def test_an_owner_is_known_while_it_is_connected(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis may have lost the registry: its requests would be put back without a word to it."""
+    gateway, far = await scene.pair()
+    held, data = written(gateway, 20_000)
+    monkeypatch.setattr(scene.registry, "live", {})
+    await eventually(lambda: not far._addresses, description="an empty registry")
+
+    assert far.knows(OWNER)
+    assert bytes(await far.read(held.reference)) == data
+    assert not far.knows("gateway-other")
+    scene.registry.live[OWNER] = ""
+
+
 async def test_many_tensors_come_by_turns(scene: Scene) -> None:
     """A small one does not wait for the large one before it."""
     gateway, far = await scene.pair()

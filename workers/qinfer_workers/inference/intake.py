@@ -29,6 +29,7 @@ from qinfer.segments.connector import TensorConnector
 from qinfer.segments.memory import PIECE_BYTES
 from qinfer.segments.reading import OVER, SegmentReader, TensorsGone, TensorsUnreachable
 from qinfer.segments.slabs import LARGE_BYTES
+from qinfer.submission.layouts import PAYLOAD_MARGIN_S
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import (
@@ -49,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
 """This worker may fetch a released entry again at once."""
-
-LETTER_S = 60.0
-"""The stored tensors of a dead letter wait so long for the letter."""
 
 LEAST_DELIVERIES = 2
 """A first delivery may fail because of the other requests in its batch."""
@@ -390,7 +388,7 @@ class LeaseIntake:
         self._publisher.bury(item.lease, error, batcher.tally, (item, response), partial(self._letter, item))
 
     async def _letter(self, item: WorkItem) -> tuple[Lease, bytes]:
-        """Stores tensors that a caller keeps only as long as the request; returns the lease on them, and a frame."""
+        """Stores tensors that a caller keeps; returns the lease on them, and a frame."""
         lease, request = item.lease, item.request
         if request.memory is None or self._memory is None:
             return lease, b""
@@ -404,7 +402,7 @@ class LeaseIntake:
                 raise TensorsGone(OVER)
             frame, data = take_apart(lease.frame, tensors)
             entry = msgspec.structs.replace(lease.entry, payload_id=f"{request.id}.letter")
-            await self._queue.put_payload(entry, Payload(entry.payload_id, data, LETTER_S), request.tenant)
+            await self._queue.put_payload(entry, Payload(entry.payload_id, data, PAYLOAD_MARGIN_S), request.tenant)
         except QinferError as error:
             extra = {"request_id": request.id, "reason": error.message}
             logger.warning("the tensors of a dead letter are not kept", extra=extra)
@@ -413,7 +411,7 @@ class LeaseIntake:
 
 
 async def _copy(tensors: Bytes, is_current: Callable[[], bool]) -> Bytes | None:
-    """Copies tensors in pieces, between which the event loop has other work; `None` if they are not current."""
+    """Copies in pieces, between which the event loop has other work; `None` = not current."""
     copy = np.empty(len(tensors), np.uint8).data
     for begin in range(0, len(copy), PIECE_BYTES):
         copy[begin : begin + PIECE_BYTES] = tensors[begin : begin + PIECE_BYTES]
