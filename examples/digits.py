@@ -11,16 +11,16 @@ import argparse
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from sklearn.datasets import load_digits
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.model_selection import train_test_split
-from sklearn.neural_network import MLPClassifier
 from threadpoolctl import threadpool_limits
+
+if TYPE_CHECKING:
+    from sklearn.neural_network import MLPClassifier
 
 NAME = "digits"
 CONFIG = """\
@@ -62,6 +62,12 @@ def build(repository: Path, *, version: int = 1, iterations: int = 400, units: i
         iterations: At most so many passes over the images; with 5 the classifier is often wrong.
         units: The units of the hidden layer.
     """
+    # They take longer to import than all else here, and most users of this file train nothing.
+    from sklearn.datasets import load_digits
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.model_selection import train_test_split
+    from sklearn.neural_network import MLPClassifier
+
     images, labels = load_digits(return_X_y=True)
     train_images, test_images, train_labels, test_labels = train_test_split(
         images.astype(np.float32), labels.astype(np.int64), test_size=0.25, random_state=0, stratify=labels
@@ -82,7 +88,7 @@ def build(repository: Path, *, version: int = 1, iterations: int = 400, units: i
     return Digits(model_path=model_path, images=test_images, labels=test_labels)
 
 
-def to_onnx(classifier: MLPClassifier) -> onnx.ModelProto:
+def to_onnx(classifier: "MLPClassifier") -> onnx.ModelProto:
     """Writes a classifier with one hidden ReLU layer as an ONNX graph; scaling the pixels is part of it."""
     weights = {
         "scale": np.array(1 / PIXEL_MAX),

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import duckdb
-import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
@@ -152,6 +150,9 @@ def test_rows_without_a_key_have_their_place(scene: Scene) -> None:
 
 def test_every_reader_sees_the_same(scene: Scene) -> None:
     """duckdb, pandas, polars and pyarrow, in the store itself, where they read a folder or a pattern."""
+    import pandas as pd
+    import polars as pl
+
     client, place, inputs = scene
     out = f"{place.url}/read"
     job = client.submit_job(MODEL, f"{place.url}/in/*.parquet", out, key="id", rows_per_part=500, error_threshold=-1)

@@ -11,7 +11,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import rapidocr_onnxruntime
 import tritonclient.http as triton
 
 from examples.pipelines.build_models import build_minilm, build_ocr
@@ -74,6 +73,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def package() -> Any:
+    import rapidocr_onnxruntime  # with OpenCV: only where these tests run
+
     return rapidocr_onnxruntime.RapidOCR()
 
 

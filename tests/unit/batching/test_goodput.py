@@ -1,6 +1,7 @@
 """Goodput under overload: what is answered in time, against the most that any schedule could have answered."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -96,6 +97,7 @@ def is_in_time(caller: Caller, setting: Setting) -> bool:
     return caller.is_fine and caller.answered_s - caller.arrives_s <= longest_s + 1e-3
 
 
+@cache
 def offer(name: str, times: float) -> tuple[Setting, list[Caller]]:
     """Offers a case's trace at so many times the capacity."""
     setting, make = CASES[name]

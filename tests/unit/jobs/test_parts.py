@@ -7,12 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import fsspec
 import msgspec
 import numpy as np
-import pandas
-import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -116,24 +113,25 @@ def with_pyarrow(path: Path) -> list[dict[str, Any]]:
 
 
 def with_pandas(path: Path) -> list[dict[str, Any]]:
+    import pandas
+
     frame = pandas.read_parquet(path) if path.suffix == ".parquet" else pandas.read_feather(path)
-    return [{key: None if is_missing(value) else value for key, value in row.items()} for row in records(frame)]
-
-
-def records(frame: pandas.DataFrame) -> list[dict[str, Any]]:
-    return list(frame.to_dict("records"))
-
-
-def is_missing(value: Any) -> bool:
-    return not isinstance(value, np.ndarray) and bool(pandas.isna(value))
+    return [
+        {key: value if isinstance(value, np.ndarray) or not pandas.isna(value) else None for key, value in row.items()}
+        for row in frame.to_dict("records")
+    ]
 
 
 def with_polars(path: Path) -> list[dict[str, Any]]:
+    import polars
+
     frame = polars.read_parquet(path) if path.suffix == ".parquet" else polars.read_ipc(path)
     return list(frame.to_dicts())
 
 
 def with_duckdb(path: Path) -> list[dict[str, Any]]:
+    import duckdb
+
     if path.suffix == ".parquet":
         relation = duckdb.sql(f"select * from read_parquet('{path}')")
     else:
@@ -185,6 +183,9 @@ def test_a_part_is_read_by_others(tmp_path: Path, format_: Any, reader: Callable
 
 
 def test_parts_in_a_folder_are_one_table(tmp_path: Path) -> None:
+    import pandas
+    import polars
+
     shard, url = score(tmp_path, Output(url="file:///out"))
     folder = tmp_path / "out"
     folder.mkdir()
@@ -220,10 +221,11 @@ def test_the_rows_of_a_group_are_in_memory_once(tmp_path: Path, rows: int) -> No
         schema = pa.schema([*((f"k{number}", pa.int64()) for number in range(200)), ("error_code", pa.string())])
         count = group_bytes // (200 * rows * 8) + 1
         metadata = part_metadata(JOB, Shard(0, "", count * rows, ()), HASH)
+        numbers = pa.array(range(rows), pa.int64())
+        record = pa.record_batch([*[numbers] * 200, pa.nulls(rows, pa.string())], schema=schema)
         with PartWriter(tmp_path / "part", schema, Output(url=""), metadata) as writer:
             for _ in range(count):
-                columns = [pa.array(range(rows), pa.int64()) for _ in range(200)]
-                writer.write(pa.record_batch([*columns, pa.nulls(rows, pa.string())], schema=schema))
+                writer.write(record.take(numbers))
 
     pa.set_memory_pool(pool)
     try:

@@ -7,10 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import fsspec
-import pandas
-import polars
 import pyarrow as pa
 import pytest
 
@@ -82,6 +79,10 @@ def test_rows_are_read_back_in_their_types(tmp_path: Path, format_: OutputFormat
 @every_format
 def test_others_read_them(tmp_path: Path, format_: OutputFormat) -> None:
     """The header of CSV, keys of JSON, text that looks like a number, quotes, line ends, and empty text."""
+    import duckdb
+    import pandas
+    import polars
+
     shard, _ = part(tmp_path, Output("", format_, "gzip"))
     path = tmp_path / shard.part
     is_csv = format_ == "csv"

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -34,8 +35,8 @@ sys.argv = ["qinfer", *sys.argv[1:]]
 """
 
 
-def without_server(code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs code where no package can be imported that the extra `server` brings."""
+@cache
+def modules_of_the_server() -> list[str]:
     wanted = {canonicalize_name(each.name) for each in EXTRAS["server"]}
     modules = {
         module
@@ -43,7 +44,12 @@ def without_server(code: str, *arguments: str) -> "subprocess.CompletedProcess[s
         if wanted & {canonicalize_name(name) for name in names}
     }
     assert {"redis", "uvloop", "google"} <= modules
-    whole = WITHOUT_SERVER.format(modules=sorted(modules)) + code
+    return sorted(modules)
+
+
+def without_server(code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Runs code where no package can be imported that the extra `server` brings."""
+    whole = WITHOUT_SERVER.format(modules=modules_of_the_server()) + code
     return subprocess.run([sys.executable, "-c", whole, *arguments], check=False, capture_output=True, text=True)
 
 

@@ -15,7 +15,7 @@ from qinfer.wire.kserve_json import decode_infer, elements
 from qinfer.wire.outputs import NO_REGIONS
 from qinfer.wire.protos import grpc_service_pb2 as pb
 
-SIZE = 4 * 2**20
+SIZE = 2 * 2**20
 MOST = 2 * SIZE + 24 * 2**20
 """The tensor, what was appended to it, and the objects of a piece: that of 256 KiB of `"",` takes some 10 MB."""
 

@@ -16,7 +16,7 @@ SPEC = ModelSpec(
     outputs=(TensorSpec(name="Y", datatype="FP32", dims=(1,)),),
     max_batch_size=8,
 )
-SIZE = 4 * 2**20
+SIZE = 2**20
 MOST_BYTES = 6 * SIZE
 """A row of such objects would take 25 times its size."""
 
