@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 import pytest
 import pytest_asyncio
@@ -10,6 +11,7 @@ import uvloop
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from tests.support.inline_workers import InlineWorkers, inline_workers
+from tests.support.programs import forked_children
 from tests.support.rpc import Rpc, rpc
 from tests.support.servers.servers import RedisServer, system_redis
 
@@ -21,6 +23,13 @@ def pytest_asyncio_loop_factories(
     if item.path.name.startswith(("test_http_", "test_grpc_")):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forks the processes of models and the examiners of the gateways and workers in this process."""
+    with nullcontext() if request.path.name == "test_jobs_examined.py" else forked_children():  # it looks for children
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,11 +25,13 @@ from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_responses
 from tests.support.faulty_backend import install
+from tests.support.programs import ForkedProgram
 from tests.support.servers.servers import RedisServer, system_redis
 
 Process = subprocess.Popen[bytes]
 
-SHORT_LEASE = {"QINFER_WORKER__LEASE_S": "1", "QINFER_WORKER__RENEW_EVERY_S": "0.3"}
+SHORT_LEASE = {"QINFER_WORKER__LEASE_S": "2", "QINFER_WORKER__RENEW_EVERY_S": "0.3"}
+"""A lease of a second may end on a busy machine before the renewer of a forked worker has imported its modules."""
 _TIMEOUT_S = 50.0
 
 
@@ -71,8 +72,7 @@ class WorkerProcesses:
 
     def start(self, **environment: str) -> Process:
         """Starts a worker process with short leases."""
-        command = [sys.executable, "-m", "qinfer_workers.inference"]
-        self.processes.append(subprocess.Popen(command, env=self._env | SHORT_LEASE | environment))
+        self.processes.append(ForkedProgram(["qinfer_workers.inference"], self._env | SHORT_LEASE | environment))
         return self.processes[-1]
 
     async def worker(self, **environment: str) -> Process:

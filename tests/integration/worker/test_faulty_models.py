@@ -60,10 +60,10 @@ async def test_one_bad_entry_of_a_batch_becomes_a_dead_letter(pool: WorkerProces
 
 async def test_a_batch_that_holds_the_gil_keeps_its_leases(pool: WorkerProcesses, tmp_path: Path) -> None:
     """Five times the lease with the interpreter stopped: no other worker runs it, what came with it neither."""
-    first = await pool.worker()
+    first = await pool.worker(QINFER_WORKER__LEASE_S="1")
     request = await pool.accept(HOLD_GIL)
     await pool.began(tmp_path / "faulty.trace")
-    second = await pool.worker()
+    second = await pool.worker(QINFER_WORKER__LEASE_S="1")
     waits = pool.submit(3.0)
 
     record = await pool.ended(request)
