@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
@@ -26,6 +27,8 @@ from qinfer.core.api_keys import Scope, add_key, revoke_key
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
 from qinfer.testing import wait_until
+from tests.integration.cli.test_operator import Ended
+from tests.integration.cli.test_operator import run as run_command
 from tests.support import models, python_models
 from tests.support.servers import servers
 
@@ -149,11 +152,17 @@ def qinfer(*arguments: str, env: dict[str, str] | None = None) -> "subprocess.Co
     )
 
 
+def run(*words: str) -> Ended:
+    """Runs a command in this process."""
+    with mock.patch.dict(os.environ, clean_environment(), clear=True):
+        return run_command(*words)
+
+
 def depth(data_dir: Path) -> int:
     """Asks `qinfer status` how many requests wait or are executed."""
-    shown = qinfer("status", "--data-dir", str(data_dir), "--json")
-    assert shown.returncode == 0, shown.stderr
-    return sum(lane["depth"] for lane in json.loads(shown.stdout)["lanes"])
+    shown = run("status", "--data-dir", str(data_dir), "--json")
+    assert shown.code == 0, shown.stderr
+    return sum(lane["depth"] for lane in shown.document["lanes"])
 
 
 def is_queued(data_dir: Path) -> bool:
@@ -167,12 +176,12 @@ def is_queued(data_dir: Path) -> bool:
 def test_commands_find_it(server: Up) -> None:
     """It answers, and tells `infer`, `bench` and `models list` where it is."""
     assert infer(server.url) == ANSWER
-    asked = qinfer("infer", "add_sub", "-i", "a=[1,2,3,4]", "-i", "b=[4,3,2,1]", "--url", server.url, "--json")
-    assert json.loads(asked.stdout)["outputs"]["sum"]["data"] == [ANSWER["sum"]]
-    loaded = qinfer("bench", "add_sub", "--url", server.url, "-c", "4", "-d", "0.5", "--json")
-    assert json.loads(loaded.stdout)["errors"] == 0, loaded.stdout
-    listed = qinfer("models", "list", "--data-dir", str(server.data_dir), "--json")
-    models = {m["name"]: (m["version"], m["state"]) for m in json.loads(listed.stdout)}
+    asked = run("infer", "add_sub", "-i", "a=[1,2,3,4]", "-i", "b=[4,3,2,1]", "--url", server.url, "--json")
+    assert asked.document["outputs"]["sum"]["data"] == [ANSWER["sum"]]
+    loaded = run("bench", "add_sub", "--url", server.url, "-c", "4", "-d", "0.5", "--json")
+    assert loaded.document["errors"] == 0, loaded.stdout
+    listed = run("models", "list", "--data-dir", str(server.data_dir), "--json")
+    models = {m["name"]: (m["version"], m["state"]) for m in listed.document}
     assert models["add_sub"] == (1, "READY")
 
 

@@ -26,30 +26,30 @@ STATE = """max_sequence_idle_microseconds: 60000000
   initial_state { name: "zero" data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }"""
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    write_hanging(tmp_path / "models", 40.0)
-    write_accumulator(tmp_path / "models", more=limit(LIMIT_S))
-    (file,) = (tmp_path / "models" / "accumulator").rglob("model.py")
+def write_models(folder: Path) -> Path:
+    write_hanging(folder / "models", 40.0)
+    write_accumulator(folder / "models", more=limit(LIMIT_S))
+    (file,) = (folder / "models" / "accumulator").rglob("model.py")
     file.write_text(
         file.read_text().replace(
             "        before = 0", f"        if x(request) == {HANG}: time.sleep(1e6)\n        before = 0"
         )
     )
-    write_faulty(tmp_path / "models", "sums", hold_s=600.0, max_batch_size=4, beside=limit(LIMIT_S))
-    config = tmp_path / "models" / "sums" / "config.pbtxt"
+    write_faulty(folder / "models", "sums", hold_s=600.0, max_batch_size=4, beside=limit(LIMIT_S))
+    config = folder / "models" / "sums" / "config.pbtxt"
     config.write_text(
         config.read_text().replace(
             "dynamic_batching { max_queue_delay_microseconds: 0  }", sequence_batching("direct { }", STATE)
         )
     )
-    return tmp_path / "models"
+    return folder / "models"
 
 
-@pytest.fixture
-def up(repository: Path, tmp_path: Path) -> Iterator[Up]:
-    env = {"PYTHONPATH": install(tmp_path / "plugin")}
-    one = Up(repository, tmp_path / "data", "--no-model-output", env=env).wait_ready()
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder = tmp_path_factory.mktemp("up")
+    env = {"PYTHONPATH": install(folder / "plugin")}
+    one = Up(write_models(folder), folder / "data", "--no-model-output", env=env).wait_ready()
     yield one
     one.process.terminate()
     one.process.wait(60)

@@ -11,7 +11,7 @@ import redis
 
 from qinfer.cli.local.machine import read_run
 from qinfer.testing import wait_until
-from tests.integration.cli.test_up import QUICK_LEASES, WITHIN_S, Up, qinfer
+from tests.integration.cli.test_up import QUICK_LEASES, WITHIN_S, Up, run
 from tests.support import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -21,28 +21,28 @@ TENSOR = np.arange(2**20, dtype="<f4").tobytes()  # 4 MiB
 SMALL_BYTES = 2**20
 
 
-@pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
-    return tmp_path / "data #1 %20"
+class Installation:
+    """An `up` for all tests, which may be started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data_dir = folder / "data #1 %20"
+        models.identity(folder / "models", "FP32")
+        self.start()
+
+    def start(self) -> None:
+        folder = self.data_dir.parent
+        options = ("--durability", "always", "--allow-store", str(folder))
+        self.up = Up(folder / "models", self.data_dir, *options, env=QUICK_LEASES).wait_ready()
+
+    def stop(self) -> None:
+        assert self.up.stop() == 0, self.up.log.read_text()
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    models.identity(tmp_path / "models", "FP32")
-    return tmp_path / "models"
-
-
-@pytest.fixture
-def up(repository: Path, data_dir: Path) -> Iterator[Up]:
-    one = started(repository, data_dir)
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    one = Installation(tmp_path_factory.mktemp("up"))
     yield one
-    if one.process.poll() is None:
-        assert one.stop() == 0, one.log.read_text()
-
-
-def started(repository: Path, data_dir: Path) -> Up:
-    options = ("--durability", "always", "--allow-store", str(data_dir.parent))
-    return Up(repository, data_dir, *options, env=QUICK_LEASES).wait_ready()
+    one.stop()
 
 
 def submit(up: Up) -> str:
@@ -77,8 +77,9 @@ def sizes_in_redis(data_dir: Path) -> dict[str, int]:
         return {key.decode(): client.memory_usage(key, samples=0) or 0 for key in client.scan_iter()}
 
 
-def test_large_tensors_and_results_are_files(up: Up, repository: Path, data_dir: Path) -> None:
+def test_large_tensors_and_results_are_files(installation: Installation) -> None:
     """Beside Redis, not in its memory nor its append-only file; a restart keeps them, and DELETE removes them."""
+    up, data_dir = installation.up, installation.data_dir
     worker = up.child("qinfer_workers.inference")
     worker.suspend()
     request = submit(up)
@@ -97,26 +98,23 @@ def test_large_tensors_and_results_are_files(up: Up, repository: Path, data_dir:
     job = {"model": MODEL, "inputs": [f"file://{stored}"], "output": {"url": f"file://{data_dir.parent}/out"}}
     refused = httpx.post(f"{up.url}/v1/jobs", json=job, timeout=WITHIN_S)
     assert (refused.status_code, "is in none of the stores" in refused.text) == (403, True), refused.text
-    doctor = qinfer("doctor", "--data-dir", str(data_dir), "--no-runtimes", "--json")
-    found = [one["text"] for one in json.loads(doctor.stdout)["findings"] if one["subject"] == "payload store"]
+    doctor = run("doctor", "--data-dir", str(data_dir), "--no-runtimes", "--json")
+    found = [one["text"] for one in doctor.document["findings"] if one["subject"] == "payload store"]
     assert found[0] == "readable and writable", found
 
-    assert up.stop() == 0
-    again = started(repository, data_dir)
-    try:
-        assert outputs(result(again, request)) == TENSOR
-        assert files(data_dir) == [stored]
-        httpx.delete(f"{again.url}{request}", timeout=WITHIN_S).raise_for_status()
-        wait_until(lambda: files(data_dir) == [], WITHIN_S, "the removal of the result")
-        assert result(again, request).status_code == 410
-    finally:
-        assert again.stop() == 0, again.log.read_text()
+    installation.stop()
+    installation.start()
+    assert outputs(result(installation.up, request)) == TENSOR
+    assert files(data_dir) == [stored]
+    httpx.delete(f"{installation.up.url}{request}", timeout=WITHIN_S).raise_for_status()
+    wait_until(lambda: files(data_dir) == [], WITHIN_S, "the removal of the result")
+    assert result(installation.up, request).status_code == 410
 
 
-def test_a_lost_file_is_an_error_that_says_so(up: Up, data_dir: Path) -> None:
+def test_a_lost_file_is_an_error_that_says_so(installation: Installation) -> None:
     """A request or result is lost with its file, and nothing else; its dead letter says that it can't be replayed."""
     for damage in ("removed", "cut"):
-        lose(up, data_dir, damage)
+        lose(installation.up, installation.data_dir, damage)
 
 
 def lose(up: Up, data_dir: Path, damage: str) -> None:
@@ -131,13 +129,13 @@ def lose(up: Up, data_dir: Path, damage: str) -> None:
     said = "they were deleted there before their time" if damage == "removed" else f"1 of {len(TENSOR)} bytes"
     assert (failed.status_code, said in failed.text) == (500, True), failed.text
     assert outputs(result(up, kept)) == TENSOR
-    (letter,) = json.loads(qinfer("dlq", "list", MODEL, "--data-dir", str(data_dir), "--json").stdout)
+    (letter,) = run("dlq", "list", MODEL, "--data-dir", str(data_dir), "--json").document
     wait_until(lambda: len(files(data_dir)) == (1 if damage == "removed" else 2), WITHIN_S, "one result")
     if damage == "removed":
         for command in ("show", "replay"):
-            shown = qinfer("dlq", command, MODEL, letter["id"], "--data-dir", str(data_dir))
+            shown = run("dlq", command, MODEL, letter["id"], "--data-dir", str(data_dir))
             assert "can't be replayed" in " ".join((shown.stdout + shown.stderr).split()), shown
-    assert qinfer("dlq", "purge", MODEL, "--all", "--yes", "--data-dir", str(data_dir)).returncode == 0
+    assert run("dlq", "purge", MODEL, "--all", "--yes", "--data-dir", str(data_dir)).code == 0
 
     (stored,) = files(data_dir)
     spoil([stored], damage)

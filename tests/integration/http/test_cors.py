@@ -11,10 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings_sections import CorsSettings
 from tests.support.gateway import Running, running_gateway, settings_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 INFER = "/v2/models/echo/infer"
@@ -98,11 +101,11 @@ async def scene_of(directory: Path, cors: CorsSettings, *, fast_path: bool = Tru
         yield Scene(running, client, key)
 
 
-@pytest.fixture(params=["fast", "route"])
-async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Scene]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fast", "route"])
+async def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     """Pages of one origin may call."""
     cors = CorsSettings(allow_origins=(APP,), max_age_s=60)
-    async with scene_of(tmp_path, cors, fast_path=request.param == "fast") as found:
+    async with scene_of(tmp_path_factory.mktemp("keys"), cors, fast_path=request.param == "fast") as found:
         yield found
 
 

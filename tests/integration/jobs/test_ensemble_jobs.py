@@ -20,7 +20,7 @@ from tests.support.jobs.shard_runs import submit_job as put_job
 
 pytestmark = pytest.mark.timeout(60)
 
-ROWS, GROUP = 400, 50
+ROWS, GROUP = 160, 20
 SHARDS = ROWS // GROUP
 
 
@@ -128,7 +128,7 @@ async def test_steps_in_other_workers(scene: EnsemblesServed, tmp_path: Path) ->
 
 async def test_rows_with_which_a_step_fails_cost_no_other_row(scene: EnsemblesServed, tmp_path: Path) -> None:
     """Their error names ensemble and step."""
-    table = numpy_helper.from_array(np.arange(390, dtype=np.float32), "table")
+    table = numpy_helper.from_array(np.arange(150, dtype=np.float32), "table")
     nodes = [helper.make_node("Cast", ["x"], ["i"], to=7), helper.make_node("Gather", ["table", "i"], ["y"])]
     nodes.insert(0, helper.make_node("Constant", [], ["table"], value=table))
     models.write(scene.repository, "lookup", nodes, [("x", "FP32", (2,))], [("y", "FP32", (2,))])
@@ -142,8 +142,8 @@ async def test_rows_with_which_a_step_fails_cost_no_other_row(scene: EnsemblesSe
 
     assert (await outcomes(scene.gateway._delivery, SHARDS))[-1] == ShardOutcome(SHARDS - 1, GROUP, 10)
     rows = scored_rows(work.output)
-    assert rows[:390] == [(row, 2.0 * row) for row in range(390)]
-    assert [value for _, value in rows[390:]] == [None] * 10
+    assert rows[:150] == [(row, 2.0 * row) for row in range(150)]
+    assert [value for _, value in rows[150:]] == [None] * 10
     assert "in ensemble 'picky', step of model 'lookup': " in read_parts(work.output)["error_message"][-1].as_py()
 
 
@@ -154,7 +154,7 @@ class TritonPythonModel:
         for request in requests:
             sender, row = request.get_response_sender(), x(request)
             for number in range(int(row[0, 0]) % 4):
-                if row[0, 0] == 399:
+                if row[0, 0] == 159:
                     sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no such row")))
                     break
                 sender.send(reply(row + number))

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import LabelingSettings, LimitSettings, Settings
@@ -20,6 +21,8 @@ from tests.support.gateway import Running, running_gateway, settings_of
 from tests.support.sequences import stored
 from tests.support.servers.label_studio_server import CONFIG
 from tests.support.step_worker import SUM
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROJECT = "12.1735689600"
 LABELS = """
@@ -59,19 +62,25 @@ def vectors(model: str, count: int) -> dict[str, Any]:
     return {"project": PROJECT, "label_config": CONFIG, "tasks": tasks}
 
 
+def write_mappings(folder: Path) -> str:
+    scored = {name: SCORED.format(name=name, model=name) for name in ("echo", "fails", "stuck", "small", "loading")}
+    return written(folder / "mappings", labels=LABELS, **scored)
+
+
 @pytest.fixture
 def mappings(tmp_path: Path) -> str:
-    scored = {name: SCORED.format(name=name, model=name) for name in ("echo", "fails", "stuck", "small", "loading")}
-    return written(tmp_path / "mappings", labels=LABELS, **scored)
+    return write_mappings(tmp_path)
 
 
-@pytest.fixture
-async def running(mappings: str) -> AsyncIterator[Running]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """One for all tests that need no other settings: each asks models of its own for what stays."""
+    mappings = write_mappings(tmp_path_factory.mktemp("labeling"))
     async with running_gateway(with_labeling(mappings, predict_timeout_s=0.5)) as running:
         yield running
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(running: Running) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=running.url) as opened:
         yield opened
@@ -349,19 +358,20 @@ async def test_a_mapping_without_tenants_is_nobodys_where_there_are_several(tmp_
                 assert (reply.status_code, "names no tenant" in reply.text) == (403, True), reply.text
 
 
-async def test_new_mappings_are_seen(client: httpx.AsyncClient, mappings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_mappings_are_seen(mappings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a restart; a file that can't be read leaves the others as they were."""
     monkeypatch.setattr("qinfer.labeling.mapping.LOOK_EVERY_S", 0.0)
     text = SCORED.format(name="more", model="hasty")
-    (Path(mappings) / "more.yaml").write_text(text)
 
-    async def status() -> int:
+    async def status(client: httpx.AsyncClient) -> int:
         body = {"project": PROJECT, "schema": CONFIG}
         return (await client.post("/label-studio/hasty/setup", json=body)).status_code
 
-    assert await status() == 200
-    (Path(mappings) / "broken.yaml").write_text("{")
-    assert await status() == 200
+    async with running_gateway(with_labeling(mappings)) as running, httpx.AsyncClient(base_url=running.url) as client:
+        (Path(mappings) / "more.yaml").write_text(text)
+        assert await status(client) == 200
+        (Path(mappings) / "broken.yaml").write_text("{")
+        assert await status(client) == 200
 
 
 async def test_without_mappings_nothing_is_served() -> None:

@@ -91,7 +91,7 @@ class Load:
     def stop(self) -> None:
         self._is_over = True
 
-    async def answered(self, count: int = 200) -> None:
+    async def answered(self, count: int = 10 * CALLERS) -> None:
         """Waits for so many more right answers."""
         wanted = self.statuses[200] + count
         await eventually(lambda: self.statuses[200] >= wanted, RECOVERED_WITHIN_S, f"{count} answers")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.models.spec import MAX_PARTS
@@ -15,7 +16,7 @@ from qinfer.testing import eventually
 from tests.support.ensembles import EnsemblesServed, ensembles_served, scale
 from tests.support.python_models import execute, write_model
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio(loop_scope="module")]
 
 SPLIT = 'parameters { key: "qinfer.split" value { string_value: "true" } }'
 
@@ -41,13 +42,18 @@ return [reply(np.array([[total.shape[0], total.sum()]], "f4")) for _ in requests
 )
 
 
-@pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[EnsemblesServed]:
-    repository = tmp_path / "repository"
+def write_scales(repository: Path) -> Path:
+    """Writes `split`, whose requests are split, and `plain`, whose are not."""
     for name in ("split", "plain"):
         scale(repository, name, 2.0)
     file = repository / "split" / "config.pbtxt"
     file.write_text(file.read_text() + SPLIT)
+    return repository
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EnsemblesServed]:
+    repository = write_scales(tmp_path_factory.mktemp("repository"))
     write_model(repository, STRICT, "strict", dims=2, max_batch_size=4, more=SPLIT)
     write_model(repository, CALLER, "caller", dims=2)
     async with ensembles_served(repository) as one:
@@ -121,19 +127,22 @@ async def test_what_is_refused(scene: EnsemblesServed) -> None:
     assert "requests that are stored are not split" in stored.text
 
 
-async def test_a_caller_that_leaves_takes_its_parts_along(scene: EnsemblesServed) -> None:
-    await scene.stop("w1")
-    await scene.stop("w2")
-    asking = asyncio.create_task(over_http(scene, np.zeros((80, 2))))
+async def test_a_caller_that_leaves_takes_its_parts_along(tmp_path: Path) -> None:
+    async with ensembles_served(write_scales(tmp_path / "repository")) as scene:
+        await scene.sync()
+        await scene.worker("w1")
+        await scene.ready()
+        await scene.stop("w1")
+        asking = asyncio.create_task(over_http(scene, np.zeros((80, 2))))
 
-    async def are_queued() -> bool:
-        return await scene.depth("split") == 10
+        async def are_queued() -> bool:
+            return await scene.depth("split") == 10
 
-    async def are_gone() -> bool:
-        return await scene.depth("split") == 0 and scene.gateway.dispatcher.in_flight == 0
+        async def are_gone() -> bool:
+            return await scene.depth("split") == 0 and scene.gateway.dispatcher.in_flight == 0
 
-    await eventually(are_queued, description="ten parts in the lane")
-    asking.cancel()
-    await asyncio.wait([asking])
+        await eventually(are_queued, description="ten parts in the lane")
+        asking.cancel()
+        await asyncio.wait([asking])
 
-    await eventually(are_gone, description="an empty lane")
+        await eventually(are_gone, description="an empty lane")
