@@ -5,6 +5,7 @@ always present; absent sub-messages are left out; 64-bit integers are JSON numbe
 which perf_analyzer can't read); enums are names.
 """
 
+import functools
 import json
 import re
 import struct
@@ -74,13 +75,17 @@ def from_json(text: str) -> ModelConfig:
 
 def _listed(fields: dict[str, Any]) -> dict[str, Any]:
     """Protobuf's C++ parser accepts a single object for a list."""
-    several = {
+    return {name: [value] if name in _lists() and isinstance(value, dict) else value for name, value in fields.items()}
+
+
+@functools.cache
+def _lists() -> frozenset[str]:
+    return frozenset(
         name
         for of in ModelConfig.DESCRIPTOR.fields
         if of.is_repeated and of.message_type is not None and not of.message_type.GetOptions().map_entry
         for name in (of.name, of.json_name)
-    }
-    return {name: [value] if name in several and isinstance(value, dict) else value for name, value in fields.items()}
+    )
 
 
 def _check_size(text: str) -> None:
