@@ -204,11 +204,12 @@ async def eventually(
     predicate: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0, description: str = "the condition"
 ) -> None:
     """Waits on the event loop until a condition holds, or raises `TimeoutError`."""
-    until_s = time.monotonic() + timeout_s
+    begin_s = time.monotonic()
     while True:
         result = predicate()
         if result if isinstance(result, bool) else await result:
             return
-        if time.monotonic() > until_s:
+        waited_s = time.monotonic() - begin_s
+        if waited_s > timeout_s:
             raise TimeoutError(f"not within {timeout_s} s: {description}")
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(min(max(waited_s / 10, 0.002), 0.02))
