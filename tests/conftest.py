@@ -86,9 +86,9 @@ def embedded() -> EmbeddedServer:
     return embedded_server()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def timed() -> Iterator[EmbeddedServer]:
-    """A server of the test's own, whose time it moves."""
+    """A server of the module's own, whose time its tests move, forward only; each has a database of its own."""
     with EmbeddedServer() as server:
         yield server
 
