@@ -65,10 +65,11 @@ _NO_PARAMETERS = InputParameters()
 
 
 class InferReply(msgspec.Struct, frozen=True, gc=False):
-    """An encoded response; `json_length` is `None` if all is JSON."""
+    """An encoded response; `json_length` is `None` if all is JSON. `tensors` follow the body, if they are apart."""
 
     body: bytes
     json_length: int | None = None
+    tensors: Sequence[Bytes] = ()
 
 
 def decode_infer(
@@ -168,8 +169,10 @@ def _known_text(text: bytes, depth: int) -> _KnownText | Request:
     return _KnownText(parsed.id, inputs, position, outputs, plan)
 
 
-def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS) -> InferReply:
-    """Encodes outputs; `plan` is bound (`outputs.bind`)."""
+def encode_infer(
+    response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS, *, apart: bool = False
+) -> InferReply:
+    """Encodes outputs, binary ones `apart` or in the body; `plan` is bound (`outputs.bind`)."""
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
     parts: list[Bytes] = [begin, _reply_head(plan.endpoint or response.model, response.version)]
     if response.parameters:
@@ -198,6 +201,8 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
     text = b"".join(parts) if type(parts[0]) is bytes else cast(bytes, _whole(parts))  # bytes would be a copy
     if not tail:
         return InferReply(text)
+    if apart:
+        return InferReply(text, len(text), tail)
     return InferReply(b"".join((text, *tail)), len(text))
 
 

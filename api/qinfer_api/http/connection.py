@@ -451,7 +451,7 @@ class HttpConnection(SwitchingConnection):
             close = self._closing and not queue
             if reply is not WRITTEN:
                 writer, request_id = self.writer_of(first), first.request_id or port.new_id()
-                if self._lent or len(reply.body) > LARGE_BYTES:
+                if self._lent or reply.tensors or len(reply.body) > LARGE_BYTES:
                     self._write_pieces(writer.pieces(reply, port.common, request_id, close=close))
                 else:
                     self.transport.write(writer.render(reply, port.common, request_id, close=close))
@@ -464,10 +464,9 @@ class HttpConnection(SwitchingConnection):
         if self._is_paused:
             self.go_on()
 
-    def _write_pieces(self, pieces: Iterable[bytes]) -> None:
+    def _write_pieces(self, pieces: Iterable[Bytes]) -> None:
         unread = self.transport.get_write_buffer_size()
-        for piece in pieces:
-            self.transport.write(piece)
+        self.transport.writelines(pieces)
         if self._lent:
             self._later_bytes += self.transport.get_write_buffer_size() - unread
 

@@ -96,17 +96,25 @@ class FastCall:
             self._pending.comes_first()
 
     def deliver(self, response: Response) -> None:
-        """Encodes the response, in a thread if the response is large."""
+        """Encodes the response, in a thread if that takes long."""
         if not response.final or self.reply is not None:
             if self.reply is None:
                 self.set_reply(error_reply(501, DECOUPLED))
             return
         if (nbytes := response.nbytes) <= JSON_BYTES or not is_slow(nbytes, self._plan):
             self.set_reply(self._encoded(response))
+        elif self._is_plain(response):
+            self.set_reply(self._codec.encode(response, self.request.client_id, self._plan, apart=True))
         else:
             run = asyncio.get_running_loop().run_in_executor
             thread = run(encoder_of(nbytes), self._encoded, response)
             thread.add_done_callback(self._encoded_in_thread)
+
+    def _is_plain(self, response: Response) -> bool:
+        """Returns whether the outputs are sent as they are."""
+        if self.head.encoding is not None or self._plan.special is not None:
+            return False
+        return all(self._plan.is_binary(output.name) for output in response.outputs)
 
     def _encoded(self, response: Response) -> HttpReply:
         reply = self._codec.encode(response, self.request.client_id, self._plan)
@@ -122,7 +130,7 @@ class FastCall:
     def set_reply(self, reply: HttpReply) -> None:
         """Sets the reply and notifies the connection."""
         if self._pending is not None and (memory := self._pending.memory) is not None:
-            memory.become(len(reply.body))
+            memory.become(reply.nbytes)
             self.memory = memory
         if self.landing is not None:
             self.forget_landing()

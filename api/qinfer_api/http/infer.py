@@ -197,7 +197,10 @@ def header_value(text: str) -> bytes:
 
 
 class HttpReply(msgspec.Struct, frozen=True, gc=False):
-    """An unwritten answer; `json_length` is set if uncompressed binary tensors follow the JSON."""
+    """An unwritten answer; `json_length` is set if uncompressed binary tensors follow the JSON.
+
+    `tensors` follow the body, if they are apart.
+    """
 
     status: int
     body: bytes
@@ -206,6 +209,12 @@ class HttpReply(msgspec.Struct, frozen=True, gc=False):
     retry_after_s: int = 0
     cache: str = ""
     target: str = ""
+    tensors: Sequence[Bytes] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of body and tensors."""
+        return len(self.body) + sum(map(len, self.tensors))
 
     def head(self) -> bytes:
         """Returns the reply's own header lines."""
@@ -214,7 +223,7 @@ class HttpReply(msgspec.Struct, frozen=True, gc=False):
         else:
             head = (
                 b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
-                b"content-length: %d\r\n" % (self.json_length, len(self.body))
+                b"content-length: %d\r\n" % (self.json_length, self.nbytes)
             )
         if self.encoding is not None:
             head += b"content-encoding: %b\r\nvary: accept-encoding\r\n" % self.encoding.encode()
@@ -269,15 +278,15 @@ class Writer:
         self._common: Headers = ()
         self._block = self._ok = b""
 
-    def pieces(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> list[bytes]:
-        """Renders a reply; a large body is its own piece, to save a copy."""
-        if len(reply.body) <= LARGE_BYTES:
+    def pieces(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> list[Bytes]:
+        """Renders a reply; a large body and tensors are pieces of their own, to save copies."""
+        if len(reply.body) <= LARGE_BYTES and not reply.tensors:
             return [self.render(reply, common, request_id, close=close)]
         begin, end = self.encode_head(reply.status, common, request_id), _CLOSE if close else b"\r\n"
-        return [b"".join((begin, reply.head(), end)), reply.body]
+        return [b"".join((begin, reply.head(), end)), reply.body, *reply.tensors]
 
     def render(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> bytes:
-        """Renders a whole reply."""
+        """Renders a whole reply without tensors of its own."""
         if common is not self._common:
             self._renew(common)
         body, name = reply.body, header_value(request_id)
@@ -354,17 +363,18 @@ class InferCodec:
             plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))
         return request, plan
 
-    def encode(self, response: Response, client_id: str, plan: OutputPlan) -> HttpReply:
-        """Encodes a response or failure, as requested."""
+    def encode(self, response: Response, client_id: str, plan: OutputPlan, *, apart: bool = False) -> HttpReply:
+        """Encodes a response or failure, as requested, binary outputs `apart` or in the body."""
         target = answered_by(response, plan.endpoint)
         if response.failure is not None:
             return refusal(response.failure, target)
         try:
             regions = self.memory if plan.held is None else regions_of(plan, self.memory)
-            encoded = encode_infer(response, client_id, plan, regions)
+            encoded = encode_infer(response, client_id, plan, regions, apart=apart)
         except QinferError as error:
             return failure_reply(error)
-        return HttpReply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
+        body, json_length, tensors = encoded.body, encoded.json_length, encoded.tensors
+        return HttpReply(200, body, json_length, cache=response.cache, target=target, tensors=tensors)
 
     def reads_memory(self, body: Bytes) -> bool:
         """Returns whether decoding may read shared memory."""

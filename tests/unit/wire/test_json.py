@@ -274,6 +274,18 @@ def test_outputs_that_json_cannot_carry(tensor: Tensor, error: type[Exception], 
     assert encode_infer(Response(request_id="r", outputs=(tensor,)), "", OutputPlan(binary=True)).json_length
 
 
+def test_binary_outputs_may_be_apart() -> None:
+    """They are not copied; joined, they are the usual reply."""
+    outputs = (Tensor("y", "UINT8", (3,), b"abc"), Tensor("e", "UINT8", (0,), b""), Tensor("z", "UINT8", (1,), b"d"))
+    response = Response(request_id="r", model="m", version=1, outputs=outputs)
+
+    whole = encode_infer(response, "", OutputPlan(binary=True))
+    apart = encode_infer(response, "", OutputPlan(binary=True), apart=True)
+
+    assert list(apart.tensors) == [b"abc", b"d"]
+    assert (b"".join((apart.body, *apart.tensors)), apart.json_length) == (whole.body, whole.json_length)
+
+
 ARRAYS = {
     "FP32": np.array([[0.1, -2.5, 3e10]], "f4"),
     "FP64": np.array([[0.1, -2.5, 3e100]], "f8"),

@@ -163,6 +163,16 @@ def test_the_body_of_a_large_reply_is_not_copied(*, close: bool) -> None:
     assert bytes(begin + rest) == Writer().render(reply, [(b"date", b"today")], "ID", close=close)
 
 
+def test_the_tensors_of_a_large_reply_are_not_copied() -> None:
+    tensors = [memoryview(bytes([number]) * 200_000) for number in range(2)]
+    whole = HttpReply(200, b"{}" + b"".join(tensors), 2)
+
+    begin, text, *rest = Writer().pieces(HttpReply(200, b"{}", 2, tensors=tensors), [], "ID", close=False)
+
+    assert all(one is other for one, other in zip(rest, tensors, strict=True))
+    assert b"".join((begin, text, *rest)) == Writer().render(whole, [], "ID", close=False)
+
+
 def test_the_common_headers_are_renewed() -> None:
     """The server puts a new list in place each second."""
     writer = Writer()
