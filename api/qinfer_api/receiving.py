@@ -120,7 +120,8 @@ class Reservation:
 
     def release(self) -> None:
         """Releases the memory, or stops waiting; idempotent."""
-        self.unwatch()
+        if self._late is not None:
+            self.unwatch()
         if self.size:
             self._budget.released(self)
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import hpack
 
 from qinfer.errors import DeadlineInfeasible
+from qinfer.tensors import Bytes
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionLimits
@@ -112,6 +113,9 @@ class Wire(Requests):
 
     def write(self, data: bytes) -> None:
         self.written += data
+
+    def writelines(self, pieces: Iterable[Bytes]) -> None:
+        self.written += b"".join(pieces)
 
     def close(self) -> None:
         self.is_closed = True

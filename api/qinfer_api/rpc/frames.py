@@ -2,7 +2,7 @@
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -82,6 +82,27 @@ class Malformed(Exception):
 def frame(kind: int, flags: int, number: int, payload: Bytes = b"") -> bytes:
     """Encodes a frame."""
     return b"".join((HEAD.pack(len(payload) << 8 | kind, flags, number), payload))
+
+
+def data_frames(number: int, parts: Iterable[Bytes], most: int) -> list[Bytes]:
+    """Encodes DATA frames of `most` bytes, and a last one with the rest; the pieces are views of the parts."""
+    pieces: list[Bytes] = []
+    begun: list[Bytes] = []
+    held, head = 0, HEAD.pack(most << 8, 0, number)
+    for part in filter(len, parts):
+        size, begin = len(part), most - held
+        if size < begin:
+            begun.append(part)
+            held += size
+            continue
+        view, held = memoryview(part), (size - begin) % most
+        pieces += (head, *begun, view[:begin])
+        for at in range(begin, size - held, most):
+            pieces += (head, view[at : at + most])
+        begun = [view[size - held :]] if held else []
+    if held:
+        pieces += (HEAD.pack(held << 8, 0, number), *begun)
+    return pieces
 
 
 def word(payload: bytes, what: str) -> int:

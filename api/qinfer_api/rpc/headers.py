@@ -74,7 +74,9 @@ class Method(NamedTuple):
 class CallHead:
     """The head of calls with equal headers; without a method, `refusal` ends the call."""
 
-    __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "packing", "refusal", "timeout_s")
+    __slots__ = (
+        "_places", "_values", "encoding", "fields", "is_awaited", "memo", "method", "packing", "refusal", "timeout_s"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class CallHead:
         values: Sequence[bytes] = (),
     ) -> None:
         self.method = method
+        self.is_awaited = method is None or method.is_awaited
         self.refusal = refusal
         self.fields: Sequence[hpack.Field] = ()
         self._places = places

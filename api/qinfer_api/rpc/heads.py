@@ -76,12 +76,12 @@ class Server:
 
     def stream(self, connection: Http2Connection, number: int, head: CallHead, *, is_ended: bool) -> GrpcCall:
         """Creates a call."""
-        self._calls += _is_awaited(head)
+        self._calls += head.is_awaited
         return GrpcCall(self, connection, number, head, is_ended=is_ended)
 
     def closed(self, head: CallHead) -> None:
         """Counts an ended call."""
-        self._calls -= _is_awaited(head)
+        self._calls -= head.is_awaited
         if not self._calls:
             self._ended.set()
 
@@ -90,7 +90,3 @@ class Server:
         while self._calls:
             self._ended.clear()
             await self._ended.wait()
-
-
-def _is_awaited(head: CallHead) -> bool:
-    return head.method is None or head.method.is_awaited

@@ -12,7 +12,6 @@ import random
 from collections import deque
 from typing import Any, Protocol, cast
 
-from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
 from qinfer_api.receiving import READ_BYTES, SwitchingConnection
 from qinfer_api.rpc import frames
@@ -35,6 +34,8 @@ _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
+# Smaller frames cost more than their bytes, and are read in turns also if their message has memory.
+_LEAST_LANDED_BYTES = 1024
 _LAST_SECOND_S = 1.0
 _NO_BUFFER = memoryview(b"")
 _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
@@ -77,6 +78,9 @@ class Http2Connection(SwitchingConnection):
         self._buffer = _NO_BUFFER
         # The connection waits for its turn to read `_rest`.
         self._awaits_turn = False
+        # The message and the missing bytes of a DATA frame that was read in part.
+        self._begun: GrpcStream | None = None
+        self._missing = 0
         self._has_preface = self._has_settings = False
         # The stream, the flags and the start of an unfinished header block.
         self._block: tuple[int, int, bytearray] | None = None
@@ -85,6 +89,7 @@ class Http2Connection(SwitchingConnection):
         self._last = 0
         self._last_taken = frames.LAST_STREAM
         self._window = service.limits.connection_window_bytes
+        self._least_window = self._window >> 1
         self._allowance = service.limits.idle_frames
         self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads reconnections
         self._made_s = self._busy_s = self._heard_s = 0.0
@@ -107,12 +112,15 @@ class Http2Connection(SwitchingConnection):
 
     def read_into_buffers(self) -> None:
         """Reads into `get_buffer` from now on."""
-        output = self.output
-        self._buffer_reads(output.transport, is_paused=self._awaits_turn or output.is_paused)
+        if not self._is_buffered:
+            output = self.output
+            self._buffer_reads(output.transport, is_paused=self._awaits_turn or output.is_paused)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns a buffer of all connections, behind the rest of this one's last read."""
         rest, self._buffer = self._rest, self.service.buffer
+        if not rest:
+            return self._buffer
         size = len(rest)
         if size > len(self._buffer) // 2:  # it had no turn yet
             self._buffer = memoryview(bytearray(size + READ_BYTES))
@@ -133,11 +141,13 @@ class Http2Connection(SwitchingConnection):
         if self._rest:
             data = self._rest + data
         try:
-            position = 0 if self._has_preface else self._read_preface(bytes(data))
-            if len(data) <= SMALL_BYTES:
-                position = self._read_frames(data, position, len(data) - frames.HEAD_BYTES)
-            else:
-                position = self._read_in_turns(data, position)
+            position, size = 0 if self._has_preface else self._read_preface(bytes(data)), len(data)
+            if self._missing:
+                position = self._land(data, 0)
+            if size - position > SMALL_BYTES:
+                position = self._read_in_turns(data, position, has_landed=position > 0)
+            elif position < size:
+                position = self._read_frames(data, position, size - frames.HEAD_BYTES)
         except ConnectionFault as fault:
             self._fail(fault.code, str(fault))
         except HpackError as error:
@@ -145,15 +155,23 @@ class Http2Connection(SwitchingConnection):
         else:
             self._rest = bytes(data[position:])
 
-    def _read_in_turns(self, data: Bytes, position: int) -> int:
-        turns, before, last = self.service.turns, -1, len(data) - frames.HEAD_BYTES
+    def _read_in_turns(self, data: Bytes, position: int, *, has_landed: bool) -> int:
+        """Reads messages into their memory at once, and one frame behind them, as over HTTP; other frames in turns."""
+        turns, before, last, is_fresh = self.service.turns, -1, len(data) - frames.HEAD_BYTES, True
         while before < position <= last and not self._awaits_turn:
-            if not turns.may_read():
+            before, position = position, self._land(data, position)
+            has_landed = has_landed or position > before
+            if position > last:
+                break
+            if is_fresh and has_landed:
+                position = self._read_frames(data, position, position)
+            elif turns.may_read():
+                position = self._read_frames(data, position, min(position + SLICE_BYTES, last))
+            else:
                 self._awaits_turn = True
                 self.output.transport.pause_reading()
-                turns.wait(self._go_on, is_fresh=before < 0)
-                break
-            before, position = position, self._read_frames(data, position, min(position + SLICE_BYTES, last))
+                turns.wait(self._go_on, is_fresh=is_fresh)
+            is_fresh = False
         return position
 
     def _go_on(self) -> None:
@@ -229,7 +247,7 @@ class Http2Connection(SwitchingConnection):
             if not self._has_settings and kind != frames.SETTINGS:
                 raise ConnectionFault(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
             if kind == frames.DATA:
-                stop = self._read_data(flags, number, data, begin, stop)
+                self._read_data(flags, number, data, begin, stop)
             elif kind == frames.HEADERS:
                 self._read_headers(flags, number, data, begin, stop)
             else:
@@ -239,55 +257,79 @@ class Http2Connection(SwitchingConnection):
             position = stop
         return position
 
-    def _read_data(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> int:
-        """Reads a frame, and those of a large message behind it; returns where they end."""
-        behind = stop
-        size, most = stop - begin, self.service.limits.connection_window_bytes
+    def _read_data(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> None:
+        size = stop - begin
         self._window -= size
-        if self._window < 0:
-            raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
-        if self._window < most >> 1:
-            self.output.write_window(0, most - self._window)
-            self._window = most
+        if self._window < self._least_window:
+            self._renew_window()
         stream = self._streams.get(number)
         if stream is None or stream.is_ended:
             self._refuse_data(number, stream)
-            return behind
+            return
         if flags & frames.PADDED:
             begin, stop = frames.unpadded(frames.PADDED, data, begin, stop)
         stream.receive_window -= size
         if stream.receive_window < 0:
             self._reset(stream, frames.FLOW_CONTROL_ERROR)
-            return behind
+            return
         if flags & frames.END_STREAM:
             stream.is_ended = True
         else:
             if begin == stop:
                 self._count_idle("empty DATA")
-            stream.grant(size - (stop - begin))  # padding counts as read
+            if flags & frames.PADDED:
+                stream.grant(size - (stop - begin))  # padding counts as read
         stream.data_received(data[begin:stop])
-        landing = stream.landing
-        return behind if landing is None or flags else self._read_landing(stream, landing, data, behind)
 
-    def _read_landing(self, stream: GrpcStream, landing: Landing, data: Bytes, position: int) -> int:
-        """Reads whole frames of a message into its memory, as far as both windows allow, but for the last."""
-        rest = landing.rest[: min(self._window, stream.receive_window)]
-        most, last, begun = self.service.limits.frame_bytes, len(data) - frames.HEAD_BYTES, len(rest)
-        while position <= last:
-            size, flags, number = frames.HEAD.unpack_from(data, position)
-            if flags or number != stream.number or size & 0xFF != frames.DATA:
+    def _renew_window(self) -> None:
+        if self._window < 0:
+            raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
+        most = self.service.limits.connection_window_bytes
+        self.output.write_window(0, most - self._window)
+        self._window = most
+
+    def _land(self, data: Bytes, position: int) -> int:
+        """Reads DATA frames of a message into its memory, as far as both windows allow, but for the last.
+
+        Of a frame that is cut off, the first bytes are read. Returns the end of what was read.
+        """
+        unpack, end, missing = frames.HEAD.unpack_from, len(data), self._missing
+        stream = self._begun if missing else self._streams.get(unpack(data, position)[2])
+        landing = None if stream is None or stream.is_ended or self._block is not None else stream.landing
+        came = 0
+        if missing:
+            came = min(missing, end - position)
+            self._missing -= came
+            position += came
+        if stream is None or landing is None:
+            return position  # behind the rest of a frame whose stream has ended
+        rest, used, size, most = landing.rest, 0, 0, self.service.limits.frame_bytes
+        head: Bytes = b""
+        room = min(len(rest) - missing, self._window, stream.receive_window)
+        rest[:came] = data[position - came : position]
+        while (begin := position + frames.HEAD_BYTES) <= end:
+            if data[position:begin] != head:  # most are alike
+                head = data[position:begin]
+                word, flags, number = unpack(data, position)
+                size = word >> 8
+                if word & 0xFF or flags or number != stream.number or not _LEAST_LANDED_BYTES <= size <= most:
+                    break
+            if used + size >= room:
                 break
-            size >>= 8
-            begin = position + frames.HEAD_BYTES
-            if not 0 < size < len(rest) or size > most or begin + size > len(data):
-                break
+            used += size
             position = begin + size
-            rest[:size] = data[begin:position]
-            rest = rest[size:]
-        taken = begun - len(rest)
-        landing.came(taken)
-        self._window -= taken
-        stream.receive_window -= taken
+            if position > end:
+                self._begun, self._missing = stream, position - end
+                position = end
+            rest[came : came + position - begin] = data[begin:position]
+            came += position - begin
+        if came or used:
+            landing.came(came)
+            stream.moved_s = 0.0
+            stream.receive_window -= used
+            self._window -= used
+            if self._window < self._least_window:
+                self._renew_window()
         return position
 
     def _refuse_data(self, number: int, stream: GrpcStream | None) -> None:

@@ -104,7 +104,7 @@ class _UnaryAnswer(InferSink):
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))
-            elif response.nbytes > LARGE_BYTES or call.head.packing is not None:
+            elif call.head.packing is not None or (self.plan.special is not None and response.nbytes > LARGE_BYTES):
                 call.run(self._finish(response))
                 return
             else:
@@ -170,10 +170,11 @@ class Infer:
         if expected is None or self.dispatcher.reads_all(expected[0]):
             return None
         model, version, begin = expected
-        with contextlib.suppress(QinferError):
+        try:
             number = parse_version(version) if version else 0
             return self.dispatcher.landing(model, number, size, begin, call.context.tenant)
-        return None
+        except QinferError:
+            return None
 
     async def _infer_slowly(self, call: GrpcCall, blob: Bytes, sink: _UnaryAnswer) -> None:
         sink.wait(await self.submit_slowly(blob, call, sink))
@@ -523,7 +524,8 @@ class _StreamCall:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):
                 return None
             try:
-                if response.nbytes > LARGE_BYTES or self._call.head.packing is not None:
+                packing, special = self._call.head.packing, slot.plan.special
+                if packing is not None or (special is not None and response.nbytes > LARGE_BYTES):
                     return await asyncio.to_thread(self._packed, slot, response)
                 return self._packed(slot, response)
             except QinferError as error:

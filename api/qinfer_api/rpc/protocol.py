@@ -85,7 +85,6 @@ class GrpcCall(GrpcStream):
         "_is_headed",
         "_is_reading",
         "_messages",
-        "_moved_s",
         "_opened_memory",
         "_prefix",
         "_refusal",
@@ -122,7 +121,6 @@ class GrpcCall(GrpcStream):
         self._size = 0
         self._is_compressed = False
         self._is_reading = True  # the client owes a message
-        self._moved_s = 0.0
         self._messages: deque[_Message] = deque()
         self._reservation: Reservation | None = None
         self._answer_memory: Memory | None = None
@@ -164,10 +162,12 @@ class GrpcCall(GrpcStream):
 
     def data_received(self, data: Bytes) -> None:
         """Reads bytes of messages, which the connection may overwrite."""
-        landing = self.landing
-        if landing is not None and len(data) < len(landing.rest) and not self.is_ended:
-            self._moved_s = 0.0
+        landing, size = self.landing, len(data)
+        if landing is not None and size <= (left := len(landing.rest)) and (size == left) is self.is_ended:
+            self.moved_s = 0.0
             landing.add(data)
+            if self.is_ended:
+                self._landed(landing.body)
             return
         if self._refusal is not None:
             self.fail(self._refusal)
@@ -188,8 +188,18 @@ class GrpcCall(GrpcStream):
         except Abort as abort:
             self.fail(abort)
 
+    def _landed(self, message: Bytes) -> None:
+        """Starts a unary method with a message that is in memory, its last."""
+        self._opened_memory, self._reservation, self._body = self._reservation, None, None
+        if self._opened_memory is not None:
+            self._opened_memory.unwatch()
+        self._is_reading = False
+        self._start_method(message)
+        if self._task is None:
+            self.taken()
+
     def _collect(self, data: Bytes) -> None:
-        self._moved_s = 0.0
+        self.moved_s = 0.0
         if self._unread is not None:
             self._unread += data
             return
@@ -197,22 +207,22 @@ class GrpcCall(GrpcStream):
         while (view or self._body is not None) and not self.is_closed:
             if self._body is None:
                 view = self._read_prefix(view)
-            body, landing = self._body, self.landing
+            body = self._body
             if body is None:
                 return
-            piece = view[: self._size - self._arrived_bytes()]
-            if landing is not None:
-                landing.add(piece)
+            missing = self._size - self._arrived_bytes()
+            piece, view = view[:missing], view[missing:]
+            if self.landing is None and len(body) < LANDS_FROM_BYTES <= len(body) + len(piece) < self._size:
+                self._land(body)
+            if self.landing is not None:
+                self.landing.add(piece)
             else:
                 body += piece
-                if len(body) - len(piece) < LANDS_FROM_BYTES <= len(body) < self._size and self._size >= LANDED_BYTES:
-                    self._land(body)
-            view = view[len(piece) :]
-            if self._arrived_bytes() < self._size:
+            if len(piece) < missing:
                 return
             content: Bytes = body if len(body) > LARGE_BYTES else bytes(body)
-            if landing is not None:
-                content = landing.body
+            if self.landing is not None:
+                content = self.landing.body
             message = _Message(content, self._is_compressed, self._reservation)
             self._body = self._reservation = None
             self._arrived(message)
@@ -254,12 +264,14 @@ class GrpcCall(GrpcStream):
         self.grant(self._size - arrived - self.receive_window)
 
     def _land(self, body: bytearray) -> None:
-        """Receives the rest of a message with fewer copies."""
+        """Receives the rest of a large message with fewer copies."""
+        if self._size < LANDED_BYTES:
+            return
         self.connection.read_into_buffers()
         method = self.head.method
         if method is not None and method.land is not None and not self._is_compressed and not self._messages:
             self.landing = method.land(self, self._size)
-            if self.landing is not None:
+            if self.landing is not None and body:
                 self.landing.add(body)
                 body.clear()
 
@@ -423,14 +435,14 @@ class GrpcCall(GrpcStream):
         if self._refusal is not None:
             self.fail(self._refusal)
         elif not is_awaited:
-            self._moved_s = 0.0
+            self.moved_s = 0.0
             if self.queue and self.head.method is not None and not self.head.method.takes_stream:
                 self._check_taken(now_s)
         elif now_s > self._until_s:
             self.fail(Abort("DEADLINE_EXCEEDED", "Deadline Exceeded"))
-        elif not self._moved_s:
-            self._moved_s = now_s
-        elif now_s - self._moved_s > limits.body_s:
+        elif not self.moved_s:
+            self.moved_s = now_s
+        elif now_s - self.moved_s > limits.body_s:
             is_waiting = one is not None and not one.is_granted
             self.fail(Abort("RESOURCE_EXHAUSTED", SPENT) if is_waiting else Abort("CANCELLED", _TOO_LATE))
         elif self._body is not None and now_s - self._reserved_s > limits.body_s + self._size / _MIN_BYTES_PER_S:
@@ -493,7 +505,7 @@ class GrpcCall(GrpcStream):
         if not self._is_headed:
             self._is_headed = True
             self.send_headers(self._initial())
-        self.send((_prefix(parts, is_compressed), *parts))
+        self.send((_prefix(sum(map(len, parts)), is_compressed), *parts))
         while self.unsent_bytes > MAX_UNSENT_BYTES and not self.is_closed:
             if self._change is None:
                 self._change = asyncio.Event()
@@ -507,11 +519,12 @@ class GrpcCall(GrpcStream):
 
     def finish(self, parts: Sequence[Bytes], *, is_compressed: bool = False) -> None:
         """Answers a unary call."""
+        size = sum(map(len, parts))
         if self._answer_memory is not None:
-            self._answer_memory.become(sum(map(len, parts)))
+            self._answer_memory.become(size)
         self._release()
         try:
-            self.reply(self._initial(), b"".join((_prefix(parts, is_compressed), *parts)), _OK)
+            self.reply(self._initial(), (_prefix(size, is_compressed), *parts), _PREFIX_BYTES + size, _OK)
         except Abort as abort:
             self.fail(abort)
 
@@ -565,8 +578,7 @@ class GrpcCall(GrpcStream):
             self._timer = None
 
 
-def _prefix(parts: Sequence[Bytes], is_compressed: bool) -> bytes:  # noqa: FBT001 - the first byte
-    size = sum([len(part) for part in parts])
+def _prefix(size: int, is_compressed: bool) -> bytes:  # noqa: FBT001 - the first byte
     if size > MAX_MESSAGE_BYTES:
         raise Abort("RESOURCE_EXHAUSTED", f"the reply has {size} bytes; a message may have {MAX_MESSAGE_BYTES}")
     return (is_compressed << 32 | size).to_bytes(_PREFIX_BYTES)

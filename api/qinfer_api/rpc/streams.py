@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 _LARGE_PIECE_BYTES = 1024
 
+_COPIED_BYTES = 256 * 1024
+"""Smaller replies are written as copies, so that they keep no larger memory that they are parts of."""
+
+_MOST_WRITTEN_BYTES = 2**20
+"""The bytes that are written at once: a transport takes all of them, and may then say that its client does not read."""
+
 
 class Trailers(bytes):
     """The header block that ends a stream's queue."""
@@ -26,9 +32,12 @@ class GrpcStream:
 
     `is_ended`: the client has sent everything. `is_closed`: the reply is complete or reset. The windows count DATA
     bytes that the peer may still send. `landing` has the message that is received, if its method gave memory for it.
+    `moved_s` is 0 since bytes of a message came.
     """
 
-    __slots__ = ("connection", "is_closed", "is_ended", "landing", "number", "queue", "receive_window", "send_window")
+    __slots__ = (
+        "connection", "is_closed", "is_ended", "landing", "moved_s", "number", "queue", "receive_window", "send_window"
+    )  # fmt: skip
 
     def __init__(self, connection: "Http2Connection", number: int, *, is_ended: bool) -> None:
         self.connection = connection
@@ -39,6 +48,7 @@ class GrpcStream:
         self.receive_window = connection.service.limits.window_bytes
         self.queue: deque[Bytes] = deque()
         self.landing: Landing | None = None
+        self.moved_s = 0.0
 
     # -- called by the connection --------------------------------------------------------------------------------------
 
@@ -84,21 +94,22 @@ class GrpcStream:
             self.connection.output.pump(self)
 
     def send_trailers(self, block: bytes) -> None:
-        """Ends the reply after its queue."""
-        if not self.queue:
+        """Ends the reply after its queue, once the client reads."""
+        if not (self.queue or self.connection.output.is_paused):
             self.send_headers(block, is_last=True)
         elif not self.is_closed:
             self.queue.append(Trailers(block))
+            self.connection.output.pump(self)
 
-    def reply(self, head: bytes, body: bytes, trailers: bytes) -> None:
-        """Sends a whole reply."""
+    def reply(self, head: bytes, parts: Sequence[Bytes], size: int, trailers: bytes) -> None:
+        """Sends a whole reply, whose parts have `size` bytes."""
         if self.is_closed:
             return
-        if self.connection.output.write_reply(self, head, body, trailers):
+        if self.connection.output.write_reply(self, head, parts, size, trailers):
             self.connection.finished(self)
         else:
             self.send_headers(head)
-            self.send((body,))
+            self.send(parts if size > _COPIED_BYTES else (b"".join(parts),))
             self.send_trailers(trailers)
 
     def reset(self, code: int) -> None:
@@ -138,28 +149,32 @@ class FrameWriter:
         flags = frames.END_HEADERS | frames.END_STREAM if is_last else frames.END_HEADERS
         self.write(frames.HEADERS, flags, number, block)
 
-    def write_reply(self, stream: GrpcStream, head: bytes, body: bytes, trailers: bytes) -> bool:
-        """Writes a whole reply, if the windows allow."""
-        size, number = len(body), stream.number
-        if size > stream.send_window or size > self.window or size > self.max_frame or self.is_paused:
+    def write_reply(self, stream: GrpcStream, head: bytes, parts: Sequence[Bytes], size: int, trailers: bytes) -> bool:
+        """Writes a whole reply, whose parts have `size` bytes, if the windows allow."""
+        if size > stream.send_window or size > self.window or size > _MOST_WRITTEN_BYTES or self.is_paused:
             return False
         if self.block_prefix or self.is_closed or stream.queue:
             return False
         self.window -= size
-        pack = frames.HEAD.pack
-        self.transport.write(
-            b"".join(
-                (
-                    pack(len(head) << 8 | frames.HEADERS, frames.END_HEADERS, number),
-                    head,
-                    pack(size << 8, 0, number),
-                    body,
-                    pack(len(trailers) << 8 | frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number),
-                    trailers,
-                )
-            )
+        number, most, pack = stream.number, self.max_frame, frames.HEAD.pack
+        self.progress += size // most
+        self._write_pieces(
+            (
+                pack(len(head) << 8 | frames.HEADERS, frames.END_HEADERS, number),
+                head,
+                *((pack(size << 8, 0, number), *parts) if size <= most else frames.data_frames(number, parts, most)),
+                pack(len(trailers) << 8 | frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number),
+                trailers,
+            ),
+            size,
         )
         return True
+
+    def _write_pieces(self, pieces: Sequence[Bytes], size: int) -> None:
+        if size > _COPIED_BYTES:
+            self.transport.writelines(pieces)
+        else:
+            self.transport.write(b"".join(pieces))
 
     def write_window(self, number: int, size: int) -> None:
         """Grants the client `size` bytes, of one stream, or of all streams (0)."""
@@ -189,25 +204,34 @@ class FrameWriter:
                 self._waiting.pop(stream.number, None)
                 stream.send_headers(part, is_last=True)
                 return
-            room = min(stream.send_window, self.window, self.max_frame)
+            room = min(stream.send_window, self.window, _MOST_WRITTEN_BYTES)
             if room <= 0:
                 break
-            if len(part) <= room:
-                piece = queue.popleft()
-            else:
-                view = memoryview(part)
-                piece, queue[0] = view[:room], view[room:]
-            stream.send_window -= len(piece)
-            self.window -= len(piece)
-            if piece is part or len(piece) >= _LARGE_PIECE_BYTES:
-                self.progress += 1
-            self.write(frames.DATA, 0, stream.number, piece)
+            self._write_data(stream, room)
         if queue and (stream.send_window > 0 or self.is_paused):
             self._waiting[stream.number] = stream
         else:
             self._waiting.pop(stream.number, None)
         if not queue:
             stream.drained()
+
+    def _write_data(self, stream: GrpcStream, room: int) -> None:
+        """Writes the first bytes of a queue, at most `room`."""
+        queue, parts, left, is_cut = stream.queue, list[Bytes](), room, False
+        while left and queue and not isinstance(queue[0], Trailers):
+            part = queue.popleft()
+            if len(part) > left:
+                view, is_cut = memoryview(part), True
+                part = view[:left]
+                queue.appendleft(view[left:])
+            parts.append(part)
+            left -= len(part)
+        size = room - left
+        stream.send_window -= size
+        self.window -= size
+        if size >= _LARGE_PIECE_BYTES or len(parts) > is_cut:
+            self.progress += -(-size // self.max_frame)
+        self._write_pieces(frames.data_frames(stream.number, parts, self.max_frame), size)
 
     def pump_all(self) -> None:
         """Continues the streams that waited for the connection."""
