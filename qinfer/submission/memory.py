@@ -296,7 +296,7 @@ class TensorMemory:
         yield family(catalogue.SEGMENT_REQUESTS, ((count, {"way": way, **own}) for way, count in self.ways.items()))
 
     def _way(self, model: str) -> str:
-        """Returns `MEMORY` if all workers that may load a model read the memory, or why its tensors go another way."""
+        """Returns `MEMORY` if all workers that may load a model read the memory, or why not."""
         known = self._way_of.get(model)
         if known is None:
             live = self._catalog.workers()

@@ -346,7 +346,7 @@ class Repetitions:
         return DecodedRequest(request, version, _PLAIN, empty_final=False)
 
     def expected(self, size: int) -> tuple[str, str, int] | None:
-        """Returns model, version and the data's start of a message of so many bytes, if it is like an earlier one."""
+        """Returns model, version and the data's start of a message of so many bytes, if known."""
         begin = self._begins.get(size)
         return None if begin is None else (*self._models[size], begin)
 

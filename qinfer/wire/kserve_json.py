@@ -65,7 +65,7 @@ _NO_PARAMETERS = InputParameters()
 
 
 class InferReply(msgspec.Struct, frozen=True, gc=False):
-    """An encoded response; `json_length` is `None` if all is JSON. `tensors` follow the body, if they are apart."""
+    """An encoded response; `json_length` is `None` if all is JSON."""
 
     body: bytes
     json_length: int | None = None
@@ -172,7 +172,7 @@ def _known_text(text: bytes, depth: int) -> _KnownText | Request:
 def encode_infer(
     response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS, *, apart: bool = False
 ) -> InferReply:
-    """Encodes outputs, binary ones `apart` or in the body; `plan` is bound (`outputs.bind`)."""
+    """Encodes outputs, or tensors `apart`; `plan` is bound (`outputs.bind`)."""
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
     parts: list[Bytes] = [begin, _reply_head(plan.endpoint or response.model, response.version)]
     if response.parameters:
@@ -248,7 +248,6 @@ def _split(body: Bytes, json_length: int) -> tuple[Bytes, Bytes]:
 
 
 def _from_elsewhere(entry: Input, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
-    """Returns the data, and the next binary input's position."""
     parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
     size = parameters.binary_data_size
     if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:

@@ -230,7 +230,6 @@ class HttpConnection(SwitchingConnection):
         self.data_received(self.port.buffer[:nbytes].tobytes())
 
     def _land(self, landing: Landing, parts: Iterable[Bytes]) -> None:
-        """Receives the rest of a body into memory, past the parser."""
         self._landing, self._lands = landing, True
         for part in parts:
             if not landing.has_room(len(part)):
@@ -318,7 +317,6 @@ class HttpConnection(SwitchingConnection):
         return False
 
     def _parse(self, piece: memoryview) -> int:
-        """Feeds the parser, and returns how many bytes it took."""
         taken = len(piece)
         self._framing_bytes += taken  # the callbacks subtract body data, and reset it for a new message
         try:

@@ -111,7 +111,6 @@ class FastCall:
             thread.add_done_callback(self._encoded_in_thread)
 
     def _is_plain(self, response: Response) -> bool:
-        """Returns whether the outputs are sent as they are."""
         if self.head.encoding is not None or self._plan.special is not None:
             return False
         return all(self._plan.is_binary(output.name) for output in response.outputs)
@@ -219,7 +218,6 @@ class FastCall:
             self.refuse(dispatcher, head, error)
 
     def _enter(self, dispatcher: Dispatcher, context: CallerContext) -> None:
-        """Submits the request, which holds what its tensors landed in."""
         landing = self.landing
         if landing is not None:
             landing.enter(self.request)
@@ -320,7 +318,7 @@ class QinferHttpProtocol(HttpConnection):
             self._reserve(call_read)
 
     def _land_at_once(self, data: bytes) -> bool:
-        """Receives a body into memory without the parser, if its head is plain, and the memory is there."""
+        """Lets a body land without the parser, if its head is plain and memory is there."""
         fast = self._fast
         found = None if len(self._queue) >= MAX_PIPELINED or not self.writable.is_set() else fast.heads.begin(data)
         if found is None:
@@ -414,7 +412,7 @@ class QinferHttpProtocol(HttpConnection):
         self.go_on()
 
     def _begin_landing(self) -> None:
-        """Has the rest of a binary body received into memory, once it may come."""
+        """Lets the rest of a binary body land, once it may come."""
         call, memory = self._reading, self._memory
         if not isinstance(call, FastCall) or memory is None or not memory.is_granted or self._unparsed:
             return

@@ -197,10 +197,7 @@ def header_value(text: str) -> bytes:
 
 
 class HttpReply(msgspec.Struct, frozen=True, gc=False):
-    """An unwritten answer; `json_length` is set if uncompressed binary tensors follow the JSON.
-
-    `tensors` follow the body, if they are apart.
-    """
+    """An unwritten answer; `json_length` is set if uncompressed binary tensors follow the JSON, in it or `tensors`."""
 
     status: int
     body: bytes
@@ -213,7 +210,7 @@ class HttpReply(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of body and tensors."""
+        """The bytes of all."""
         return len(self.body) + sum(map(len, self.tensors))
 
     def head(self) -> bytes:
@@ -279,14 +276,14 @@ class Writer:
         self._block = self._ok = b""
 
     def pieces(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> list[Bytes]:
-        """Renders a reply; a large body and tensors are pieces of their own, to save copies."""
+        """Renders a reply; large parts are pieces of their own, to save copies."""
         if len(reply.body) <= LARGE_BYTES and not reply.tensors:
             return [self.render(reply, common, request_id, close=close)]
         begin, end = self.encode_head(reply.status, common, request_id), _CLOSE if close else b"\r\n"
         return [b"".join((begin, reply.head(), end)), reply.body, *reply.tensors]
 
     def render(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> bytes:
-        """Renders a whole reply without tensors of its own."""
+        """Renders a whole reply without `tensors`."""
         if common is not self._common:
             self._renew(common)
         body, name = reply.body, header_value(request_id)
@@ -364,7 +361,7 @@ class InferCodec:
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan, *, apart: bool = False) -> HttpReply:
-        """Encodes a response or failure, as requested, binary outputs `apart` or in the body."""
+        """Encodes a response or failure, as requested, or tensors `apart`."""
         target = answered_by(response, plan.endpoint)
         if response.failure is not None:
             return refusal(response.failure, target)

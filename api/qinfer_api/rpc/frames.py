@@ -85,7 +85,7 @@ def frame(kind: int, flags: int, number: int, payload: Bytes = b"") -> bytes:
 
 
 def data_frames(number: int, parts: Iterable[Bytes], most: int) -> list[Bytes]:
-    """Encodes DATA frames of `most` bytes, and a last one with the rest; the pieces are views of the parts."""
+    """Encodes DATA frames of `most` bytes and the rest, as views."""
     pieces: list[Bytes] = []
     begun: list[Bytes] = []
     held, head = 0, HEAD.pack(most << 8, 0, number)

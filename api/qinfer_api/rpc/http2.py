@@ -34,7 +34,7 @@ _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
-# Smaller frames cost more than their bytes, and are read in turns also if their message has memory.
+# Smaller frames cost more than their bytes.
 _LEAST_LANDED_BYTES = 1024
 _LAST_SECOND_S = 1.0
 _NO_BUFFER = memoryview(b"")
@@ -76,9 +76,9 @@ class Http2Connection(SwitchingConnection):
         self._is_tainted = False
         self._rest = b""
         self._buffer = _NO_BUFFER
-        # The connection waits for its turn to read `_rest`.
+        # `_rest` waits for its turn.
         self._awaits_turn = False
-        # The message and the missing bytes of a DATA frame that was read in part.
+        # Of a frame that was read in part.
         self._begun: GrpcStream | None = None
         self._missing = 0
         self._has_preface = self._has_settings = False
@@ -156,7 +156,7 @@ class Http2Connection(SwitchingConnection):
             self._rest = bytes(data[position:])
 
     def _read_in_turns(self, data: Bytes, position: int, *, has_landed: bool) -> int:
-        """Reads messages into their memory at once, and one frame behind them, as over HTTP; other frames in turns."""
+        """Messages land at once, as over HTTP; other frames wait for turns."""
         turns, before, last, is_fresh = self.service.turns, -1, len(data) - frames.HEAD_BYTES, True
         while before < position <= last and not self._awaits_turn:
             before, position = position, self._land(data, position)
@@ -289,10 +289,7 @@ class Http2Connection(SwitchingConnection):
         self._window = most
 
     def _land(self, data: Bytes, position: int) -> int:
-        """Reads DATA frames of a message into its memory, as far as both windows allow, but for the last.
-
-        Of a frame that is cut off, the first bytes are read. Returns the end of what was read.
-        """
+        """Reads a message into its memory, except its last frame, and returns the end."""
         unpack, end, missing = frames.HEAD.unpack_from, len(data), self._missing
         stream = self._begun if missing else self._streams.get(unpack(data, position)[2])
         landing = None if stream is None or stream.is_ended or self._block is not None else stream.landing
@@ -302,13 +299,13 @@ class Http2Connection(SwitchingConnection):
             self._missing -= came
             position += came
         if stream is None or landing is None:
-            return position  # behind the rest of a frame whose stream has ended
+            return position
         rest, used, size, most = landing.rest, 0, 0, self.service.limits.frame_bytes
         head: Bytes = b""
         room = min(len(rest) - missing, self._window, stream.receive_window)
         rest[:came] = data[position - came : position]
         while (begin := position + frames.HEAD_BYTES) <= end:
-            if data[position:begin] != head:  # most are alike
+            if data[position:begin] != head:
                 head = data[position:begin]
                 word, flags, number = unpack(data, position)
                 size = word >> 8

@@ -165,7 +165,7 @@ class Infer:
             sink.wait(pending)
 
     def _land_message(self, call: GrpcCall, size: int) -> Landing | None:
-        """Returns memory for a message that is like an earlier one, as far as its size tells."""
+        """Returns memory for a message of the size of an earlier one."""
         expected = self._repetitions.expected(size)
         if expected is None or self.dispatcher.reads_all(expected[0]):
             return None

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 LARGE_BYTES = 256 * 1024
 
 LANDED_BYTES = 64 * 1024
-"""Messages of this size are worth memory of their own, once `LANDS_FROM_BYTES` of them have come."""
+"""Messages of this size get memory of their own, once `LANDS_FROM_BYTES` have come."""
 
 LANDS_FROM_BYTES = 8 * 1024
 
@@ -124,7 +124,7 @@ class GrpcCall(GrpcStream):
         self._messages: deque[_Message] = deque()
         self._reservation: Reservation | None = None
         self._answer_memory: Memory | None = None
-        # The memory of the message that was decompressed last.
+        # Of the message that was decompressed last.
         self._opened_memory: Reservation | None = None
         self._reserved_s = 0.0
         # Bytes that came before memory was granted for them.
@@ -189,7 +189,6 @@ class GrpcCall(GrpcStream):
             self.fail(abort)
 
     def _landed(self, message: Bytes) -> None:
-        """Starts a unary method with a message that is in memory, its last."""
         self._opened_memory, self._reservation, self._body = self._reservation, None, None
         if self._opened_memory is not None:
             self._opened_memory.unwatch()
@@ -264,7 +263,6 @@ class GrpcCall(GrpcStream):
         self.grant(self._size - arrived - self.receive_window)
 
     def _land(self, body: bytearray) -> None:
-        """Receives the rest of a large message with fewer copies."""
         if self._size < LANDED_BYTES:
             return
         self.connection.read_into_buffers()

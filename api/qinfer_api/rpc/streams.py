@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 _LARGE_PIECE_BYTES = 1024
 
 _COPIED_BYTES = 256 * 1024
-"""Smaller replies are written as copies, so that they keep no larger memory that they are parts of."""
+"""Smaller replies are copied, since a part keeps all of its memory."""
 
 _MOST_WRITTEN_BYTES = 2**20
-"""The bytes that are written at once: a transport takes all of them, and may then say that its client does not read."""
+"""A transport takes as many bytes before it says that its client does not read."""
 
 
 class Trailers(bytes):
@@ -32,7 +32,7 @@ class GrpcStream:
 
     `is_ended`: the client has sent everything. `is_closed`: the reply is complete or reset. The windows count DATA
     bytes that the peer may still send. `landing` has the message that is received, if its method gave memory for it.
-    `moved_s` is 0 since bytes of a message came.
+    `moved_s` is 0 after bytes came.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class GrpcStream:
             self.connection.output.pump(self)
 
     def reply(self, head: bytes, parts: Sequence[Bytes], size: int, trailers: bytes) -> None:
-        """Sends a whole reply, whose parts have `size` bytes."""
+        """Sends a whole reply of `size` bytes."""
         if self.is_closed:
             return
         if self.connection.output.write_reply(self, head, parts, size, trailers):
@@ -150,7 +150,7 @@ class FrameWriter:
         self.write(frames.HEADERS, flags, number, block)
 
     def write_reply(self, stream: GrpcStream, head: bytes, parts: Sequence[Bytes], size: int, trailers: bytes) -> bool:
-        """Writes a whole reply, whose parts have `size` bytes, if the windows allow."""
+        """Writes a whole reply of `size` bytes, if the windows allow."""
         if size > stream.send_window or size > self.window or size > _MOST_WRITTEN_BYTES or self.is_paused:
             return False
         if self.block_prefix or self.is_closed or stream.queue:
@@ -216,7 +216,6 @@ class FrameWriter:
             stream.drained()
 
     def _write_data(self, stream: GrpcStream, room: int) -> None:
-        """Writes the first bytes of a queue, at most `room`."""
         queue, parts, left, is_cut = stream.queue, list[Bytes](), room, False
         while left and queue and not isinstance(queue[0], Trailers):
             part = queue.popleft()
