@@ -29,7 +29,7 @@ from qinfer.segments.connector import TensorConnector
 from qinfer.segments.memory import PIECE_BYTES
 from qinfer.segments.reading import OVER, SegmentReader, TensorsGone, TensorsUnreachable
 from qinfer.segments.slabs import LARGE_BYTES
-from qinfer.submission.layouts import PAYLOAD_MARGIN_S
+from qinfer.submission.memory import PAYLOAD_MARGIN_S
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import (
