@@ -87,11 +87,10 @@ class Driver:
 
 
 class CudaObject:
-    """The memory of a registered region, open until each copy of this object is closed."""
+    """The memory of a registered region."""
 
     def __init__(self, driver: Driver, name: str, handle: bytes, device: int, byte_size: int) -> None:
         self._driver, self._name, self._device = driver, name, device
-        self._users, self._lock = 1, threading.Lock()
         try:
             self._address = driver.open(handle, device)
         except DriverError as error:
@@ -106,18 +105,8 @@ class CudaObject:
             self.close()
             raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
 
-    def copy(self) -> "CudaObject":
-        """Returns this object, which then needs one more `close`."""
-        with self._lock:
-            self._users += 1
-        return self
-
     def close(self) -> None:
-        """Closes the memory after the last user."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
+        """Closes the memory."""
         try:
             self._driver.close(self._address, self._device)
         except DriverError as error:

@@ -4,8 +4,8 @@
 - Regions of system memory are read and written through descriptors, never mapped: a client that shortens a mapped
   object would kill this process (SIGBUS). `cuda_memory.py` has the regions on GPUs. Reads are copies, so that nothing
   changes under a request.
-- As in Triton, an unregistered region stays open until the last request that uses it has ended. An accepted request
-  uses it while its `RequestRegions`, which its output plan holds, is referenced.
+- As in Triton, an unregistered region stays open until the last request that uses it has ended. A request uses it while
+  its `RequestRegions`, which its output plan holds, is referenced.
 """
 
 import os
@@ -13,12 +13,12 @@ import re
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from qinfer.core.messages import OutgoingRequest
 from qinfer.errors import (
     AlreadyExists,
     InvalidRequest,
@@ -26,8 +26,9 @@ from qinfer.errors import (
     RegionNotFound,
     RegionUnavailable,
 )
-from qinfer.tensors import Bytes
-from qinfer.wire.outputs import no_shared_memory
+from qinfer.tensors import Bytes, Tensor
+from qinfer.wire.frame import Repeats
+from qinfer.wire.outputs import OutputPlan, no_shared_memory
 from qinfer_api.cuda_memory import HANDLE_BYTES, CudaObject, driver
 
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
@@ -38,6 +39,8 @@ MAX_REGIONS = 10_000
 QUICK_BYTES = 256 * 1024
 """Inputs of so many bytes are copied faster than a thread is started."""
 
+MOST_KNOWN_BYTES = 2048
+_MAX_KNOWN = 256
 _MAX_UINT64 = 2**64 - 1
 _MAX_DEVICE_ID = 2**31 - 1  # CUDA's `int`
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
@@ -82,10 +85,6 @@ class _SystemObject:
         self._name = name
         self._descriptor = descriptor
 
-    def copy(self) -> "_SystemObject":
-        """Keeps the object open when this one is closed."""
-        return _SystemObject(self._name, os.dup(self._descriptor))
-
     def close(self) -> None:
         os.close(self._descriptor)
 
@@ -106,23 +105,47 @@ class _SystemObject:
 
 
 class _OpenRegion:
-    __slots__ = ("is_leaving", "memory", "region", "users")
+    """A region, open while it is registered or a request has it."""
+
+    __slots__ = ("__weakref__", "begin", "memory", "region")
 
     def __init__(self, region: Region | CudaRegion, memory: _SystemObject | CudaObject) -> None:
-        self.region = region
-        self.memory = memory
-        self.users = 0
-        self.is_leaving = False
+        self.region, self.memory = region, memory
+        self.begin = region.offset if isinstance(region, Region) else 0
+        weakref.finalize(self, memory.close).atexit = False  # `_leaving` could return it in `__del__`
+
+    def check(self, offset: int, byte_size: int) -> None:
+        name, size = self.region.name, self.region.byte_size
+        if offset >= size:
+            raise InvalidRequest(f"Invalid offset for shared memory region: '{name}'")
+        if offset + byte_size > _MAX_UINT64:
+            raise InvalidRequest(
+                f"Integer overflow detected: byte_size ({byte_size}) + offset ({offset}) exceeds maximum value "
+                f"({_MAX_UINT64}) for region '{name}'"
+            )
+        if offset + byte_size > size:
+            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
+
+    def write(self, offset: int, data: Bytes) -> None:
+        self.check(offset, len(data))
+        self.memory.write(self.begin + offset, memoryview(data))
 
 
 class SharedMemory:
-    """The regions of one tenant, or of callers without a key; thread-safe."""
+    """The regions of one tenant, or of callers without a key; thread-safe.
+
+    `texts` and `messages` are repeated requests of HTTP and gRPC, until a region is unregistered.
+    """
 
     def __init__(self, *, allowed: bool, tenants: "dict[str, SharedMemory] | None" = None) -> None:
         self.allowed = allowed
         self._tenants = {"": self} if tenants is None else tenants
         self._regions: dict[str, _OpenRegion] = {}
-        self._lock = threading.RLock()  # requests may end wherever memory is freed
+        self._leaving = weakref.WeakValueDictionary[str, _OpenRegion]()
+        self._lock = threading.Lock()
+        self.texts: dict[bytes, KnownRequest] = {}
+        self.messages: dict[bytes, KnownRequest] = {}
+        self._repeats = Repeats()
 
     def for_tenant(self, tenant: str) -> "SharedMemory":
         """Returns the regions of a tenant."""
@@ -191,23 +214,8 @@ class SharedMemory:
             for each in [name] if name else list(self._regions):
                 opened = self._regions.get(each)
                 if opened is not None and isinstance(opened.region, kind):
-                    self._release_region(each)
-
-    def hold(self, names: Iterable[str]) -> list[_OpenRegion]:
-        """Adds a user to each existing region, until `release`."""
-        with self._lock:
-            held = [self._regions[name] for name in names if name in self._regions]
-            for opened in held:
-                opened.users += 1
-            return held
-
-    def release(self, held: Iterable[_OpenRegion]) -> None:
-        """Removes a user from each region."""
-        with self._lock:
-            for opened in held:
-                opened.users -= 1
-                if opened.is_leaving and not opened.users:
-                    self._close(opened.region.name)
+                    self._forget()
+                    self._leaving[each] = self._regions.pop(each)
 
     def status(self, name: str = "") -> list[Region]:
         """Returns the registered regions, or the one of that name."""
@@ -219,7 +227,7 @@ class SharedMemory:
 
     def _status(self, name: str, kind: type[R], told: str) -> list[R]:
         with self._lock:
-            regions = [opened.region for opened in self._regions.values()]
+            regions = [opened.region for opened in (*self._regions.values(), *self._leaving.values())]
         found = [region for region in regions if isinstance(region, kind) and name in ("", region.name)]
         if not name or found:
             return found
@@ -228,95 +236,66 @@ class SharedMemory:
             raise RegionNotFound(f"The region named '{name}' is registered as {is_of} shared memory")
         raise RegionNotFound(f"Unable to find {told} shared memory region: '{name}'")
 
+    def find(self, name: str) -> _OpenRegion:
+        """Returns a region."""
+        self.check_allowed()
+        opened = self._regions.get(name) or self._leaving.get(name)
+        if opened is None:
+            raise RegionNotFound(f"Unable to find shared memory region: '{name}'")
+        return opened
+
     def check(self, name: str, offset: int, byte_size: int) -> None:
         """Checks that a region exists and contains these bytes."""
-        with self._part(name, offset, byte_size):
-            pass
+        self.find(name).check(offset, byte_size)
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
         """Returns a copy of a region's part."""
-        with self._part(name, offset, byte_size) as (memory, position):
-            data = memoryview(bytearray(byte_size))
-            memory.read(position, data)
-            return data
-
-    def read(self, name: str, offset: int, target: memoryview) -> None:
-        """Copies a region's part."""
-        with self._part(name, offset, len(target)) as (memory, position):
-            memory.read(position, target)
-
-    def is_on_gpu(self, name: str) -> bool:
-        """Returns whether a region is on a GPU, whose copies may wait."""
-        opened = self._regions.get(name)
-        return opened is not None and isinstance(opened.region, CudaRegion)
+        return RequestRegions(self, byte_size, None).view(name, offset, byte_size)
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Writes into a region; raises as `view` does."""
-        view = memoryview(data)
-        with self._part(name, offset, len(view)) as (memory, position):
-            memory.write(position, view)
+        self.find(name).write(offset, data)
 
     def limited(self, max_bytes: int, land: "Land | None" = None) -> "RequestRegions":
         """Returns the regions for a request that may copy `max_bytes`."""
         return RequestRegions(self, max_bytes, land)
 
+    def remember(self, known: "dict[bytes, KnownRequest]", text: bytes, request: "KnownRequest") -> None:
+        """Adds the second of equal requests, unless one of its regions is unregistered."""
+        if not self._repeats.has(text):
+            return
+        with self._lock:
+            if all(self._regions.get(name) is opened for name, opened in request.regions.used.items()):
+                if len(known) >= _MAX_KNOWN:
+                    known.clear()
+                known[text] = request
+
     def close(self) -> None:
         """Closes the regions of all tenants."""
         for memory in self._tenants.values():
-            with memory._lock:
-                for name in list(memory._regions):
-                    memory._close(name)
+            memory._forget()
+            memory._regions.clear()
+
+    def _forget(self) -> None:
+        self.texts.clear()
+        self.messages.clear()
 
     def _check_free(self, name: str) -> None:
-        if name in self._regions:
+        if name in self._regions or name in self._leaving:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
         if self._is_full():
             raise InvalidRequest(f"{MAX_REGIONS} shared memory regions are registered already; unregister some")
 
     def _is_full(self) -> bool:
-        counts = [len(memory._regions) for memory in tuple(self._tenants.values())]
-        own, sharing = len(self._regions), len([count for count in counts if count])
-        return sum(counts) >= MAX_REGIONS and own * sharing >= MAX_REGIONS
+        counts = [memory._count() for memory in tuple(self._tenants.values())]
+        sharing = len([count for count in counts if count])
+        return sum(counts) >= MAX_REGIONS and self._count() * sharing >= MAX_REGIONS
 
-    def _release_region(self, name: str) -> None:
-        opened = self._regions.get(name)
-        if opened is not None and opened.users:
-            opened.is_leaving = True
-        else:
-            self._close(name)
+    def _count(self) -> int:
+        return len(self._regions) + len(self._leaving)
 
-    def _close(self, name: str) -> None:
-        opened = self._regions.pop(name, None)
-        if opened is not None:
-            opened.memory.close()
 
-    def _of_request(self, name: str) -> _OpenRegion:
-        opened = self._regions.get(name)
-        if opened is None:
-            raise RegionNotFound(f"Unable to find shared memory region: '{name}'")
-        return opened
-
-    @contextmanager
-    def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[_SystemObject | CudaObject, int]]:
-        self.check_allowed()
-        with self._lock:
-            opened = self._of_request(name)
-            region = opened.region
-            if offset >= region.byte_size:
-                raise InvalidRequest(f"Invalid offset for shared memory region: '{name}'")
-            if offset + byte_size > _MAX_UINT64:
-                raise InvalidRequest(
-                    f"Integer overflow detected: byte_size ({byte_size}) + offset ({offset}) exceeds maximum value "
-                    f"({_MAX_UINT64}) for region '{name}'"
-                )
-            if offset + byte_size > region.byte_size:
-                raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
-            own = opened.memory.copy()
-        try:
-            yield own, offset + (region.offset if isinstance(region, Region) else 0)
-        finally:
-            own.close()
-
+_InputPlace = tuple[str, str, tuple[int, ...], _SystemObject | CudaObject, int, slice]
 
 Land = Callable[[int], memoryview | None]
 """Takes so many bytes of memory that workers read, if there are."""
@@ -327,7 +306,7 @@ class TakesLong(Exception):
 
 
 class RequestRegions:
-    """One request's regions; its inputs there are no larger than a body.
+    """One request's regions, open while this object lives; its inputs there are no larger than a body.
 
     On the event loop, `land` takes a large input, and `view` raises `TakesLong` for others.
     """
@@ -337,46 +316,104 @@ class RequestRegions:
         self._left_bytes = self._max_bytes = max_bytes
         self._quick_bytes = QUICK_BYTES
         self._land = land
-        self._names: set[str] = set()
+        self.used: dict[str, _OpenRegion] = {}
+        self._read: list[tuple[_OpenRegion, int]] = []
 
     @property
-    def is_used(self) -> bool:
-        """Whether the request uses any region."""
-        return bool(self._names)
-
-    def hold(self) -> None:
-        """Keeps the regions open while this object lives."""
-        weakref.finalize(self, self._memory.release, self._memory.hold(self._names)).atexit = False
+    def are_on_gpu(self) -> bool:
+        """Whether one is on a GPU."""
+        return any(isinstance(opened.region, CudaRegion) for opened in self.used.values())
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
         """Returns a copy of a region's part."""
-        self._names.add(name)
         self._left_bytes -= byte_size
         if self._left_bytes < 0:
             raise PayloadTooLarge(
                 f"inputs in shared memory of more than {self._max_bytes} bytes exceed the maximum allowed input size; "
                 "raise QINFER_HTTP__MAX_INPUT_BYTES to accept them"
             )
+        target: memoryview | None = None
+        opened = self._use(name)
+        opened.check(offset, byte_size)
         if self._land is not None:
-            if self._memory.is_on_gpu(name):
+            if isinstance(opened.region, CudaRegion):
                 raise TakesLong
             target = self._land(byte_size)
-            if target is not None:
-                self._memory.read(name, offset, target)
-                return target
-            self._quick_bytes -= byte_size
-            if self._quick_bytes < 0:
-                raise TakesLong
-        return self._memory.view(name, offset, byte_size)
+            if target is None:
+                self._quick_bytes -= byte_size
+                if self._quick_bytes < 0:
+                    raise TakesLong
+        if target is None:
+            target = memoryview(bytearray(byte_size))
+        opened.memory.read(opened.begin + offset, target)
+        self._read.append((opened, opened.begin + offset))
+        return target
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
         """Checks a part as `SharedMemory.check` does."""
-        self._names.add(name)
-        self._memory.check(name, offset, byte_size)
+        self._use(name).check(offset, byte_size)
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Writes into a region; see `SharedMemory.write`."""
-        self._memory.write(name, offset, data)
+        self._use(name).write(offset, data)
+
+    def learn(
+        self, known: "dict[bytes, KnownRequest]", text: Bytes, request: OutgoingRequest, plan: OutputPlan, version: str
+    ) -> None:
+        """Remembers a request if its text and the bytes in regions are all of it."""
+        inputs = request.inputs
+        if len(text) > MOST_KNOWN_BYTES or len(self._read) != len(inputs) or (plan.special and plan.ranks):
+            return
+        if request.parameters or request.priority or request.timeout_s or request.sequence is not None:
+            return
+        if any(tensor.datatype == "BYTES" for tensor in inputs):
+            return
+        places: list[_InputPlace] = []
+        begin = 0
+        for tensor, (opened, position) in zip(inputs, self._read, strict=True):
+            end = begin + len(tensor.data)
+            place = opened.memory, position, slice(begin, end)
+            places.append((tensor.name, tensor.datatype, tensor.shape, *place))
+            begin = end
+        regions = RequestRegions(self._memory, self._max_bytes, None)
+        regions.used = self.used
+        plan = msgspec.structs.replace(plan, held=regions)
+        about = request.model, version, request.client_id, request.outputs, plan
+        self._memory.remember(known, bytes(text), KnownRequest(*about, regions, places, begin))
+
+    def _use(self, name: str) -> _OpenRegion:
+        opened = self.used.get(name)
+        if opened is None:
+            opened = self.used[name] = self._memory.find(name)
+        return opened
+
+
+class KnownRequest(NamedTuple):
+    """A request that clients repeat; its inputs are read anew. `version` is of gRPC, unchecked."""
+
+    model: str
+    version: str
+    client_id: str
+    outputs: tuple[str, ...]
+    plan: OutputPlan
+    regions: RequestRegions
+    inputs: list[_InputPlace]
+    nbytes: int
+
+    def read(self, model: str, version: int, land: Land) -> OutgoingRequest:
+        """Returns the request; see `RequestRegions`."""
+        target = land(self.nbytes)
+        if target is None:
+            if self.nbytes > QUICK_BYTES:
+                raise TakesLong
+            target = memoryview(bytearray(self.nbytes))
+        inputs = []
+        for name, datatype, shape, memory, position, place in self.inputs:
+            data = target[place]
+            memory.read(position, data)
+            inputs.append(Tensor(name, datatype, shape, data))
+        client_id, outputs = self.client_id, self.outputs
+        return OutgoingRequest(model=model, inputs=tuple(inputs), version=version, client_id=client_id, outputs=outputs)
 
 
 def _open_object(name: str, key: str) -> int:

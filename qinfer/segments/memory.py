@@ -205,7 +205,8 @@ class OwnMemory:
         place = self._slabs.take(nbytes, tenant)
         if place is None:
             return None
-        if not self._get_pages(place, HEADER_BYTES if in_pieces else place.size):
+        needed = HEADER_BYTES if in_pieces else place.size
+        if self._paged.get(place, 0) < needed and not self._get_pages(place, needed):
             self._drop(place)
             self._slabs.give_up(place, tenant)
             return None

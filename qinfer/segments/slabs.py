@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 HEADER_BYTES = 64
 """The generation is in front of the tensors, which begin at a cache line."""
 
@@ -32,7 +34,7 @@ class Place(NamedTuple):
     size: int
 
 
-class _Idle(NamedTuple):
+class _Idle(msgspec.Struct, frozen=True):
     place: Place
     since_s: float
 
@@ -86,7 +88,8 @@ class Slabs:
         if self._resting:
             self._end_rests()
         size = slab_size(nbytes)
-        return self.held_bytes + self._resting_bytes + size <= self.most_bytes and self._has_share(size, tenant)
+        is_free = self.held_bytes + self._resting_bytes + size <= self.most_bytes
+        return is_free and (not tenant or self._has_share(size, tenant))
 
     def take(self, nbytes: int, tenant: str) -> Place | None:
         """Takes a slab for so many bytes of tensors; `None` if the bound or the tenant's share does not allow it."""
@@ -106,18 +109,19 @@ class Slabs:
 
     def free(self, place: Place, tenant: str, *, rests: bool = False) -> None:
         """Frees a slab."""
+        self.held_bytes -= place.size
         if rests:
-            self.held_bytes -= place.size
             self._resting.append(_Resting(place, self._now_s(), tenant))
             self._resting_bytes += place.size
         else:
-            self._let_go(place.size, tenant)
+            self._give_share(place.size, tenant)
             self._idled(place, self._now_s())
 
     def give_up(self, place: Place, tenant: str) -> None:
         """Frees a slab that could get no pages."""
-        self._let_go(place.size, tenant)
+        self.held_bytes -= place.size
         self.paged_bytes -= place.size
+        self._give_share(place.size, tenant)
         self._bare.setdefault(place.size, []).append(place)
 
     def worn(self, before_s: float) -> Iterator[Place]:
@@ -144,10 +148,6 @@ class Slabs:
         since_s = since_s if place.size <= LARGE_BYTES else -math.inf
         self._idle.setdefault(place.size, []).append(_Idle(place, since_s))
 
-    def _let_go(self, size: int, tenant: str) -> None:
-        self.held_bytes -= size
-        self._give_share(size, tenant)
-
     def _give_share(self, size: int, tenant: str) -> None:
         self._held_by[tenant] -= size
         if not self._held_by[tenant]:
@@ -155,7 +155,7 @@ class Slabs:
 
     def _has_share(self, size: int, tenant: str) -> bool:
         held = self._held_by.get(tenant, 0)
-        return not tenant or not held or held + size <= self.most_bytes // 2
+        return not held or held + size <= self.most_bytes // 2
 
     def _make_room(self, size: int) -> None:
         """Strips free slabs of other sizes until there is room; not large ones, which are about to be."""

@@ -280,7 +280,9 @@ class TensorMemory:
 
     def land(self, nbytes: int, begin: int, model: str, tenant: str, most: int) -> "Landing | None":
         """Returns memory for a body whose tensors have `most` bytes; `None` if it is to travel through Redis."""
-        if not self.least_bytes <= nbytes - begin <= most or self._way(model) is not MEMORY:
+        if not self.least_bytes <= nbytes - begin <= most:
+            return None
+        if self._way_of.get(model) is not MEMORY and self._way(model) is not MEMORY:
             return None
         before = -begin % ALIGNMENT
         in_pieces = nbytes - begin > MOST_BYTES

@@ -520,8 +520,10 @@ class ReferringForm:
         """Encodes a similar request as `encode_referring_request` does."""
         timeout, place = _encoder.encode(round(request.timeout_s * 1e6)), _encoder.encode(memory)
         trace = request.trace.encode() if request.trace else b""
-        header = (self._begin, request.id.encode(), self._mid, timeout, self._trace_mark, trace, self._end, place)
-        return _join(_REQUEST, b"".join(header), [], FRAME_VERSION)
+        parts = (self._begin, request.id.encode(), self._mid, timeout, self._trace_mark, trace, self._end, place)
+        header = b"".join(parts)
+        prelude = _PRELUDE.pack(FRAME_VERSION, _REQUEST, 0, len(header))
+        return b"".join((prelude, header, _PADDING[-len(header) % ALIGNMENT]))
 
 
 def timeout_width(timeout_s: float) -> int:

@@ -183,6 +183,11 @@ class OutputPlan(msgspec.Struct, frozen=True):
         """Returns whether an output travels as binary data."""
         return self.overrides.get(output, self.binary)
 
+    @property
+    def ranks(self) -> bool:
+        """Whether outputs are ranked."""
+        return self.special is not None and any(output.classes for output in self.special.values())
+
 
 class PreparedOutputs(NamedTuple):
     """Outputs for a reply; `placed` are in shared memory."""
@@ -240,9 +245,10 @@ def prepare(response: Response, plan: OutputPlan, regions: Regions) -> PreparedO
 
 
 def _place(tensor: Tensor, special: Special, regions: Regions) -> None:
-    if tensor.nbytes > special.byte_size:
+    nbytes = len(tensor.data)
+    if nbytes > special.byte_size:
         raise RegionUnavailable(
             f"shared memory size specified with the request for output '{tensor.name}' ({special.byte_size} bytes) "
-            f"should be at least {tensor.nbytes} bytes to hold the results"
+            f"should be at least {nbytes} bytes to hold the results"
         )
     regions.write(special.region, special.offset, tensor.data)

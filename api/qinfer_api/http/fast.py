@@ -27,6 +27,7 @@ from qinfer_api.http.cycle import Cycle
 from qinfer_api.http.head import MAX_BINARY_BYTES, MAX_FAST_BYTES, HeadReader, RequestHead, Visitors, json_bytes
 from qinfer_api.http.infer import (
     DECOUPLED,
+    IN_SHARED_MEMORY,
     JSON_BYTES,
     HttpReply,
     InferCodec,
@@ -34,8 +35,8 @@ from qinfer_api.http.infer import (
     encoder_of,
     error_reply,
     failure_reply,
-    hold,
     is_slow,
+    reply_bytes,
     strictly,
     with_headers,
 )
@@ -101,7 +102,9 @@ class FastCall:
             if self.reply is None:
                 self.set_reply(error_reply(501, DECOUPLED))
             return
-        if (nbytes := response.nbytes) <= JSON_BYTES or not is_slow(nbytes, self._plan):
+        if (nbytes := response.nbytes) > JSON_BYTES and self._plan.special is not None:
+            nbytes = reply_bytes(response, self._plan)
+        if nbytes <= JSON_BYTES or not is_slow(nbytes, self._plan):
             self.set_reply(self._encoded(response))
         elif self._is_plain(response):
             self.set_reply(self._codec.encode(response, self.request.client_id, self._plan, apart=True))
@@ -175,7 +178,7 @@ class FastCall:
             return None
         if (is_large := head.length > MAX_FAST_BYTES) or codec.shares_memory:
             text = body if isinstance(body, bytes) else bytes(body[: json_bytes(head.json_length)])
-            reads_memory = codec.shares_memory and codec.reads_memory(text)
+            reads_memory = codec.shares_memory and IN_SHARED_MEMORY in text
             if (is_large or reads_memory) and (b"BYTES" in text or dispatcher.reads_all(head.target.model)):
                 return None
             if reads_memory:
@@ -189,12 +192,12 @@ class FastCall:
             return None
 
     def _land(self, dispatcher: Dispatcher, tenant: str, nbytes: int) -> memoryview | None:
-        """Takes memory for one input: a request refers to one slab."""
+        """Takes memory for inputs once: a request refers to one slab."""
         target = self.head.target
         if self.landing is not None:
             return None
-        self.landing = dispatcher.landing(target.model, target.version, nbytes, 0, tenant)
-        return None if self.landing is None else self.landing.body
+        self.landing = landing = dispatcher.landing(target.model, target.version, nbytes, 0, tenant)
+        return None if landing is None else landing.body
 
     def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -216,6 +219,8 @@ class FastCall:
             self._enter(dispatcher, context)
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
+        finally:
+            del done  # its error refers to this frame
 
     def _enter(self, dispatcher: Dispatcher, context: CallerContext) -> None:
         landing = self.landing
@@ -223,11 +228,10 @@ class FastCall:
             landing.enter(self.request)
         pending = dispatcher.submit(context, self.request, self, asked_s=self.head.timeout_s)
         if landing is not None:
-            self.forget_landing()
+            self.landing = None
+            landing.leave()
         if self.reply is None:
             self._pending, pending.holder = pending, self
-            if self._plan.held is not None:
-                hold(self._plan)
 
     def forget_landing(self) -> None:
         """Gives back the memory that tensors landed in."""

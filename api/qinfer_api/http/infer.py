@@ -43,7 +43,7 @@ from qinfer.wire.kserve_exact import check_forwarded
 from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan, Regions
 from qinfer_api.dispatcher import Dispatcher, bound
-from qinfer_api.shared_memory import Land, RequestRegions, SharedMemory
+from qinfer_api.shared_memory import MOST_KNOWN_BYTES, Land, RequestRegions, SharedMemory
 from qinfer_api.status import http_status, of_request, retry_after_s
 
 Encoding = Literal["gzip", "deflate"]
@@ -314,7 +314,7 @@ JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 
-_IN_SHARED_MEMORY = b"shared_memory_region"
+IN_SHARED_MEMORY = b"shared_memory_region"
 
 
 class UrlTarget(NamedTuple):
@@ -344,38 +344,42 @@ class InferCodec:
         land: Land | None = None,
     ) -> tuple[OutgoingRequest, OutputPlan]:
         """Decodes the body of an infer request."""
+        memory = self.memory
+        regions: Regions = memory
+        if self.shares_memory:
+            memory = memory.for_tenant(tenant) if tenant else memory
+            known = None if land is None or len(body) > MOST_KNOWN_BYTES else memory.texts.get(bytes(body))
+            if known is not None and land is not None and json_length is None:
+                return known.read(target.model, target.version, land), known.plan
+            regions = memory.limited(self._max_input_bytes, land)
         length = parse_json_length(json_length, len(body))
         if length == 0:
             served = served or self._dispatcher.resolve(target.model, target.version)
             return read_raw(body, target.model, target.version, served.spec)
-        memory = self.memory
-        regions = memory.for_tenant(tenant).limited(self._max_input_bytes, land) if self.shares_memory else memory
         bounds = self.bounds
         if served is not None and served.spec.name == target.model:
             bounds = bounds._replace(check=partial(check_announced, spec=served.spec))
         request, plan = decode_infer(body, length, target.model, target.version, bounds, regions)
-        if self.shares_memory:
-            plan = noting(plan, regions)
-        if plan.special is not None:
+        if isinstance(regions, RequestRegions) and regions.used:
+            plan = msgspec.structs.replace(plan, held=regions)
+            if land is not None and length is None:
+                regions.learn(memory.texts, body, request, plan, "")
+        if plan.special is not None and plan.ranks:
             plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan, *, apart: bool = False) -> HttpReply:
         """Encodes a response or failure, as requested, or tensors `apart`."""
-        target = answered_by(response, plan.endpoint)
+        target = answered_by(response, plan.endpoint) if plan.endpoint else ""
         if response.failure is not None:
             return refusal(response.failure, target)
         try:
-            regions = self.memory if plan.held is None else regions_of(plan, self.memory)
+            regions = self.memory if plan.special is None else regions_of(plan, self.memory)
             encoded = encode_infer(response, client_id, plan, regions, apart=apart)
         except QinferError as error:
             return failure_reply(error)
         body, json_length, tensors = encoded.body, encoded.json_length, encoded.tensors
         return HttpReply(200, body, json_length, cache=response.cache, target=target, tensors=tensors)
-
-    def reads_memory(self, body: Bytes) -> bool:
-        """Returns whether decoding may read shared memory."""
-        return self.shares_memory and _IN_SHARED_MEMORY in body
 
 
 def encoder_of(nbytes: int) -> ThreadPoolExecutor:
@@ -399,17 +403,12 @@ def regions_of(plan: OutputPlan, default: Regions) -> Regions:
     return plan.held if isinstance(plan.held, RequestRegions) else default
 
 
-def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
-    """Returns the plan with the request's shared memory, if any."""
-    if isinstance(regions, RequestRegions) and regions.is_used:
-        return msgspec.structs.replace(plan, held=regions)
-    return plan
-
-
-def hold(plan: OutputPlan) -> None:
-    """Pins the request's shared memory while its plan lives."""
-    if isinstance(plan.held, RequestRegions):
-        plan.held.hold()
+def reply_bytes(response: Response, plan: OutputPlan) -> int:
+    """Returns the bytes of outputs that are not quickly copied into regions."""
+    nbytes, special, regions = response.nbytes, plan.special, plan.held
+    if special is None or nbytes > GIANT_BYTES or not isinstance(regions, RequestRegions) or regions.are_on_gpu:
+        return nbytes
+    return sum([len(one.data) for one in response.outputs if one.name not in special or special[one.name].classes])
 
 
 def with_headers(request: OutgoingRequest, forwarded: Mapping[str, Scalar]) -> None:

@@ -48,7 +48,6 @@ from qinfer_api.http.infer import (
     event_text,
     failure_reply,
     header_value,
-    hold,
     refusal,
     request_encoding,
 )
@@ -193,7 +192,6 @@ async def _submit_infer(
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
         pending = _hold_memory(request, dispatcher.submit(context, decoded, sink, asked_s=asked_s))
-        hold(plan)
         return pending, decoded.client_id, plan
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None

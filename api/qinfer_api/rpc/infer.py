@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+
+import msgspec
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
@@ -31,12 +32,12 @@ from qinfer.wire.kserve_grpc import (
     parse_infer,
 )
 from qinfer_api.dispatcher import NO_PLAN, bound
-from qinfer_api.http.infer import answered_by, hold, noting, parse_version, regions_of, with_headers
+from qinfer_api.http.infer import IN_SHARED_MEMORY, answered_by, parse_version, regions_of, reply_bytes, with_headers
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, CallGuard
 from qinfer_api.rpc.headers import Abort, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, GrpcCall
-from qinfer_api.shared_memory import Land, TakesLong
+from qinfer_api.shared_memory import MOST_KNOWN_BYTES, KnownRequest, Land, RequestRegions, TakesLong
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class _UnaryAnswer(InferSink):
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))
-            elif call.head.packing is not None or (self.plan.special is not None and response.nbytes > LARGE_BYTES):
+            elif call.head.packing is not None or _is_slow(response, self.plan):
                 call.run(self._finish(response))
                 return
             else:
@@ -131,7 +132,6 @@ class Infer:
         self._guard = guard
         self.dispatcher = services.dispatcher
         self._memory = services.codec.memory
-        self._reads_memory = services.codec.reads_memory
         self._receiving = services.receiving
         self._max_typed_bytes = services.settings.grpc.max_message_bytes
         self._max_input_bytes = services.settings.http.max_input_bytes
@@ -207,35 +207,48 @@ class Infer:
             known = self._repetitions.decode(blob)
             if known is None or self.dispatcher.reads_all(known.request.model):
                 return True
-        return self._reads_memory(blob) and b"BYTES" in blob
+        return self._memory.allowed and IN_SHARED_MEMORY in blob and b"BYTES" in blob
 
     def submit(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall | None:
         """Decodes and submits a request for `sink`; `None` if a thread is to read it."""
         decoded = self._repetitions.decode(blob)
         if decoded is not None:
             return self._submit_known(decoded, call, sink)
+        known = None
+        if self._memory.allowed and len(blob) <= MOST_KNOWN_BYTES:
+            known = self._memory.for_tenant(call.context.tenant).messages.get(bytes(blob))
+        if known is not None:
+            sink.client_id = known.client_id
+            return self._submit_read(partial(_repeated, known), known.model, known.version, call, sink)
         message = parse_infer(blob)
-        sink.client_id = message.fields.id
+        fields = message.fields
+        sink.client_id = fields.id
+        decode = partial(self._decode, blob, message, call)
+        return self._submit_read(decode, fields.model_name, fields.model_version, call, sink)
+
+    def _submit_read(
+        self, decode: Callable[[Land], DecodedRequest], model: str, asked: str, call: GrpcCall, sink: InferSink
+    ) -> PendingCall | None:
         landings: list[Landing] = []
         try:
-            decoded = self._decode(message, call, partial(self._land_region, landings, message.fields, call))
-            self._repetitions.learn(blob, message, decoded)
+            decoded = decode(partial(self._land_region, landings, model, asked, call))
             return self._submit(self._completed(decoded, call), call, sink, landings[0] if landings else None)
         except TakesLong:
             return None
         except QinferError as error:
-            fields = message.fields
-            raise self._refuse_request(fields.model_name, fields.model_version, error, call) from None
+            raise self._refuse_request(model, asked, error, call) from None
         finally:
             for landing in landings:
                 landing.leave()
 
-    def _land_region(self, landings: list[Landing], fields: Any, call: GrpcCall, nbytes: int) -> memoryview | None:
+    def _land_region(
+        self, landings: list[Landing], model: str, asked: str, call: GrpcCall, nbytes: int
+    ) -> memoryview | None:
         """See `FastCall._land`."""
-        version = parse_version(fields.model_version) if fields.model_version else 0
-        if landings or self.dispatcher.reads_all(fields.model_name):
+        version = parse_version(asked) if asked else 0
+        if landings or self.dispatcher.reads_all(model):
             return None
-        landing = self.dispatcher.landing(fields.model_name, version, nbytes, 0, call.context.tenant)
+        landing = self.dispatcher.landing(model, version, nbytes, 0, call.context.tenant)
         if landing is None:
             return None
         landings.append(landing)
@@ -282,15 +295,20 @@ class Infer:
 
     def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
         """Encodes a response, in pieces."""
-        regions = self._memory if sink.plan.held is None else regions_of(sink.plan, self._memory)
-        return encode_infer(response, sink.client_id, sink.plan, regions)
+        plan = sink.plan
+        regions = self._memory if plan.special is None else regions_of(plan, self._memory)
+        return encode_infer(response, sink.client_id, plan, regions)
 
-    def _decode(self, message: ParsedRequest, call: GrpcCall, land: Land | None = None) -> DecodedRequest:
+    def _decode(self, blob: Bytes, message: ParsedRequest, call: GrpcCall, land: Land | None = None) -> DecodedRequest:
         memory = self._memory.for_tenant(call.context.tenant)
         regions = memory.limited(self._max_input_bytes, land) if memory.allowed else memory
         decoded = decode_infer(message, regions, self._max_typed_bytes)
-        plan = noting(decoded.plan, regions)
-        return decoded if plan is decoded.plan else decoded._replace(plan=plan)
+        self._repetitions.learn(blob, message, decoded)
+        if isinstance(regions, RequestRegions) and regions.used:
+            decoded = decoded._replace(plan=msgspec.structs.replace(decoded.plan, held=regions))
+            if land is not None and not decoded.empty_final:
+                regions.learn(memory.messages, blob, decoded.request, decoded.plan, decoded.version)
+        return decoded
 
     def _completed(self, decoded: DecodedRequest, call: GrpcCall) -> DecodedRequest:
         request = decoded.request
@@ -302,9 +320,7 @@ class Infer:
         return decoded
 
     def _decode_and_check(self, blob: Bytes, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
-        decoded = self._decode(message, call)
-        self._repetitions.learn(blob, message, decoded)
-        decoded = self._completed(decoded, call)
+        decoded = self._completed(self._decode(blob, message, call), call)
         plan = self.dispatcher.aim(call.context, decoded.request, call.head.first, decoded.plan)
         self.dispatcher.check(decoded.request)
         return decoded._replace(plan=plan)
@@ -315,7 +331,7 @@ class Infer:
         request, plan = decoded.request, decoded.plan
         if self.dispatcher.endpoints.by_name:
             plan = self.dispatcher.aim(call.context, request, call.head.first, plan)
-        if plan.special is not None:
+        if plan.special is not None and plan.ranks:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
         # Draining closes streams: every admitted request is answered.
@@ -326,7 +342,6 @@ class Infer:
         except QinferError:
             call.request_id = request.id
             raise
-        hold(sink.plan)
         return pending
 
     def _refuse_request(self, model: str, asked: str, error: QinferError, call: GrpcCall) -> QinferError:
@@ -334,6 +349,15 @@ class Infer:
         with contextlib.suppress(QinferError):
             version = parse_version(asked) if asked else 0
         return self.dispatcher.refuse(model, version, error, call.context)
+
+
+def _is_slow(response: Response, plan: OutputPlan) -> bool:
+    """Returns whether a response is to be written in a thread; raw outputs are written from where they are."""
+    return plan.special is not None and reply_bytes(response, plan) > LARGE_BYTES
+
+
+def _repeated(known: KnownRequest, land: Land) -> DecodedRequest:
+    return DecodedRequest(known.read(known.model, 0, land), known.version, known.plan, empty_final=False)
 
 
 MAX_IN_FLIGHT = 1000
@@ -524,8 +548,7 @@ class _StreamCall:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):
                 return None
             try:
-                packing, special = self._call.head.packing, slot.plan.special
-                if packing is not None or (special is not None and response.nbytes > LARGE_BYTES):
+                if self._call.head.packing is not None or _is_slow(response, slot.plan):
                     return await asyncio.to_thread(self._packed, slot, response)
                 return self._packed(slot, response)
             except QinferError as error:

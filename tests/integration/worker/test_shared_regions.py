@@ -18,8 +18,11 @@ from tritonclient.grpc import service_pb2 as pb
 from qinfer.core.settings_sections import CacheSettings, SegmentSettings
 from qinfer.submission.memory import MEMORY, MOST_BYTES
 from qinfer.testing import eventually
+from qinfer.wire.kserve_grpc import parse_infer
+from qinfer_api import shared_memory
 from qinfer_api.http.fast import FastCall
 from qinfer_api.rpc.infer import Infer
+from qinfer_api.rpc.protocol import GrpcCall
 from tests.integration.endpoints.test_shadows import counted, declared
 from tests.integration.worker.test_shared_tensors import IMAGE, answer_of, body_of, held, opened, shared, ways
 from tests.support.endpoints import shadow, split
@@ -106,7 +109,7 @@ def one_copy(scene: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
     assert segments is not None
     copied = Mock(side_effect=AssertionError("tensors were copied"))
     monkeypatch.setattr(segments.own, "write", copied)
-    monkeypatch.setattr(scene.gateway.memory, "view", copied)
+    monkeypatch.setattr(shared_memory, "bytearray", copied, raising=False)
     monkeypatch.setattr(FastCall, "_read_checked", copied)
 
 
@@ -114,9 +117,9 @@ def one_copy(scene: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_image_is_copied_once(
     scene: ServedModels, http: httpx.AsyncClient, region: np.memmap[Any, Any]
 ) -> None:
-    await ask_images(http, region, "double", range(3))
+    await ask_images(http, region, "double", range(5))
 
-    assert await ways(scene) == {"memory": 3}
+    assert await ways(scene) == {"memory": 5}
     assert held(scene) == 0
 
 
@@ -156,10 +159,12 @@ async def test_a_request_is_what_it_was_when_it_was_accepted(
     assert held(scene) == 0
 
 
+@pytest.mark.parametrize("asked_before", [0, 3])
 @pytest.mark.parametrize("model", ["double", "cached", "split"])
 async def test_a_region_that_was_made_shorter_is_an_error(
-    scene: ServedModels, http: httpx.AsyncClient, region: np.memmap[Any, Any], model: str
+    scene: ServedModels, http: httpx.AsyncClient, region: np.memmap[Any, Any], model: str, asked_before: int
 ) -> None:
+    await ask_images(http, region, model, range(asked_before))
     os.truncate(str(region.filename), 300_000)
     refused = await post(http, model, source())
 
@@ -167,6 +172,31 @@ async def test_a_region_that_was_made_shorter_is_an_error(
     assert held(scene) == 0
     os.truncate(str(region.filename), OBJECT_BYTES)
     assert (await ask(http, model, source())).shape == IMAGE[0].shape
+
+
+async def test_repeated_requests_with_outputs_in_regions(
+    scene: ServedModels, http: httpx.AsyncClient, region: np.memmap[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is copied anew, until the region is unregistered; another one may have its name then."""
+    monkeypatch.setattr(FastCall, "_encoded_in_thread", Mock(side_effect=AssertionError("encoded in a thread")))
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": IMAGE.nbytes, "shared_memory_offset": OUTPUT_AT}
+    target = {"name": "y", "parameters": place}
+    output = region[OUTPUT_AT // 4 : OUTPUT_AT // 4 + IMAGE.size]
+    for number in range(4):
+        region[: IMAGE.size] = IMAGE[0] + number
+        reply = await post(http, "double", source(), outputs=[target])
+        assert reply.json()["outputs"] == [{"name": "y", "datatype": "FP32", "shape": list(IMAGE.shape)}]
+        assert np.array_equal(output, (IMAGE[0] + number) * 2)
+
+    scene.gateway.memory.unregister("r")
+    refused = await post(http, "double", source(), outputs=[target])
+    assert scene.gateway.memory.status() == []
+    scene.gateway.memory.register("r", f"/{Path(str(region.filename)).name}", 4, OBJECT_BYTES - 4)
+    answer = await ask(http, "double", source(shape=(1, 1000)))
+
+    assert (refused.status_code, refused.json()["error"]) == (404, "Unable to find shared memory region: 'r'")
+    assert np.array_equal(answer, region[1:1001] * 2)
+    assert held(scene) == 0
 
 
 @pytest.mark.parametrize("problem", ["shape", "offset", "input", "second"])
@@ -325,12 +355,40 @@ async def test_an_image_is_copied_once_over_grpc(
     """Also in a stream."""
     monkeypatch.setattr(Infer, "submit_slowly", Mock(side_effect=AssertionError("read in a thread")))
     one = message("double", ("x", IMAGE.size, 0))
-    streamed = stub.ModelStreamInfer(iter([one, one]))
+    streamed = stub.ModelStreamInfer(iter([one, one, one]))
 
     answers = [await stub.ModelInfer(one), *[answer.infer_response async for answer in streamed]]
 
     assert all(np.array_equal(output_of(answer), IMAGE[0] * 2) for answer in answers)
-    assert await ways(scene) == {"memory": 3}
+    assert await ways(scene) == {"memory": 4}
+    assert held(scene) == 0
+
+
+async def test_repeated_requests_over_grpc(
+    scene: ServedModels, stub: Any, region: np.memmap[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Protobuf reads the first two; outputs in regions are written on the event loop, too."""
+    parsed = Mock(side_effect=parse_infer)
+    monkeypatch.setattr("qinfer_api.rpc.infer.parse_infer", parsed)
+    monkeypatch.setattr(GrpcCall, "packed", Mock(side_effect=AssertionError("encoded in a thread")))
+    asked = message("double", ("x", IMAGE.size, 0))
+    asked.id, asked.model_version = "7", "1"
+    target = asked.outputs.add(name="y")
+    for name, value in (("byte_size", IMAGE.nbytes), ("offset", OUTPUT_AT)):
+        target.parameters[f"shared_memory_{name}"].int64_param = value
+    target.parameters["shared_memory_region"].string_param = "r"
+    for number in range(5):
+        region[: IMAGE.size] = IMAGE[0] + number
+        answer = await stub.ModelInfer(asked)
+        assert (answer.id, answer.raw_output_contents[0]) == ("7", b"")
+        assert np.array_equal(region[OUTPUT_AT // 4 :][: IMAGE.size], (IMAGE[0] + number) * 2)
+
+    scene.gateway.memory.unregister("r")
+    with pytest.raises(grpc.aio.AioRpcError, match="Unable to find shared memory region: 'r'"):
+        await stub.ModelInfer(asked)
+
+    assert parsed.call_count == 3
+    assert scene.gateway.memory.status() == []
     assert held(scene) == 0
 
 

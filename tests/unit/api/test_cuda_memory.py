@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
+from qinfer.core.messages import Response
 from qinfer.errors import AlreadyExists, InvalidRequest, RegionNotFound, RegionUnavailable
+from qinfer.tensors import Tensor
+from qinfer.wire.outputs import OutputPlan, Special
 from qinfer_api import shared_memory
 from qinfer_api.cuda_memory import CudaObject, Driver
-from qinfer_api.shared_memory import CudaRegion, SharedMemory
+from qinfer_api.http.infer import reply_bytes
+from qinfer_api.shared_memory import CudaRegion, SharedMemory, TakesLong
 from tests.support.cuda import HANDLE, FakeCuda
 
 
@@ -79,13 +83,14 @@ def test_the_status_tells_each_kind_apart(memory: SharedMemory) -> None:
 def test_a_region_is_closed_when_nothing_uses_it(memory: SharedMemory, cuda: FakeCuda) -> None:
     """A region of the other kind stays."""
     memory.register_cuda("r", HANDLE, 0, 32)
-    held = memory.hold(["r"])
+    held = memory.limited(100)
+    held.check("r", 0, 32)
 
     memory.unregister("r")
     memory.unregister("r", CudaRegion)
 
     assert cuda.opened == 1
-    memory.release(held)
+    del held
     assert cuda.opened == 0
     assert memory.cuda_status() == []
 
@@ -128,3 +133,14 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(InvalidRequest, match="failed to register CUDA shared memory region: 'r', GPUs not supported"):
         SharedMemory(allowed=True).register_cuda("r", HANDLE, 0, 32)
+
+
+def test_copies_to_a_gpu_may_wait(memory: SharedMemory) -> None:
+    memory.register_cuda("r", HANDLE, 1, 32)
+    regions = memory.limited(100, lambda _: None)
+    regions.check("r", 0, 8)
+    plan = OutputPlan(special={"y": Special(region="r", byte_size=8)}, held=regions)
+
+    assert reply_bytes(Response(request_id="1", outputs=(Tensor("y", "UINT8", (8,), bytes(8)),)), plan) == 8
+    with pytest.raises(TakesLong):
+        regions.view("r", 0, 8)

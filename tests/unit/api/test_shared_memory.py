@@ -1,12 +1,15 @@
 """The registry of shared memory regions, on real shared memory objects."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from qinfer.core.messages import Response
 from qinfer.errors import (
     AlreadyExists,
     InvalidRequest,
@@ -15,7 +18,11 @@ from qinfer.errors import (
     RegionUnavailable,
     UnsupportedFeature,
 )
-from qinfer_api.shared_memory import DIRECTORY, Region, SharedMemory
+from qinfer.tensors import Tensor
+from qinfer.wire.kserve_json import decode_infer
+from qinfer.wire.outputs import OutputPlan, Special
+from qinfer_api.http.infer import reply_bytes
+from qinfer_api.shared_memory import DIRECTORY, KnownRequest, Region, RequestRegions, SharedMemory, TakesLong
 
 
 @pytest.fixture
@@ -108,14 +115,12 @@ def test_a_region_lies_within_its_object(memory: SharedMemory, key: str, offset:
 
 
 def test_a_region_stays_while_requests_use_it(memory: SharedMemory, key: str) -> None:
-    """Each, once it is accepted, for as long as there is its `RequestRegions`; then the name is free."""
+    """As long as there is the `RequestRegions` of each; then the name is free."""
     memory.register("r", key, 0, 16)
     first, second = memory.limited(100), memory.limited(100)
     first.view("r", 0, 8)
     first.check("r", 8, 8)
     second.check("r", 0, 16)
-    first.hold()
-    second.hold()
 
     memory.unregister()
     del first
@@ -280,3 +285,126 @@ def test_nothing_works_where_it_is_off(key: str) -> None:
     ):
         with pytest.raises(UnsupportedFeature, match=r"Client shared memory is disabled\. Start the server with"):
             call()
+
+
+def part(name: str = "x", offset: int = 0, size: int = 8, **more: Any) -> dict[str, Any]:
+    """Returns an input or output in the region."""
+    where = {"shared_memory_region": "r", "shared_memory_offset": offset, "shared_memory_byte_size": size}
+    return {"name": name, "shape": [size], "datatype": "UINT8", "parameters": where, **more}
+
+
+def read(memory: SharedMemory, body: dict[str, Any], times: int = 2) -> RequestRegions:
+    """Reads a request of HTTP a few times, as a gateway does, and returns the last one's regions."""
+    text = json.dumps(body).encode()
+    for _ in range(times):
+        regions = memory.limited(1000, lambda _: None)
+        request, plan = decode_infer(text, None, "m", 0, regions=regions)
+        regions.learn(memory.texts, text, request, plan, "")
+    return regions
+
+
+def repeated(memory: SharedMemory) -> KnownRequest:
+    (known,) = memory.texts.values()
+    return known
+
+
+def test_a_repeated_request_is_copied_anew(memory: SharedMemory, key: str) -> None:
+    """Without its text; model and version are those of the URL."""
+    memory.register("r", key, 16, 32)
+    output = {"name": "y", "parameters": part(offset=16)["parameters"]}
+    read(memory, {"id": "7", "inputs": [part(offset=4), part("z", 0, 3)], "outputs": [output]})
+    memory.write("r", 4, b"\xff\xfe")
+
+    request = repeated(memory).read("n", 5, lambda _: None)
+
+    assert (request.model, request.version, request.client_id, request.outputs) == ("n", 5, "7", ("y",))
+    assert [(one.name, one.shape, bytes(one.data)) for one in request.inputs] == [
+        ("x", (8,), bytes([0xFF, 0xFE, 22, 23, 24, 25, 26, 27])),
+        ("z", (3,), bytes([16, 17, 18])),
+    ]
+    plan = repeated(memory).plan
+    assert plan.special is not None
+    assert isinstance(plan.held, RequestRegions)
+    plan.held.write("r", plan.special["y"].offset, b"\xfd")
+    assert (Path(DIRECTORY) / key[1:]).read_bytes()[32] == 0xFD
+
+
+def test_inputs_of_a_repeated_request_lie_in_one_piece_of_memory(memory: SharedMemory, key: str) -> None:
+    memory.register("r", key, 0, 64)
+    read(memory, {"inputs": [part(offset=4), part("z", 40)]})
+    taken = bytearray(16)
+
+    request = repeated(memory).read("m", 0, lambda size: memoryview(taken)[:size])
+
+    assert bytes(taken) == bytes([*range(4, 12), *range(40, 48)])
+    assert [bytes(one.data) for one in request.inputs] == [taken[:8], taken[8:]]
+
+
+def test_a_repeated_request_that_takes_long(memory: SharedMemory, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread is to copy inputs for which there is no memory; a shortened object is an error."""
+    memory.register("r", key, 0, 64)
+    read(memory, {"inputs": [part(size=40)]})
+
+    os.truncate(Path(DIRECTORY) / key[1:], 10)
+    with pytest.raises(InvalidRequest, match="shorter than when it was registered"):
+        repeated(memory).read("m", 0, lambda _: None)
+    monkeypatch.setattr("qinfer_api.shared_memory.QUICK_BYTES", 39)
+    with pytest.raises(TakesLong):
+        repeated(memory).read("m", 0, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"inputs": [part(), {"name": "z", "shape": [1], "datatype": "UINT8", "data": [1]}]},
+        {"inputs": [part(datatype="BYTES")]},
+        {"inputs": [part()], "parameters": {"priority": 1}},
+        {"inputs": [part()], "parameters": {"mine": 1}},
+        {"inputs": [part()], "parameters": {"sequence_id": 1}},
+        {"inputs": [part()], "outputs": [{"name": "y", "parameters": {"classification": 2}}]},
+        {"inputs": [part()], "id": "7" * 2048},
+    ],
+)
+def test_requests_that_are_read_anew_each_time(memory: SharedMemory, key: str, body: dict[str, Any]) -> None:
+    memory.register("r", key, 0, 64)
+    read(memory, body, times=3)
+
+    assert memory.texts == {}
+
+
+def test_a_repeated_request_is_forgotten_with_its_regions(memory: SharedMemory, key: str) -> None:
+    """It holds none open, and requests of a region that is about to close are not remembered."""
+    memory.register("r", key, 0, 64)
+    regions = read(memory, {"inputs": [part()]})
+    assert len(memory.texts) == 1
+
+    memory.unregister("r")
+    read(memory, {"inputs": [part()]})
+
+    assert [region.name for region in memory.status()] == ["r"]
+    assert memory.texts == {}
+    del regions
+    assert memory.status() == []
+
+
+def test_the_memory_of_repeated_requests_is_bounded(
+    memory: SharedMemory, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qinfer_api.shared_memory._MAX_KNOWN", 3)
+    memory.register("r", key, 0, 64)
+    for number in range(5):
+        read(memory, {"inputs": [part()], "id": str(number)})
+
+    assert len(memory.texts) == 2
+
+
+def test_what_is_copied_into_regions_is_no_part_of_the_reply(memory: SharedMemory, key: str) -> None:
+    """Classes are."""
+    memory.register("r", key, 0, 64)
+    regions = memory.limited(100)
+    regions.check("r", 0, 8)
+    plan = OutputPlan(special={"y": Special(region="r", byte_size=8), "z": Special(classes=1)}, held=regions)
+    response = Response(request_id="1", outputs=tuple(Tensor(name, "UINT8", (8,), bytes(8)) for name in "xyz"))
+
+    assert reply_bytes(response, plan) == 16
+    assert reply_bytes(response, OutputPlan()) == 24
