@@ -80,11 +80,11 @@ class Router:
             raise
         return router
 
-    def send(self, slot: int, packed: bytes, reply: Reply) -> None:
-        """Sends a packed command to the owner of `slot`."""
+    def send(self, slot: int, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
+        """Sends a packed command to the owner of `slot`, as `RedisConnection.send` does."""
         if self._settings.cluster:
             reply = self._following(packed, reply, _MAX_REDIRECTS)
-        self._table[slot].send(packed, reply)
+        self._table[slot].send(packed, reply, at_once=at_once)
 
     def check_up(self, slot: int) -> None:
         """Raises `BrokerUnavailable` without a connection to the owner of `slot`; `call` would wait."""
@@ -249,17 +249,21 @@ class BlockingLink:
         elif not is_over():
             self._link.reset()  # the connection does not react
 
-    def send(self, packed: bytes, reply: Reply) -> None:
+    def send(self, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
         """Sends a command as `Link.send` does."""
-        self._link.send(packed, reply)
+        self._link.send(packed, reply, at_once=at_once)
 
-    async def call(self, *command: Any, late: Reply | None = None) -> Any:
+    async def connected(self) -> None:
+        """Waits for the connection."""
+        await self._link.connected()
+
+    async def call(self, *command: Any) -> Any:
         """Sends a command and returns its reply."""
         for _ in range(_MAX_REDIRECTS):
             try:
-                return await self._link.call(*command, late=late)
+                return await self._link.call(*command)
             except CommandRefused as error:
-                self._move(error)
+                self.follow(error)
         raise BrokerUnavailable(_CHANGING)
 
     async def run(
@@ -271,21 +275,22 @@ class BlockingLink:
             try:
                 return connection, await operation(connection.call)
             except CommandRefused as error:
-                self._move(error)
+                self.follow(error)
         raise BrokerUnavailable(_CHANGING)
 
-    async def close(self) -> None:
-        """Closes the connection."""
-        self._on_close()
-        await self._link.close()
-
-    def _move(self, error: CommandRefused) -> None:
+    def follow(self, error: CommandRefused) -> None:
+        """Reconnects to the node to which the slot has moved; raises any other error."""
         target = self._target(error)
         if target is None:
             raise error
         if target[1]:  # its keys are on two nodes meanwhile
             raise BrokerUnavailable(_CHANGING)
         self._link.reset()
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._on_close()
+        await self._link.close()
 
 
 def _ignore(_: Any) -> None:
