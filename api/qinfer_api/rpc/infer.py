@@ -31,6 +31,7 @@ from qinfer.wire.kserve_grpc import (
     encode_streamed_error,
     parse_infer,
 )
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import NO_PLAN, bound
 from qinfer_api.http.infer import IN_SHARED_MEMORY, answered_by, parse_version, regions_of, reply_bytes, with_headers
 from qinfer_api.rest.services import Services
