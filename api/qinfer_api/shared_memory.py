@@ -14,7 +14,8 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from qinfer.errors import (
     AlreadyExists,
     InvalidRequest,
     PayloadTooLarge,
+    QinferError,
     RegionNotFound,
     RegionUnavailable,
 )
@@ -75,6 +77,24 @@ class CudaRegion(msgspec.Struct, frozen=True):
     name: str
     device_id: int
     byte_size: int
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def forgets_regions(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns a function for a thread, whose errors keep no region open: idle threads of a pool keep the last one."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except QinferError as error:
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 R = TypeVar("R", Region, CudaRegion)

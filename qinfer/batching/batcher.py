@@ -546,10 +546,15 @@ class Batcher:
         self.executing += len(items)
         may_run_now = later is None and not apart and self.model.streams is None
         if may_run_now and self.model.executor.run_now(execution, expected_s):
-            self._answer_items(self._responder, execution)
-            self._count_execution(execution)
+            self._end_at_once(execution)
         else:
             self.model.executor.start(execution, self._done)
+
+    def _end_at_once(self, execution: Execution) -> None:
+        try:
+            self._answer_items(self._responder, execution)
+        finally:
+            self._count_execution(execution)
 
     def _start_without(
         self, gone: list[WorkItem], items: list[WorkItem], now_s: float, *, apart: bool, is_ahead: bool

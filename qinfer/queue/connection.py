@@ -75,8 +75,8 @@ class Template:
 Reply = Callable[[Any], None]
 
 _NOTHING = object()
-_STOOD_STILL_S = 0.5
-"""A timer that is later tells that this process stood still, which does not count as the server's silence."""
+_LAST_WAIT_S = 0.5
+"""Seconds for a last look at a silent server: a process that was stopped itself has not read what came meanwhile."""
 DOWN = "the connection to the queue is down; try again"
 _FAILING_OVER = "the queue is failing over (read-only replica); try again"
 _FULL = "too much is waiting to be written to the queue; try again"
@@ -170,14 +170,15 @@ class RedisConnection(asyncio.Protocol):
         self._out_bytes = 0
         self._has_large = self._is_paused = False
         self._farewell: QinferError | None = None
-        self._progress_at = self._excused_at = self._due_at = 0.0
+        self._progress_at = 0.0
+        self._silent_since = -1.0  # at the last look
         self._watchdog: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sets the mark at which `send` refuses commands."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._max_bytes)
-        self._watch_in(self._timeout_s)
+        self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
 
     def send(self, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
         """Sends a command, `at_once` or with others of this event-loop tick, or raises `BrokerUnavailable`."""
@@ -260,7 +261,7 @@ class RedisConnection(asyncio.Protocol):
         self._timeout_s = timeout_s
         if self._watchdog is not None and self._transport is not None:
             self._watchdog.cancel()
-            self._watch_in(timeout_s)
+            self._watchdog = self._loop.call_later(timeout_s, self._watch)
 
     def abort(self) -> None:
         """Drops the connection."""
@@ -295,20 +296,16 @@ class RedisConnection(asyncio.Protocol):
         else:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
-    def _watch_in(self, delay_s: float) -> None:
-        self._due_at = self._loop.time() + delay_s
-        self._watchdog = self._loop.call_at(self._due_at, self._watch)
-
     def _watch(self) -> None:
-        now_s = self._loop.time()
-        if now_s - self._due_at > _STOOD_STILL_S and self._progress_at != self._excused_at:
-            self._progress_at = self._excused_at = now_s  # replies may have come that this process has not read
-        quiet_s = now_s - self._progress_at if self._owed else 0.0
-        if quiet_s >= self._timeout_s:
+        quiet_s = self._loop.time() - self._progress_at if self._owed else 0.0
+        if quiet_s < self._timeout_s:
+            self._watchdog = self._loop.call_later(self._timeout_s - quiet_s, self._watch)
+        elif self._silent_since != self._progress_at:
+            self._silent_since = self._progress_at
+            self._watchdog = self._loop.call_later(_LAST_WAIT_S, self._watch)
+        else:
             logger.warning("redis does not answer; reconnecting", extra={"quiet_s": round(quiet_s, 1)})
             self.abort()
-            return
-        self._watch_in(self._timeout_s - quiet_s)
 
 
 _BACKOFF_S = (0.05, 2.0)

@@ -278,9 +278,11 @@ class LaneReader:
         is_late = False
 
         def answered(reply: Any) -> None:
+            if isinstance(reply, Exception):
+                return  # the next read meets the error again
             if is_late:
                 self._give_back(to_leases(reply))
-            elif not isinstance(reply, Exception):  # the next read meets the error again
+            else:
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_read` waits for the connection

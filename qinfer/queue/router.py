@@ -181,7 +181,7 @@ class Router:
                 if is_asking:
                     link.send(_ASKING, _ignore)
                 link.send(packed, self._following(packed, reply, left - 1))
-            except BrokerUnavailable as error:
+            except QinferError as error:
                 reply(error)
 
         return follow

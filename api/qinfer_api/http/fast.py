@@ -35,13 +35,14 @@ from qinfer_api.http.infer import (
     encoder_of,
     error_reply,
     failure_reply,
+    fills_its_memory,
     is_slow,
     reply_bytes,
     strictly,
     with_headers,
 )
 from qinfer_api.receiving import NO_ROOM, SPENT, ReceivingBudget, Reservation
-from qinfer_api.shared_memory import TakesLong
+from qinfer_api.shared_memory import TakesLong, forgets_regions
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class FastCall:
     def _is_plain(self, response: Response) -> bool:
         if self.head.encoding is not None or self._plan.special is not None:
             return False
-        return all(self._plan.is_binary(output.name) for output in response.outputs)
+        return fills_its_memory(response) and all(self._plan.is_binary(output.name) for output in response.outputs)
 
     def _encoded(self, response: Response) -> HttpReply:
         reply = self._codec.encode(response, self.request.client_id, self._plan)
@@ -199,6 +200,7 @@ class FastCall:
         self.landing = landing = dispatcher.landing(target.model, target.version, nbytes, 0, tenant)
         return None if landing is None else landing.body
 
+    @forgets_regions
     def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
         request, plan = self._codec.decode(head.target, body, head.json_length, context.tenant, served)

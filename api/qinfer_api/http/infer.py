@@ -411,6 +411,12 @@ def reply_bytes(response: Response, plan: OutputPlan) -> int:
     return sum([len(one.data) for one in response.outputs if one.name not in special or special[one.name].classes])
 
 
+def fills_its_memory(response: Response) -> bool:
+    """Returns whether outputs are most of the memory that views of them keep, as of one reply to a whole batch."""
+    kept = {id(view.obj): memoryview(view.obj).nbytes for view in (memoryview(one.data) for one in response.outputs)}
+    return sum(kept.values()) <= 2 * response.nbytes
+
+
 def with_headers(request: OutgoingRequest, forwarded: Mapping[str, Scalar]) -> None:
     """Adds forwarded headers to the parameters; refuses reserved names."""
     for name in forwarded:

@@ -63,6 +63,7 @@ from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, AnswerMemory, ReceivingBudget, Reservation
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
+from qinfer_api.shared_memory import forgets_regions
 from qinfer_api.status import decode_json
 
 
@@ -383,6 +384,7 @@ async def decoded_infer(
 ) -> tuple[OutgoingRequest, OutputPlan]:
     """Decodes an infer request and chooses its target."""
 
+    @forgets_regions
     def decode() -> tuple[OutgoingRequest, OutputPlan]:
         length, tenant = request.headers.get(JSON_LENGTH_HEADER), caller(request).tenant
         decoded, plan = services.codec.decode(target, body, length, tenant, served)

@@ -33,12 +33,20 @@ from qinfer.wire.kserve_grpc import (
 )
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import NO_PLAN, bound
-from qinfer_api.http.infer import IN_SHARED_MEMORY, answered_by, parse_version, regions_of, reply_bytes, with_headers
+from qinfer_api.http.infer import (
+    IN_SHARED_MEMORY,
+    answered_by,
+    fills_its_memory,
+    parse_version,
+    regions_of,
+    reply_bytes,
+    with_headers,
+)
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, CallGuard
 from qinfer_api.rpc.headers import Abort, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, GrpcCall
-from qinfer_api.shared_memory import MOST_KNOWN_BYTES, KnownRequest, Land, RequestRegions, TakesLong
+from qinfer_api.shared_memory import MOST_KNOWN_BYTES, KnownRequest, Land, RequestRegions, TakesLong, forgets_regions
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +306,10 @@ class Infer:
         """Encodes a response, in pieces."""
         plan = sink.plan
         regions = self._memory if plan.special is None else regions_of(plan, self._memory)
-        return encode_infer(response, sink.client_id, plan, regions)
+        pieces = encode_infer(response, sink.client_id, plan, regions)
+        if response.nbytes > LARGE_BYTES and not fills_its_memory(response):
+            return [b"".join(pieces)]
+        return pieces
 
     def _decode(self, blob: Bytes, message: ParsedRequest, call: GrpcCall, land: Land | None = None) -> DecodedRequest:
         memory = self._memory.for_tenant(call.context.tenant)
@@ -320,6 +331,7 @@ class Infer:
             with_headers(request, forwarded)
         return decoded
 
+    @forgets_regions
     def _decode_and_check(self, blob: Bytes, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
         decoded = self._completed(self._decode(blob, message, call), call)
         plan = self.dispatcher.aim(call.context, decoded.request, call.head.first, decoded.plan)

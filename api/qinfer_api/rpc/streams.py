@@ -235,9 +235,9 @@ class FrameWriter:
     def pump_all(self) -> None:
         """Continues the streams that waited for the connection."""
         for stream in list(self._waiting.values()):
-            if self.window <= 0 or self.is_paused:
+            if self.is_paused:
                 break
-            self.pump(stream)
+            self.pump(stream)  # without a window, trailers that wait
 
     def pump_one(self, stream: GrpcStream) -> None:
         """Continues a stream that has a queue."""

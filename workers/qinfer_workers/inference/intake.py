@@ -18,18 +18,18 @@ import numpy as np
 from qinfer.batching.execution import WorkItem
 from qinfer.core.messages import Failure, InferRequest, MemoryReference, Response, ToldSequence
 from qinfer.core.retry import OutageLog
-from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT
 from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Lease, Payload
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.records import SequenceId, told_id
+from qinfer.queue.values import NoSpace
 from qinfer.segments.connector import TensorConnector
 from qinfer.segments.memory import PIECE_BYTES
 from qinfer.segments.reading import OVER, SegmentReader, TensorsGone, TensorsUnreachable
 from qinfer.segments.slabs import LARGE_BYTES
-from qinfer.submission.memory import PAYLOAD_MARGIN_S
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import (
@@ -97,6 +97,10 @@ class ToldIds:
             self._known.clear()
         self._known[named] = told_id(sequence, told), self._monotonic_s() + _TOLD_S
         self.set_told_id(request)
+
+
+_LETTER_S = 600.0
+"""The time that a dead letter's tensors wait for it, while Redis is away."""
 
 
 class LeaseIntake:
@@ -389,13 +393,20 @@ class LeaseIntake:
         self._publisher.bury(item.lease, error, batcher.tally, (item, response), partial(self._letter, item))
 
     async def _letter(self, item: WorkItem) -> tuple[Lease, bytes]:
-        """Stores tensors that a caller keeps; returns the lease on them, and a frame."""
+        """Stores tensors that a caller keeps; returns the lease on them, and a frame.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached now.
+        """
         lease, request = item.lease, item.request
         if request.memory is None or self._memory is None:
             return lease, b""
         try:
             if self._far is not None and self._far.knows(request.memory.owner):
-                tensors: Bytes | None = await self._far.read(request.memory)
+                try:
+                    tensors: Bytes | None = await self._far.read(request.memory)
+                except TensorsUnreachable:  # its caller may have stored them
+                    tensors = await self._queue.payload(lease.entry, request.id, request.tenant)
             else:
                 view = self._memory.view(request.memory)
                 tensors = await _copy(view.tensors, view.is_current)
@@ -403,8 +414,10 @@ class LeaseIntake:
                 raise TensorsGone(OVER)
             frame, data = take_apart(lease.frame, tensors)
             entry = msgspec.structs.replace(lease.entry, payload_id=f"{request.id}.letter")
-            await self._queue.put_payload(entry, Payload(entry.payload_id, data, PAYLOAD_MARGIN_S), request.tenant)
+            await self._queue.put_payload(entry, Payload(entry.payload_id, data, _LETTER_S), request.tenant)
         except QinferError as error:
+            if isinstance(error, BrokerUnavailable) and not isinstance(error, NoSpace):
+                raise
             extra = {"request_id": request.id, "reason": error.message}
             logger.warning("the tensors of a dead letter are not kept", extra=extra)
             return lease, b""

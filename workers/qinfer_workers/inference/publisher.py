@@ -364,9 +364,9 @@ class Publisher:
 
         async def work() -> None:
             nonlocal tries, kept, frame, letter
-            tries += 1
             if letter is not None:
                 (kept, frame), letter = await letter(), None
+            tries += 1
             is_buried = await self._queue.bury(kept, request_id, error.code.value, error.message, frame)
             self._keeper.drop(items)  # may take longer than a lease
             if is_buried:
@@ -411,7 +411,7 @@ class Publisher:
         self._closed = True
         for timer in self._later.values():
             timer.cancel()
-        for work in self._open:
+        for work in list(self._open):
             work.cancel()
 
     def _release(self, item: WorkItem) -> None:
@@ -474,7 +474,7 @@ class Publisher:
 
         try:
             self._queue.send_responses(address, encode_responses(group), reply, at_once=at_once)
-        except QinferError:
+        except Exception:  # noqa: BLE001 - the task meets it again, where it can't break a batcher
             return False
         self._open.add(answered)
         return True
