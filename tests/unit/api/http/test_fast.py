@@ -6,8 +6,10 @@ from typing import Any, cast
 import pytest
 
 from qinfer.core.api_keys import Scope
+from qinfer.core.messages import Response
 from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
+from qinfer.tensors import Bytes, Tensor
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import FastCall, QinferHttpProtocol
@@ -18,6 +20,7 @@ from qinfer_api.http.infer import (
     UrlTarget,
     Writer,
     compile_forward,
+    fills_its_memory,
     parse_json_length,
     parse_version,
 )
@@ -260,3 +263,17 @@ async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> Non
     assert call.reply.status == (400 if leaves else 404)
     assert connection.has_reply.is_set() is not leaves
     assert dispatcher.submitted == 0
+
+
+BLOB = memoryview(bytes(1200))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fills"),
+    [([bytes(400)], True), ([BLOB[:700]], True), ([BLOB[:400], BLOB[400:800]], True), ([BLOB[:400]], False)],
+)
+def test_a_part_of_a_batch_s_replies_is_not_kept_as_a_view(outputs: list[Bytes], *, fills: bool) -> None:
+    """A slow reader of one reply would keep those of the whole batch."""
+    tensors = tuple(Tensor(f"y{place}", "UINT8", (len(data),), data) for place, data in enumerate(outputs))
+
+    assert fills_its_memory(Response(request_id="r", outputs=tensors)) is fills

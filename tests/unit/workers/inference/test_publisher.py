@@ -73,6 +73,21 @@ class Burying(Offline):
         return True
 
 
+class Letters(Offline):
+    """A queue that notes the frames of dead letters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[bytes] = []
+
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str, frame: bytes = b"") -> bool:
+        self.frames.append(frame)
+        return True
+
+    async def publish(self, reply_to: str, blob: Bytes) -> bool:
+        return True
+
+
 class Storing(Offline):
     """A queue that takes its time to end requests."""
 
@@ -164,6 +179,26 @@ async def test_a_lease_is_held_while_its_entry_is_buried() -> None:
         await publisher.finish_accepted()
 
     assert keeper.held() == []
+
+
+async def test_the_tensors_of_a_letter_are_stored_again_after_an_outage() -> None:
+    delivery, error, item = Letters(), InferenceFailed("it was given up"), pending(1)
+    tries = 0
+
+    async def letter() -> tuple[Lease, bytes]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise BrokerUnavailable("the connection is down")
+        return item.lease, b"frame"
+
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper_of(delivery), tasks)
+        response = Response(request_id="r1", failure=Failure.from_error(error))
+        publisher.bury(item.lease, error, StatsTally(), (item, response), letter)
+        await publisher.finish_accepted()
+
+    assert (tries, delivery.frames) == (2, [b"frame"])
 
 
 @pytest.mark.parametrize(("nbytes", "is_held"), [(64, False), (2**20 + 1, True)])
