@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationErro
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
-from qinfer.core.documents import is_lenient, not_json, unknown_names, wrong_values
 from qinfer.core.processes import PREFIX
 from qinfer.core.settings_sections import (
     CacheSettings,
@@ -24,6 +23,7 @@ from qinfer.core.settings_sections import (
     TraceSettings,
 )
 from qinfer.core.store_urls import UrlGrant, contains, do_meet, folders_of, normalised
+from qinfer.core.wrong_values import is_lenient, not_json, unknown_names, wrong_values
 from qinfer.errors import SettingsError
 
 _OF_COMMANDS = ("QINFER_API_KEY", "QINFER_URL")

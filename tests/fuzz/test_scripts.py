@@ -50,9 +50,11 @@ def scripts() -> dict[str, bytes]:
         if "load_script" in file.read_text():
             module = importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
             for name, value in vars(module).items():
-                text = value.text if isinstance(value, Script) else value
-                if isinstance(text, bytes) and b"redis.call(" in text:
-                    found[f"{module.__name__}.{name}"] = text
+                tables = value.items() if isinstance(value, dict) else [("", value)]
+                for key, each in tables:
+                    text = each.text if isinstance(each, Script) else each
+                    if isinstance(text, bytes) and b"redis.call(" in text:
+                        found[f"{module.__name__}.{name}{key and f'.{key}'}"] = text
     return found
 
 
@@ -116,7 +118,7 @@ HASH, NONE = b"{k}:hash", b"{k}:none"
     [
         ("qinfer.queue.requests._ACCEPT", [], [b"1e15", b"0"]),
         ("qinfer.queue.requests._ACCEPT", [NONE], [b"1", b"1", b"1e15"]),
-        ("qinfer.jobs.queue.jobs._MOVE", [HASH], [b"1", b"failed", b"1e15"]),
+        ("qinfer.jobs.queue.jobs._SCRIPTS.move", [HASH], [b"1", b"failed", b"1e15"]),
         (
             "qinfer.bridge.reports._REPORT",
             [NONE, b"{k}:zset", NONE],

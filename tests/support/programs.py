@@ -34,7 +34,7 @@ import msgspec
 
 _SERVERS = tuple(f"qinfer_{name}.__main__" for name in ("api", "workers.inference", "workers.jobs", "workers.bridge"))
 _MODEL, _EXAMINER = "qinfer.backends.python_host", "qinfer.jobs.examiner"
-_READING = ("qinfer.jobs.examined_rows", "qinfer.jobs.parts", "qinfer.jobs.planning", "qinfer.storage.local")
+_READING = ("qinfer.jobs.shard_rows", "qinfer.jobs.parts", "qinfer.jobs.planning", "qinfer.storage.local")
 _IMPORTED = {_MODEL: (f"{_MODEL}.__main__",), _EXAMINER: (_EXAMINER, *_READING)}
 """A program → the modules that are imported before it starts; those of `_SERVERS` before any other."""
 _READ_AT_IMPORT = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_DEFAULT_MEMORY_POOL", "MALLOC_MMAP_THRESHOLD_"}

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from qinfer.core.documents import explain
 from qinfer.core.settings import load_settings, variable_names
+from qinfer.core.wrong_values import explain
 from qinfer.errors import SettingsError
 
 THEIRS = ("Input", "Value error", "valid ", "Field required", "parse string")
