@@ -1,15 +1,13 @@
 """The queues that the delivery contract is tested on."""
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import redis
-import uvloop
 
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.models.store import ControlStore
@@ -35,11 +33,6 @@ WHOLE |= {"qinfer:scaler-counts", "qinfer:installation", "qinfer:settings"}
 WHOLE |= {"qinfer:{.endpoints#0}:declared", "qinfer:{.endpoints#0}:trials"}
 WHOLE |= {"qinfer:{counts}:asked", "qinfer:{counts}:added"}
 ENDED = {"completed", "failed", "cancelled", "expired"}
-
-
-def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Puts tests on the loop of all programs."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 class RedisQueue:

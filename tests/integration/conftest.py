@@ -16,9 +16,13 @@ from tests.support.rpc import Rpc, rpc
 from tests.support.servers.servers import RedisServer, system_redis
 
 
-def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Puts tests on the loop of gateways, workers and bridges: its transports buffer and pause in their own way."""
-    return {"uvloop": uvloop.new_event_loop}
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Puts the gateway's tests on the loop that it runs on: its transports buffer and pause in their own way."""
+    if item.path.name.startswith(("test_http_", "test_grpc_")):
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(autouse=True, scope="module")
