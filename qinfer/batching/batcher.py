@@ -218,6 +218,7 @@ class Batcher:
 
         Items whose queue timeout delays them go to the `.delayed` lane.
         """
+        # There are probably more.
         more = 0 < self._asked_count <= len(items)
         self._asked_count = 0
         self._has_looked, self._look_until_s, self._asked_at_s = not more, NEVER_S, NEVER_S
@@ -389,6 +390,7 @@ class Batcher:
         return FreeSlots(0, 1 if self._turns is None and self._may_be_ahead else 0)
 
     def _pump(self, now_s: float | None = None, *, more: bool = False) -> None:
+        """Starts and expires due items, then sets fetch gate and timer."""
         now_s = self._clock.now_s() if now_s is None else now_s
         turns, nested = self._turns, self._nested
         if turns is not None:
@@ -414,6 +416,7 @@ class Batcher:
             self._line_up(turns, now_s)
 
     def _start_due(self, now_s: float, *, more: bool) -> float:
+        """Starts due batches; returns when to look again."""
         while self._pending or self._bisection:
             if self._bisection:
                 self._start_bisected(now_s)
@@ -451,6 +454,7 @@ class Batcher:
         return gate.again_at_s
 
     def _decide_gate(self, now_s: float, wake_at_s: float) -> FetchGate:
+        """Returns the gate of the first rule that applies."""
         idle, turns = self._idle_count(), self._turns
         if turns is not None and turns.looks_until_s and not self._has_waiting:
             return FetchGate(now_s, 0.0, again_at_s=turns.looks_until_s)
@@ -559,7 +563,7 @@ class Batcher:
     def _start_without(
         self, gone: list[WorkItem], items: list[WorkItem], now_s: float, *, apart: bool, is_ahead: bool
     ) -> None:
-        """Starts a batch without ended requests, whose memory others may use."""
+        """Starts a batch without the requests that ended at their gateways, where others may use the memory."""
         for item in gone:
             self.lost(item)
         if rest := [item for item in items if not item.lost]:

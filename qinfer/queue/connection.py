@@ -1,4 +1,4 @@
-"""The connection to one Redis node for the hot path: pipelined commands, reply callbacks, mostly one write a loop tick.
+"""The connection to one Redis node for the hot path: pipelined commands, reply callbacks, one write per loop tick.
 
 A `Link` outlives its connections. `send` needs no task, future or timer per command; `call` is its coroutine form for
 rarer commands. Error replies become qinfer's errors.
@@ -181,7 +181,7 @@ class RedisConnection(asyncio.Protocol):
         self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
 
     def send(self, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
-        """Sends a command, `at_once` or with others of this event-loop tick, or raises `BrokerUnavailable`."""
+        """Sends a command, unless `at_once` with later ones of this event-loop tick, or raises `BrokerUnavailable`."""
         if self._transport is None:
             raise self._farewell or BrokerUnavailable(DOWN)
         if self._is_paused or self._out_bytes > self._max_bytes:

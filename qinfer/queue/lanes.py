@@ -301,7 +301,7 @@ class Queue(Submitter):
         return added is not None
 
     def send_responses(self, reply_to: str, blob: Bytes, reply: Reply, *, at_once: bool = False) -> None:
-        """Appends responses; `reply` gets `None` if the stream is gone, or an error."""
+        """Appends responses without waiting; `reply` gets an id, `None` if the stream is gone, or an error."""
         slot, command = _replying(reply_to)
         self.router.send(slot, command.pack(blob), reply, at_once=at_once)
 

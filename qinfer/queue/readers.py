@@ -167,7 +167,7 @@ class LaneReader:
                 return leases if len(leases) <= count else self._at_most(leases, count)
 
     def _at_most(self, leases: list[Lease], count: int) -> list[Lease]:
-        """Gives back what exceeds `count`: COUNT is per stream."""
+        """Gives back what exceeds `count`: COUNT is per stream, and several lanes may each have returned an entry."""
         if len(leases) > count:
             self._give_back(leases[count:])
         return leases[:count]
@@ -301,7 +301,7 @@ class LaneReader:
             raise
 
     async def _read(self, to_leases: Callable[[Any], list[Lease]], packed: bytes) -> Any:
-        """Gives back the leases of a reply after a cancellation."""
+        """Sends a read, and returns its reply; gives back the leases of a reply after a cancellation."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         is_answered = False
 
@@ -318,7 +318,7 @@ class LaneReader:
 
         try:
             self._link.send(packed, answered, at_once=True)
-        except QinferError:
+        except QinferError:  # the connection is lost
             await self._link.connected()
             self._link.send(packed, answered, at_once=True)
         try:
@@ -330,7 +330,7 @@ class LaneReader:
             self._link.rouse(lambda: is_answered or self._link.client_id != client_id)
             raise
         except QinferError:
-            del future  # breaks a cycle
+            del future  # breaks the cycle with this frame
             raise
 
     def _leases_of_read(self, streams: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
@@ -359,6 +359,7 @@ class LaneReader:
 
 @lru_cache(maxsize=1024)
 def _xreadgroup(streams: tuple[Lane, ...], consumer: str, count: int, block_ms: int = 0) -> bytes:
+    """Packs a read that waits up to `block_ms`; 0 = it does not wait."""
     names, block = [keys.lane(lane) for lane in streams], (b"BLOCK", block_ms) if block_ms else ()
     options = (b"GROUP", keys.GROUP, consumer, b"COUNT", count, *block)
     return pack((b"XREADGROUP", *options, b"STREAMS", *names, *([b">"] * len(names))))
@@ -496,6 +497,7 @@ class ReplyReader:
             self._is_made = True
 
     async def _read_replies(self) -> None:
+        """Reads until a read finds nothing, or the stream is to be extended."""
         await self._link.connected()
         self._reading = asyncio.get_running_loop().create_future()
         self._read_on()
@@ -508,7 +510,7 @@ class ReplyReader:
         self._link.send(self._command.pack(self._last), self._take, at_once=True)
 
     def _take(self, reply: Any) -> None:
-        """Hands replies over without a task."""
+        """Hands replies over without waking a task, and reads on."""
         if self._reading.done():
             return
         if isinstance(reply, Exception):
@@ -522,7 +524,7 @@ class ReplyReader:
                 self._reading.set_result(None)
             else:
                 self._read_on()
-        except Exception as error:  # noqa: BLE001 - `run` raises it
+        except Exception as error:  # noqa: BLE001 - raised where it is awaited
             self._reading.set_exception(error)
 
     def _note_entries(self, reply: Any) -> float:

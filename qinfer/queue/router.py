@@ -81,7 +81,7 @@ class Router:
         return router
 
     def send(self, slot: int, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
-        """Sends a packed command to the owner of `slot`."""
+        """Sends a packed command to the owner of `slot`, as `RedisConnection.send` does."""
         if self._settings.cluster:
             reply = self._following(packed, reply, _MAX_REDIRECTS)
         self._table[slot].send(packed, reply, at_once=at_once)
@@ -279,7 +279,7 @@ class BlockingLink:
         raise BrokerUnavailable(_CHANGING)
 
     def follow(self, error: CommandRefused) -> None:
-        """Reconnects if the slot has moved; raises any other error."""
+        """Reconnects to the node to which the slot has moved; raises any other error."""
         target = self._target(error)
         if target is None:
             raise error

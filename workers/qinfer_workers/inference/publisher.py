@@ -309,7 +309,7 @@ class Publisher:
         begin_ns = time.perf_counter_ns()
         is_due = self._loop.time() >= self._finish_at_s - FINISH_DELAY_S / 2
         if finishes := bool(self._published) and (is_due or len(self._published) >= FINISH_COUNT):
-            self._finish_now()  # in the same write
+            self._finish_now()  # in one write with the answers
         if [True for item in items if not item.request.reply_to]:
             self._answer_mixed(items, responses, begin_ns)
         else:
@@ -431,7 +431,7 @@ class Publisher:
     def _publish_soon(
         self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int, *, at_once: bool = False
     ) -> None:
-        """Sends small answers of one gateway; a task publishes others, and refused ones."""
+        """Sends small answers of one gateway; a task publishes all others, and those that Redis refuses."""
 
         def publish() -> Awaitable[None]:
             return self._publish(items, responses, begin_ns)
