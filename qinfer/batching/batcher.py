@@ -159,6 +159,7 @@ class Batcher:
         self._bisection = Bisection()
         self._nested = NestedRequests()
         self._lent = LentInstances()
+        self._unanswered: list[Execution] = []
         self._rows_per_item = 1.0
         self._asked_count = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -225,18 +226,12 @@ class Batcher:
         if self._turns is not None:
             self._turns.end_fetch(is_empty=not items)
             items = self._refuse_endless(items, self._turns)
-        else:
-            for item in items:
-                if item.request.holders:
-                    items = self._take_nested(items)
-                    break
+        elif [True for item in items if item.request.holders]:
+            items = self._take_nested(items)
         if items and not self._rules.prefetch:
             items = self._delay(items)
         if items:
-            rows = 0
-            for item in items:
-                rows += item.rows
-            self._rows_per_item = max(rows, 1) / len(items)
+            self._rows_per_item = max(sum([item.rows for item in items]), 1) / len(items)
             self._pending.extend(items)
         self._pump(more=more)
 
@@ -340,13 +335,11 @@ class Batcher:
 
     def _idle_count(self) -> int:
         """Returns the number of idle instances, below 0 if a batch is placed ahead."""
-        count, turns = self.model.executor.count, self._turns
-        free = count - len(self.expected_ends) - self._lent.count
-        if turns is not None and turns.wanted:
-            return min(free, turns.ready)
+        if self._turns is not None and self._turns.wanted:
+            return min(self._free_count, self._turns.ready)
         if self._nested.depth == 1:
-            return free
-        return max(min(free, self._nested.count_free(0, self.expected_ends, count)), 0)
+            return self._free_count
+        return max(min(self._free_count, self._nested.count_free(0, self.expected_ends, self.model.executor.count)), 0)
 
     @property
     def _waiting_rows(self) -> int:
@@ -385,56 +378,48 @@ class Batcher:
         return may_join or self._can_be_overtaken
 
     def _slots(self) -> FreeSlots:
-        if idle := self._idle_count():
-            return FreeSlots(max(idle, 0))
-        return FreeSlots(0, 1 if self._turns is None and self._may_be_ahead else 0)
+        idle = self._idle_count()
+        return FreeSlots(max(idle, 0), 1 if idle >= 0 and self._turns is None and self._may_be_ahead else 0)
 
     def _pump(self, now_s: float | None = None, *, more: bool = False) -> None:
         """Starts and expires due items, then sets fetch gate and timer."""
         now_s = self._clock.now_s() if now_s is None else now_s
-        turns, nested = self._turns, self._nested
-        if turns is not None:
-            self._line_up(turns, now_s)
-        if self._has_lost:
-            self._drop_lost()
+        wake_at_s = NEVER_S
+        self._line_up(now_s)
+        self._drop_lost()
         if now_s >= self._ahead_until_s:
             self._recall()
-        if nested.waiting:
-            self._start_nested(now_s)
-        wake_at_s = self._start_due(now_s, more=more)
-        wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s))
-        if nested.waiting:
-            wake_at_s = min(wake_at_s, nested.first_deadline_s)
-        waits = self._pending or self._bisection or nested.waiting
-        has_work = self.executing or waits or (self._lent.is_overdue and not self.paused)
-        (self._idle.clear if has_work else self._idle.set)()
-        if self._timer is not None:
-            self._timer.cancel()
-        wait_s = min(wake_at_s, self._ahead_until_s) - now_s
-        self._timer = None if wait_s == NEVER_S else self._loop.call_later(max(wait_s, 0.0), self._pump)
-        if turns is not None:
-            self._line_up(turns, now_s)
-
-    def _start_due(self, now_s: float, *, more: bool) -> float:
-        """Starts due batches; returns when to look again."""
+        self._start_nested(now_s)
         while self._pending or self._bisection:
             if self._bisection:
                 self._start_bisected(now_s)
             if self._rules.levels and self._looks_first(now_s):
-                return self._look_until_s
+                wake_at_s = self._look_until_s
+                break
             slots = FreeSlots(0) if self._bisection else self._slots()
             decision = policy.decide(self._pending, now_s, slots, self._rules, self._latency)
             self._pending = list(decision.keep)
             if decision.expired:
                 self.fail(decision.expired, DeadlineExceeded(TIMED_OUT))
             if not decision.run:
-                return min(decision.wake_at_s, self._bisection.first_deadline_s)
+                wake_at_s = min(decision.wake_at_s, self._bisection.first_deadline_s)
+                break
             is_short = more and not decision.keep
             if is_short and policy.is_worth_filling(decision.run, now_s, self._rules, self._latency):
-                self._pending = decision.run
-                return now_s + policy.FETCH_S
-            self._start_batch(decision.run, now_s, is_ahead=not slots.idle)
-        return NEVER_S
+                self._pending, wake_at_s = decision.run, now_s + policy.FETCH_S
+                break
+            self._start_batch(decision.run, now_s)
+        wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s), self._nested.first_deadline_s)
+        waits = self._pending or self._bisection or self._nested.waiting
+        has_work = self.executing or waits or (self._lent.is_overdue and not self.paused)
+        (self._idle.clear if has_work else self._idle.set)()
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = min(wake_at_s, self._ahead_until_s) - now_s
+        self._timer = None if wait_s == NEVER_S else self._loop.call_later(max(wait_s, 0.0), self._pump)
+        while self._unanswered:
+            self._answer_items(self._responder, self._unanswered.pop(0))
+        self._line_up(now_s)
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
         """Lets the worker fetch or not; returns when to decide again."""
@@ -486,8 +471,11 @@ class Batcher:
             self._turns.looks_until_s = self._clock.now_s() + LOOK_AT_TURN_S
         self._pump()
 
-    def _line_up(self, turns: ResourceTurns, now_s: float) -> None:
+    def _line_up(self, now_s: float) -> None:
         """Lets an instance for each due batch wait for resources."""
+        turns = self._turns
+        if turns is None:
+            return
         if now_s >= turns.looks_until_s:
             turns.looks_until_s = 0.0
         count = self._count_due(now_s)
@@ -512,7 +500,7 @@ class Batcher:
                 kept.append(item)
         return kept
 
-    def _start_batch(self, items: list[WorkItem], now_s: float, *, apart: bool = False, is_ahead: bool = False) -> None:
+    def _start_batch(self, items: list[WorkItem], now_s: float, *, apart: bool = False) -> None:
         begin_ns = time.perf_counter_ns()
         rows, requests = [item.rows for item in items], [item.request for item in items]
         is_late = self._has_strings and takes_long(requests)
@@ -531,12 +519,13 @@ class Batcher:
                 self._bisection.cut(items)  # a malformed one fails alone
             return
         if gone := [item for item in items if item.is_current is not None and not item.is_current()]:
-            self._start_without(gone, items, now_s, apart=apart, is_ahead=is_ahead)
+            self._start_without(gone, items, now_s, apart=apart)
             return
         self._has_looked, self._look_until_s = False, NEVER_S
         execution = self._execution(items, batch, time.perf_counter_ns() - begin_ns, apart=apart)
         execution.assemble = later
         begins_s = now_s
+        is_ahead = self._idle_count() <= 0 and self._nested.depth == 1
         if is_ahead:
             begins_s = min(self.expected_ends.values())
             self._ahead_until_s = min([item.ends_s for item in items])
@@ -550,24 +539,17 @@ class Batcher:
         self.executing += len(items)
         may_run_now = later is None and not apart and self.model.streams is None
         if may_run_now and self.model.executor.run_now(execution, expected_s):
-            self._end_at_once(execution)
+            self._count_execution(execution)
+            self._unanswered.append(execution)
         else:
             self.model.executor.start(execution, self._done)
 
-    def _end_at_once(self, execution: Execution) -> None:
-        try:
-            self._answer_items(self._responder, execution)
-        finally:
-            self._count_execution(execution)
-
-    def _start_without(
-        self, gone: list[WorkItem], items: list[WorkItem], now_s: float, *, apart: bool, is_ahead: bool
-    ) -> None:
+    def _start_without(self, gone: list[WorkItem], items: list[WorkItem], now_s: float, *, apart: bool) -> None:
         """Starts a batch without the requests that ended at their gateways, where others may use the memory."""
         for item in gone:
             self.lost(item)
         if rest := [item for item in items if not item.lost]:
-            self._start_batch(rest, now_s, apart=apart, is_ahead=is_ahead)
+            self._start_batch(rest, now_s, apart=apart)
 
     def _execution(self, items: list[WorkItem], batch: Batch, input_ns: int, *, apart: bool) -> Execution:
         model = self.model
@@ -600,6 +582,8 @@ class Batcher:
 
     def _start_nested(self, now_s: float) -> None:
         """Starts nested requests; if all instances wait for calls, one gives way."""
+        if not self._nested.waiting:
+            return
         if late := self._nested.late(now_s):
             self.fail(late, DeadlineExceeded(TIMED_OUT))
         count = self.model.executor.count
@@ -680,6 +664,8 @@ class Batcher:
                 self._pending = [*items, *self._pending]
 
     def _drop_lost(self) -> None:
+        if not self._has_lost:
+            return
         self._has_lost = False
         if any(item.lost for execution in self.expected_ends if not execution.begin_ns for item in execution.items):
             self._recall()

@@ -237,10 +237,8 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
 
     def _missing(self) -> QinferError | None:
-        unanswered = 0
-        for answer in self.answers:  # `None in` would compare tuples
-            if answer is None:
-                unanswered += 1
+        # `None in` would compare tuples.
+        unanswered = len([True for answer in self.answers if answer is None])
         if not unanswered:
             return None
         return OutputMismatch(
@@ -263,6 +261,16 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         if isinstance(answer, RequestError) and answer in self._refusals:
             return InferenceFailed(f"a call failed: {answer.message}")
         return answer
+
+    @property
+    def infer_ns(self) -> int:
+        """Time from the start to the first answer."""
+        return (self.respond_ns or self.end_ns) - self.begin_ns
+
+    @property
+    def output_ns(self) -> int:
+        """Time from the first answer to the end."""
+        return self.end_ns - (self.respond_ns or self.end_ns)
 
 
 def _origin(items: Sequence[WorkItem], call: InferRequest, default: InferRequest) -> tuple[InferRequest, Flags | None]:
@@ -337,8 +345,7 @@ class Responder:
         self, execution: Execution, begin_s: float, tally: StatsTally
     ) -> tuple[list[WorkItem], list[Response]]:
         """Answers the items that are neither lost nor run again."""
-        input_ns, respond_ns = execution.input_ns, execution.respond_ns or execution.end_ns
-        infer_ns, output_ns = respond_ns - execution.begin_ns, execution.end_ns - respond_ns
+        input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
         size, earlier = execution.batch.size, self._earlier(execution) if execution.earlier else None
         queue_ns: list[int] = []
         items: list[WorkItem] = []
@@ -371,8 +378,7 @@ class Responder:
             tally.executed(rows_done, queue_ns, input_ns, infer_ns, output_ns, begin_s)
         if failed_ns:
             tally.spent_failing(failed_ns)
-        if self._observer is not None:
-            self.observe(execution, begin_s)
+        self.observe(execution, begin_s)
         return items, responses
 
     def observe(self, execution: Execution, begin_s: float) -> None:

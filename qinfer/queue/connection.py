@@ -31,9 +31,7 @@ Argument = str | int | float | bytes | memoryview
 pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[assignment]  # its stub says tuples of one
 """Encodes a command; slow for large words."""
 
-LARGE_BYTES = 256 * 1024
-"""Larger words are sent without a copy."""
-
+_LARGE_BYTES = 256 * 1024
 _DATA = (bytes, memoryview)
 
 
@@ -43,7 +41,7 @@ def pack_large(words: tuple[Argument, ...]) -> list[bytes]:
     for word in words:
         data = word if isinstance(word, bytes) else bytes(word) if isinstance(word, memoryview) else str(word).encode()
         small.append(b"$%d\r\n" % len(data))
-        if len(data) > LARGE_BYTES:
+        if len(data) > _LARGE_BYTES:
             parts += (b"".join(small), data)
             small = [b"\r\n"]
         else:
@@ -53,7 +51,7 @@ def pack_large(words: tuple[Argument, ...]) -> list[bytes]:
 
 def _is_large(command: Sequence[Argument]) -> bool:
     for word in command:  # noqa: SIM110 - twice as fast as `any`, and scripts have many words
-        if type(word) in _DATA and len(word) > LARGE_BYTES:  # type: ignore[arg-type]  # it is bytes or a view
+        if type(word) in _DATA and len(word) > _LARGE_BYTES:  # type: ignore[arg-type]  # it is bytes or a view
             return True
     return False
 
@@ -180,21 +178,19 @@ class RedisConnection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=self._max_bytes)
         self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
 
-    def send(self, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
-        """Sends a command, unless `at_once` with later ones of this event-loop tick, or raises `BrokerUnavailable`."""
+    def send(self, packed: bytes, reply: Reply) -> None:
+        """Sends a command with the others of this event-loop tick, or raises `BrokerUnavailable`."""
         if self._transport is None:
             raise self._farewell or BrokerUnavailable(DOWN)
         if self._is_paused or self._out_bytes > self._max_bytes:
             raise BrokerUnavailable(_FULL)
-        if not (self._out or at_once):
+        if not self._out:
             self._loop.call_soon(self._flush)
         if not self._owed:
             self._progress_at = self._loop.time()
         self._out.append(packed)
         self._out_bytes += len(packed)
         self._owed.append(reply)
-        if at_once:
-            self._flush()
 
     def send_large(self, command: tuple[Argument, ...], reply: Reply) -> None:
         """Sends a command without copying its large words."""
@@ -204,14 +200,15 @@ class RedisConnection(asyncio.Protocol):
         self._out_bytes += sum(map(len, parts))
         self._has_large = True
 
-    async def call(self, *command: Any) -> Any:
-        """Sends a command and returns its reply."""
+    async def call(self, *command: Any, late: Reply | None = None) -> Any:
+        """Sends a command and returns its reply; after the caller's cancellation `late` gets it."""
         future: asyncio.Future[Any] = self._loop.create_future()
 
         def answered(reply: Any) -> None:
             if future.cancelled():
-                return
-            if isinstance(reply, Exception):
+                if late is not None:
+                    late(reply)
+            elif isinstance(reply, Exception):
                 future.set_exception(reply)
             else:
                 future.set_result(reply)
@@ -222,6 +219,10 @@ class RedisConnection(asyncio.Protocol):
             self.send(pack(command), answered)
         try:
             return await future
+        except asyncio.CancelledError:
+            if late is not None and future.done() and not future.cancelled() and future.exception() is None:
+                late(future.result())  # it came in the same tick as the cancellation
+            raise
         except QinferError:
             del future  # breaks the cycle with this frame, which would keep the command
             raise
@@ -354,19 +355,19 @@ class Link:
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_connected(), name=f"redis link {self._name}")
 
-    def send(self, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
+    def send(self, packed: bytes, reply: Reply) -> None:
         """Sends a command as `RedisConnection.send` does."""
         connection = self._connection
         if connection is None:
             raise BrokerUnavailable(DOWN)
-        connection.send(packed, reply, at_once=at_once)
+        connection.send(packed, reply)
 
-    async def call(self, *command: Any) -> Any:
+    async def call(self, *command: Any, late: Reply | None = None) -> Any:
         """Sends a command as `RedisConnection.call` does, once the link is up."""
         connection = self._connection
         if connection is None or connection.lost.is_set():
             connection = await self._wait_up()
-        return await connection.call(*command)
+        return await connection.call(*command, late=late)
 
     async def connected(self) -> RedisConnection:
         """Waits for the connection, for commands that must share it."""

@@ -30,14 +30,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, QuotaExceeded
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, CommandRefused, Reply, Template, pack, packable
+from qinfer.queue.connection import Argument, CommandRefused, pack, packable
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.doorbell import Doorbell
@@ -138,34 +138,34 @@ class Queue(Submitter):
         """Creates missing lanes and their consumer group."""
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
-    def fetch(
-        self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float
-    ) -> Coroutine[Any, Any, list[Lease]]:
+    async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """Takes up to `count` entries: lanes in the given order, a lane's shares by turns; waits up to `wait_s`.
 
         Online, bulk and shadow lanes of a model version allow one fetch at a time each.
         """
-        reader = self._readers.get(place := _reading(lanes[0]))
+        if count <= 0:
+            return []
+        reader = self._readers.get(place := _reading(lanes))
         if reader is None:
             slot = keys.lane_slot(lanes[0])
             bell = self.doorbell if place[-1] == _ONLINE else None  # the others are read only during jobs
             reader = LaneReader(self.router, slot, self.ensure, self._give_back, self._monotonic_s, bell)
             self._readers[place] = reader
-        return reader.fetch(lanes, consumer, count, wait_s)
+        return await reader.fetch(lanes, consumer, count, wait_s)
 
     def sources(self, lanes: Sequence[Lane]) -> list[Lane]:
         """Returns the lanes, and the shares that `fetch` found last."""
-        reader = self._readers.get(_reading(lanes[0]))
+        reader = self._readers.get(_reading(lanes))
         return [*lanes, *(reader.shares if reader is not None else ())]
 
     def is_stirred(self, lanes: Sequence[Lane]) -> bool:
         """Tells whether a recent event may have left leases that no consumer renews."""
-        reader = self._readers.get(_reading(lanes[0]))
+        reader = self._readers.get(_reading(lanes))
         return reader is None or self.doorbell.is_stirred(reader.stirred_at_s)
 
     async def close_reader(self, lanes: Sequence[Lane]) -> None:
         """Frees what `fetch` keeps for these lanes."""
-        reader = self._readers.pop(_reading(lanes[0]), None)
+        reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
             await reader.close()
 
@@ -299,11 +299,6 @@ class Queue(Submitter):
         except QueueFull:  # only replies can free the full memory
             added = await self.router.run(slot, _PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
-
-    def send_responses(self, reply_to: str, blob: Bytes, reply: Reply, *, at_once: bool = False) -> None:
-        """Appends responses without waiting; `reply` gets an id, `None` if the stream is gone, or an error."""
-        slot, command = _replying(reply_to)
-        self.router.send(slot, command.pack(blob), reply, at_once=at_once)
 
     async def listen(
         self,
@@ -477,16 +472,10 @@ class Queue(Submitter):
             self.clock.observe(int(seconds) + int(microseconds) / 1e6, sent_s, self._monotonic_s())
 
 
-@lru_cache(maxsize=1024)
-def _reading(first: Lane) -> tuple[str, int, int, str]:
+def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
+    first = lanes[0]
     kind = "bulk" if first.name in BULK_LANES else SHADOW_LANE if first.name == SHADOW_LANE else _ONLINE
     return first.model, first.version, first.partition, kind
-
-
-@lru_cache(maxsize=1024)
-def _replying(reply_to: str) -> tuple[int, Template]:
-    slot, key = keys.reply_stream(reply_to)
-    return slot, Template(b"XADD", key, b"NOMKSTREAM", b"*", b"r")
 
 
 def _share(

@@ -13,13 +13,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue import keys
-from qinfer.queue.connection import CommandRefused, Template, pack
+from qinfer.queue.connection import CommandRefused, pack
 from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.entries import Entry, Lane, Lease, reply_address, share_of
 from qinfer.queue.router import BlockingLink, Router, load_script, run_script
@@ -89,8 +89,6 @@ class LaneReader:
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """Fetches as `Queue.fetch` does."""
-        if count <= 0:
-            return []
         if not self.place and self._bell is not None:
             self.place = place_of(lanes[0])
             self._bell.join(self)
@@ -100,7 +98,7 @@ class LaneReader:
         except CommandRefused as error:
             self._distrust()
             if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
-                self._link.follow(error)
+                raise
             leases = await self._fetch_again(lanes, consumer, count, wait_s)
         except BaseException:
             self._distrust()
@@ -252,10 +250,7 @@ class LaneReader:
 
     async def _fetch_available(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
         names, rings = [keys.lane(lane) for lane in lanes], self._rings
-
-        def call(*command: Any) -> Awaitable[Any]:
-            return self._read(lambda reply: leases_of(lanes, consumer, reply[0]), pack(command))
-
+        call = partial(self._call_for_leases, lambda reply: leases_of(lanes, consumer, reply[0]))
         taken, divided = await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count)
         self.shares = [share_of(lanes[number - 1], share) for number, share in divided]
         self._looked = -1 if taken else rings
@@ -268,12 +263,14 @@ class LaneReader:
         Redis wakes a blocked reader at the first of many entries of one write: a pipelined second read finds them all.
         COUNT is per stream, so that with several the second read is the script.
         """
-        streams = (*lanes, *self.shares)
+        streams = [*lanes, *self.shares]
         to_leases = partial(self._leases_of_read, streams, consumer)
-        block_ms = max(1, int(block_s * 1000))  # BLOCK 0 would wait for ever
+        block = (b"BLOCK", max(1, int(block_s * 1000)))  # BLOCK 0 would wait for ever
         if count == 1 or (len(streams) == 1 and not self._is_busy):
             most = count if len(streams) == 1 else 1
-            return to_leases(await self._read(to_leases, _xreadgroup(streams, consumer, most, block_ms)))
+            return to_leases(
+                await self._call_for_leases(to_leases, *_xreadgroup_command(streams, consumer, most, *block))
+            )
         first: list[Lease] = []
         is_late = False
 
@@ -285,12 +282,14 @@ class LaneReader:
             else:
                 first.extend(to_leases(reply))
 
-        with suppress(BrokerUnavailable):  # `_read` waits for the connection
-            self._link.send(_xreadgroup(streams, consumer, 1, block_ms), answered)
+        with suppress(BrokerUnavailable):  # `_call` waits for the connection
+            self._link.send(pack(_xreadgroup_command(streams, consumer, 1, *block)), answered)
         try:
             if len(streams) > 1:
                 return first + await self._fetch_available(lanes, consumer, count - 1)
-            return first + to_leases(await self._read(to_leases, _xreadgroup(streams, consumer, count - 1)))
+            return first + to_leases(
+                await self._call_for_leases(to_leases, *_xreadgroup_command(lanes, consumer, count - 1))
+            )
         except QinferError:
             if not first:
                 raise
@@ -300,54 +299,33 @@ class LaneReader:
             self._give_back(first)
             raise
 
-    async def _read(self, to_leases: Callable[[Any], list[Lease]], packed: bytes) -> Any:
-        """Sends a read, and returns its reply; gives back the leases of a reply after a cancellation."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        is_answered = False
+    async def _call_for_leases(self, to_leases: Callable[[Any], list[Lease]], *command: Any) -> Any:
+        answered = False
 
-        def answered(reply: Any) -> None:
-            nonlocal is_answered
-            is_answered = True
-            if isinstance(reply, Exception):
-                if not future.cancelled():
-                    future.set_exception(reply)
-            elif future.cancelled():
+        def late(reply: Any) -> None:
+            nonlocal answered
+            answered = True
+            if not isinstance(reply, Exception):
                 self._give_back(to_leases(reply))
-            else:
-                future.set_result(reply)
 
         try:
-            self._link.send(packed, answered, at_once=True)
-        except QinferError:  # the connection is lost
-            await self._link.connected()
-            self._link.send(packed, answered, at_once=True)
-        try:
-            return await future
+            return await self._link.call(*command, late=late)
         except asyncio.CancelledError:
             self._was_cancelled, client_id = True, self._link.client_id
-            if not future.cancelled() and future.exception() is None:
-                self._give_back(to_leases(future.result()))  # it came in the same tick as the cancellation
-            self._link.rouse(lambda: is_answered or self._link.client_id != client_id)
-            raise
-        except QinferError:
-            del future  # breaks the cycle with this frame
+            self._link.rouse(lambda: answered or self._link.client_id != client_id)
             raise
 
     def _leases_of_read(self, streams: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
-        if not reply:
+        if not isinstance(reply, list):
             return []
-        by_key = {reply[0][0]: streams[0]} if len(streams) == 1 else {keys.lane(lane): lane for lane in streams}
+        by_key = {keys.lane(lane): lane for lane in streams}
         leases: list[Lease] = []
         for key, entries in reply:
             lane = by_key[key]
             for entry_id, fields in entries:
-                if len(fields) == 2:
-                    entry = Entry(lane, entry_id.decode())
-                else:
-                    entry = _entry(lane, entry_id, fields)
-                    if self._note_division(lane, [fields]):
-                        self._look_again()
-                leases.append(Lease(entry, consumer, fields[1]))
+                leases.append(Lease(_entry(lane, entry_id, fields), consumer, fields[1]))
+                if len(fields) > 2 and self._note_division(lane, [fields]):
+                    self._look_again()
         return leases
 
     def _note_division(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
@@ -357,12 +335,10 @@ class LaneReader:
         return is_news
 
 
-@lru_cache(maxsize=1024)
-def _xreadgroup(streams: tuple[Lane, ...], consumer: str, count: int, block_ms: int = 0) -> bytes:
-    """Packs a read that waits up to `block_ms`; 0 = it does not wait."""
-    names, block = [keys.lane(lane) for lane in streams], (b"BLOCK", block_ms) if block_ms else ()
+def _xreadgroup_command(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tuple[Any, ...]:
+    names = [keys.lane(lane) for lane in lanes]
     options = (b"GROUP", keys.GROUP, consumer, b"COUNT", count, *block)
-    return pack((b"XREADGROUP", *options, b"STREAMS", *names, *([b">"] * len(names))))
+    return (b"XREADGROUP", *options, b"STREAMS", *names, *([b">"] * len(names)))
 
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
@@ -452,9 +428,6 @@ class ReplyReader:
         lost: Callable[[], None],
     ) -> None:
         self._key = keys.reply(reply_address(owner)).encode()
-        block = (b"BLOCK", int(MAX_BLOCK_S * 1000))
-        self._command = Template(b"XREAD", b"COUNT", _READ_COUNT, *block, b"STREAMS", self._key)
-        self._reading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._link: BlockingLink = router.blocking(keys.slot(self._key), "qinfer-replies", MAX_BLOCK_S)
         self._deliver = deliver
         self._monotonic_s = monotonic_s
@@ -476,6 +449,8 @@ class ReplyReader:
                     ready()
                     ready = None
                 await self._read_replies()
+                if self._outage.is_out:
+                    self._outage.over()
             except QinferError as error:
                 self._outage.failed(error.message)
                 self._last, self._untrimmed, self._is_idle = _START, 0, True
@@ -497,37 +472,8 @@ class ReplyReader:
             self._is_made = True
 
     async def _read_replies(self) -> None:
-        """Reads until a read finds nothing, or the stream is to be extended."""
-        await self._link.connected()
-        self._reading = asyncio.get_running_loop().create_future()
-        self._read_on()
-        try:
-            await self._reading
-        except CommandRefused as error:
-            self._link.follow(error)
-
-    def _read_on(self) -> None:
-        self._link.send(self._command.pack(self._last), self._take, at_once=True)
-
-    def _take(self, reply: Any) -> None:
-        """Hands replies over without waking a task, and reads on."""
-        if self._reading.done():
-            return
-        if isinstance(reply, Exception):
-            self._reading.set_exception(reply)
-            return
-        try:
-            if self._outage.is_out:
-                self._outage.over()
-            now_s = self._note_entries(reply)
-            if reply is None or now_s - self._kept_at >= _KEEP_EVERY_S:
-                self._reading.set_result(None)
-            else:
-                self._read_on()
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
-            self._reading.set_exception(error)
-
-    def _note_entries(self, reply: Any) -> float:
+        block = (b"BLOCK", int(MAX_BLOCK_S * 1000))
+        reply = await self._link.call(b"XREAD", b"COUNT", _READ_COUNT, *block, b"STREAMS", self._key, self._last)
         self._is_idle = reply is None
         if reply is not None:
             entries = reply[0][1]
@@ -541,7 +487,6 @@ class ReplyReader:
             self._trimmed_at = now_s
             self._untrimmed = 0
             self._trim()
-        return now_s
 
     def _hand_over(self, blob: bytes) -> None:
         try:

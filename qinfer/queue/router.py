@@ -80,11 +80,11 @@ class Router:
             raise
         return router
 
-    def send(self, slot: int, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
-        """Sends a packed command to the owner of `slot`, as `RedisConnection.send` does."""
+    def send(self, slot: int, packed: bytes, reply: Reply) -> None:
+        """Sends a packed command to the owner of `slot`."""
         if self._settings.cluster:
             reply = self._following(packed, reply, _MAX_REDIRECTS)
-        self._table[slot].send(packed, reply, at_once=at_once)
+        self._table[slot].send(packed, reply)
 
     def check_up(self, slot: int) -> None:
         """Raises `BrokerUnavailable` without a connection to the owner of `slot`; `call` would wait."""
@@ -249,21 +249,17 @@ class BlockingLink:
         elif not is_over():
             self._link.reset()  # the connection does not react
 
-    def send(self, packed: bytes, reply: Reply, *, at_once: bool = False) -> None:
+    def send(self, packed: bytes, reply: Reply) -> None:
         """Sends a command as `Link.send` does."""
-        self._link.send(packed, reply, at_once=at_once)
+        self._link.send(packed, reply)
 
-    async def connected(self) -> None:
-        """Waits for the connection."""
-        await self._link.connected()
-
-    async def call(self, *command: Any) -> Any:
+    async def call(self, *command: Any, late: Reply | None = None) -> Any:
         """Sends a command and returns its reply."""
         for _ in range(_MAX_REDIRECTS):
             try:
-                return await self._link.call(*command)
+                return await self._link.call(*command, late=late)
             except CommandRefused as error:
-                self.follow(error)
+                self._move(error)
         raise BrokerUnavailable(_CHANGING)
 
     async def run(
@@ -275,22 +271,21 @@ class BlockingLink:
             try:
                 return connection, await operation(connection.call)
             except CommandRefused as error:
-                self.follow(error)
+                self._move(error)
         raise BrokerUnavailable(_CHANGING)
 
-    def follow(self, error: CommandRefused) -> None:
-        """Reconnects to the node to which the slot has moved; raises any other error."""
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._on_close()
+        await self._link.close()
+
+    def _move(self, error: CommandRefused) -> None:
         target = self._target(error)
         if target is None:
             raise error
         if target[1]:  # its keys are on two nodes meanwhile
             raise BrokerUnavailable(_CHANGING)
         self._link.reset()
-
-    async def close(self) -> None:
-        """Closes the connection."""
-        self._on_close()
-        await self._link.close()
 
 
 def _ignore(_: Any) -> None:

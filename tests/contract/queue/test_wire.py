@@ -5,11 +5,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 import redis.exceptions
@@ -18,9 +15,7 @@ from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client, parse
-from qinfer.queue.connection import CommandRefused, pack
-from qinfer.queue.entries import Lane, Lease
-from qinfer.queue.readers import LaneReader
+from qinfer.queue.connection import CommandRefused, RedisConnection, pack
 from qinfer.queue.router import Router
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
@@ -47,19 +42,14 @@ class Answers:
         return self.replies
 
 
-class HeldLink:
-    """A link whose replies the test gives."""
+class Deaf(asyncio.Transport):
+    """Writes to nobody."""
 
-    client_id = 1
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
 
-    def __init__(self) -> None:
-        self.replies: list[Callable[[Any], None]] = []
-
-    def send(self, packed: bytes, reply: Callable[[Any], None], *, at_once: bool) -> None:
-        self.replies.append(reply)
-
-    def rouse(self, is_over: Callable[[], bool]) -> None:
-        assert is_over()
+    def write(self, data: Any) -> None:
+        pass
 
 
 async def connect(server: RedisServer, **changes: Any) -> Router:
@@ -120,20 +110,20 @@ async def test_a_callback_that_raises_costs_the_others_nothing(
     await router.close()
 
 
-async def test_entries_that_come_with_the_cancellation_are_given_back() -> None:
-    link = HeldLink()
-    router: Any = SimpleNamespace(blocking=lambda *_: link)
-    given: list[Lease] = []
-    reader = LaneReader(router, 0, AsyncMock(), given.extend, time.monotonic, None)
-    fetch = asyncio.create_task(reader.fetch([Lane("stub", 1)], "a", 1, 10.0))
+async def test_a_reply_that_comes_with_the_cancellation_is_not_lost() -> None:
+    """It goes where late replies go: a fetch's entries must be given back."""
+    connection, late = RedisConnection(RedisSettings(), timeout_s=60.0), Answers()
+    connection.connection_made(Deaf())
+    call = asyncio.create_task(connection.call(b"PING", late=late))
     await asyncio.sleep(0)
 
-    link.replies[0]([[[1, b"1000-0", [b"f", b"frame"], 1, 0]], []])
-    fetch.cancel()
-    await asyncio.wait([fetch])
+    connection.data_received(b"+PONG\r\n")
+    call.cancel()
+    await asyncio.wait([call])
 
-    assert fetch.cancelled()
-    assert [lease.frame for lease in given] == [b"frame"]
+    assert call.cancelled()
+    assert await late.all() == [b"PONG"]
+    connection.connection_lost(None)
 
 
 async def test_a_full_buffer_refuses_at_once(new_redis: RedisServer) -> None:

@@ -3,12 +3,10 @@
 import asyncio
 import gc
 import weakref
-from unittest.mock import Mock
 
 import pytest
 
-from qinfer.core.settings import RedisSettings
-from qinfer.queue.connection import Argument, CommandRefused, RedisConnection, Template, pack, pack_large
+from qinfer.queue.connection import Argument, CommandRefused, Template, pack, pack_large
 from qinfer.queue.lanes import Queue
 
 
@@ -41,20 +39,6 @@ def test_a_large_word_is_not_copied() -> None:
     word = b"x" * 1_000_000
 
     assert any(part is word for part in pack_large((b"SET", b"key", word)))
-
-
-async def test_a_command_that_leaves_at_once_takes_the_waiting_ones_along() -> None:
-    """In one write."""
-    connection, transport = RedisConnection(RedisSettings(), timeout_s=60.0), Mock()
-    connection.connection_made(transport)
-
-    connection.send(b"first", lambda _: None)
-    connection.send(b"second", lambda _: None, at_once=True)
-
-    transport.write.assert_called_once_with(b"firstsecond")
-    await asyncio.sleep(0)
-    assert transport.write.call_count == 1
-    connection.connection_lost(None)
 
 
 async def test_a_refused_command_leaves_nothing_for_the_garbage_collector(delivery: Queue) -> None:

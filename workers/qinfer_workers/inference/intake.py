@@ -144,8 +144,7 @@ class LeaseIntake:
             if lease.deliveries > 1 and not self._is_tried(batcher, item):
                 continue
             is_told = request.sequence is None or self._is_told(batcher, request)
-            is_apart = request.payload or request.memory is not None
-            if not is_told or (is_apart and (_takes_long(request) or self._is_far(request))):
+            if _takes_long(request) or not is_told or self._is_far(request):
                 taken.external.append(item)
             elif request.memory is not None:
                 tensors = self._shared(batcher, item)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,7 +25,6 @@ from qinfer.core.messages import Failure, MemoryReference, Response
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull, QuotaExceeded
 from qinfer.observe.stats import ModelCounts, StatsTally
-from qinfer.queue.connection import LARGE_BYTES
 from qinfer.queue.entries import (
     CHUNK_BYTES,
     STORED_TTL_S,
@@ -287,7 +286,7 @@ class Publisher:
         self._tasks = tasks
         self._spans = spans
         self.durations = ModelCounts()
-        self._open: set[asyncio.Future[None]] = set()
+        self._open: set[asyncio.Task[None]] = set()
         self._published: list[WorkItem] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -307,17 +306,16 @@ class Publisher:
     def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """Publishes responses and finishes entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
-        is_due = self._loop.time() >= self._finish_at_s - FINISH_DELAY_S / 2
-        if finishes := bool(self._published) and (is_due or len(self._published) >= FINISH_COUNT):
-            self._finish_now()  # in one write with the answers
         if [True for item in items if not item.request.reply_to]:
             self._answer_mixed(items, responses, begin_ns)
         else:
-            self._publish_soon(items, responses, begin_ns, at_once=not finishes)
+            self._publish_soon(items, responses, begin_ns)
+        if len(self._published) >= FINISH_COUNT or self._loop.time() >= self._finish_at_s - FINISH_DELAY_S / 2:
+            self._finish_now()
 
     def is_behind(self, model: str, version: int) -> bool:
         """Returns whether answers that wait for Redis stop fetches of a version."""
-        return self._large.get((model, version), 0) > MOVED_AT_ONCE_BYTES
+        return self._large[model, version] > MOVED_AT_ONCE_BYTES
 
     async def catch_up(self, model: str, version: int) -> None:
         """Waits until `is_behind` is false."""
@@ -411,8 +409,8 @@ class Publisher:
         self._closed = True
         for timer in self._later.values():
             timer.cancel()
-        for work in list(self._open):
-            work.cancel()
+        for task in self._open:
+            task.cancel()
 
     def _release(self, item: WorkItem) -> None:
         self._later.pop(item).cancel()
@@ -428,56 +426,8 @@ class Publisher:
             theirs = [response for response in responses if response.request_id not in by_id]
             self._publish_soon(waiting, theirs, begin_ns)
 
-    def _publish_soon(
-        self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int, *, at_once: bool = False
-    ) -> None:
-        """Sends small answers of one gateway; a task publishes all others, and those that Redis refuses."""
-
-        def publish() -> Awaitable[None]:
-            return self._publish(items, responses, begin_ns)
-
-        work = self.recorded(items, publish)
-        spawn = partial(self.spawn, work, items, self.finish_soon)
-        if work is not publish or not self._send_small(items, responses, begin_ns, spawn, at_once=at_once):
-            spawn()
-
-    def _send_small(
-        self,
-        items: Sequence[WorkItem],
-        responses: Sequence[Response],
-        begin_ns: int,
-        again: Callable[[], object],
-        *,
-        at_once: bool,
-    ) -> bool:
-        addresses = _by_address(items, responses)
-        if self._closed or len(addresses) != 1 or not self._keeper.is_sure(items):
-            return False
-        ((address, group),) = addresses.items()
-        nbytes = sum([len(tensor.data) for response in group for tensor in response.outputs])
-        if nbytes > LARGE_BYTES or (self.memory is not None and nbytes >= self.memory.least_bytes):
-            return False
-        answered: asyncio.Future[None] = self._loop.create_future()
-
-        def reply(added: Any) -> None:
-            self._open.discard(answered)
-            if not answered.done():
-                answered.set_result(None)
-            if isinstance(added, QinferError):
-                again()
-                return
-            if added is None:
-                logger.debug("no caller reads the reply stream", extra={"reply_to": address})
-            if not self._closed:
-                self._count_published(items, begin_ns)
-                self.finish_soon(items)
-
-        try:
-            self._queue.send_responses(address, encode_responses(group), reply, at_once=at_once)
-        except Exception:  # noqa: BLE001 - the task meets it again, where it can't break a batcher
-            return False
-        self._open.add(answered)
-        return True
+    def _publish_soon(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
+        self.spawn(self.recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self.finish_soon)
 
     async def _publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):

@@ -79,17 +79,17 @@ class ReplyMemory:
     def __init__(self, memory: OwnMemory, shelf: Shelf, least_bytes: int, far: TensorConnector | None = None) -> None:
         self._memory = memory
         self._shelf = shelf
-        self.least_bytes = least_bytes
+        self._least_bytes = least_bytes
         self._far = far
         self._waiting: dict[int, KeptResponses] = {}
         shelf.confirmed = self._confirmed
 
     def keep(self, address: str, responses: Sequence[Response], nbytes: int) -> KeptResponses | None:
         """Writes the large of `nbytes` of outputs to an address; `None` if none is large, or its process can't read."""
-        if nbytes < self.least_bytes:
+        if nbytes < self._least_bytes:
             return None
         # A stream may have several of one request.
-        large = [one for one in responses if one.nbytes >= self.least_bytes and one.final and not one.index]
+        large = [one for one in responses if one.nbytes >= self._least_bytes and one.final and not one.index]
         if not large or address not in {reply_address(reader) for reader in self._shelf.readers}:
             return None
         kept = KeptResponses(self)
@@ -103,7 +103,7 @@ class ReplyMemory:
 
     def send(self, address: str, responses: Sequence[Response], nbytes: int) -> SentResponses | None:
         """Sends `nbytes` of outputs to another machine; `None` if they are small, or the address is not reached."""
-        if self._far is None or nbytes < self.least_bytes or not all(one.final and not one.index for one in responses):
+        if self._far is None or nbytes < self._least_bytes or not all(one.final and not one.index for one in responses):
             return None
         came = self._far.send_reply(process_at(address), lambda: encode_responses(responses))
         return None if came is None else SentResponses(responses, came)

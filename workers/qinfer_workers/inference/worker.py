@@ -347,7 +347,7 @@ class Worker:
 
     async def _fetch_loop(self, serving: Serving) -> None:
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
-        key, is_ensemble = (batcher.model.spec.name, batcher.model.version), isinstance(batcher, EnsembleBatcher)
+        key = batcher.model.spec.name, batcher.model.version
         outage = OutageLog(logger, "requests not fetched, trying again", "requests are fetched again")
         await self._keeper.watch(serving.lanes)
         while True:
@@ -362,14 +362,14 @@ class Worker:
                 continue
             quiet.clear()
             try:
-                if is_ensemble or batcher.model.spec.decoupled:
-                    await self._connect(batcher)
+                await self._connect(batcher)
                 lanes = batcher.welcome(serving.lanes)
                 leases = await self._queue.fetch(lanes, self._id, count, min(wait_s, longest_s))
                 if outage.is_out:
                     outage.over()
                 if leases:
                     self._take_in(serving, leases)
+                    await asyncio.sleep(0)  # ready answers leave with the next fetch
                 else:
                     batcher.add_items(())
             # either failure may pass

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import RedisSettings
-from qinfer.errors import BrokerUnavailable, InferenceFailed, QinferError, QueueFull
+from qinfer.errors import BrokerUnavailable, InferenceFailed
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.connection import CommandRefused
 from qinfer.queue.entries import Entry, Lane, Lease, Settlement
@@ -350,66 +350,3 @@ async def test_what_nothing_comes_after_is_finished_all_the_same() -> None:
         await eventually(lambda: len(delivery.seen) == len(many))
         outlet.publish_responses([pending(100)], responses([pending(100)]))
         await eventually(lambda: sum(map(len, delivery.finished)) == len(many) + 1)
-
-
-class Connected(Noting):
-    """A queue whose connection is up, and whose replies the test gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.replies: list[Callable[[Any], None]] = []
-        self.at_once: list[bool] = []
-
-    def send_responses(
-        self, reply_to: str, blob: Bytes, reply: Callable[[Any], None], *, at_once: bool = False
-    ) -> None:
-        self.replies.append(reply)
-        self.at_once.append(at_once)
-
-
-async def test_small_answers_are_finished_when_redis_has_them() -> None:
-    delivery = Connected()
-    async with publishing(delivery) as outlet:
-        outlet.publish_responses([pending(1)], responses([pending(1)]))
-        flush = asyncio.create_task(outlet.flush())
-        await asyncio.sleep(0)
-        assert (delivery.finished, flush.done()) == ([], False)
-        delivery.replies[0](b"1000-0")
-        await flush
-
-    assert (delivery.writes, delivery.finished) == (0, [["1000-1"]])
-
-
-async def test_answers_leave_at_once_unless_entries_are_finished_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
-    delivery = Connected()
-    many = [pending(number) for number in range(publisher.FINISH_COUNT)]
-    async with publishing(delivery) as outlet:
-        outlet.publish_responses(many, responses(many))
-        delivery.replies[0](b"1000-0")
-        outlet.publish_responses([pending(100)], responses([pending(100)]))
-        delivery.replies[1](b"1000-1")
-
-    assert delivery.at_once == [True, False]
-
-
-@pytest.mark.parametrize("error", [BrokerUnavailable("the connection broke"), QueueFull("the memory is full")])
-async def test_answers_that_redis_refuses_are_published_again(error: QinferError) -> None:
-    delivery = Connected()
-    async with publishing(delivery) as outlet:
-        outlet.publish_responses([pending(1)], responses([pending(1)]))
-        delivery.replies[0](error)
-        await outlet.flush()
-
-    assert (delivery.seen, delivery.finished) == (["r1"], [["1000-1"]])
-
-
-async def test_a_closed_publisher_finishes_nothing() -> None:
-    """The lease of the entry ends, and another worker answers."""
-    delivery = Connected()
-    async with publishing(delivery) as outlet:
-        outlet.publish_responses([pending(1)], responses([pending(1)]))
-        outlet.close()
-        delivery.replies[0](b"1000-0")
-
-    assert (delivery.seen, delivery.finished, outlet.durations.drain()) == ([], [], {})
