@@ -90,7 +90,7 @@ async def test_a_row_that_kills_workers_fails_alone_and_is_named(work: WorkerPro
     expected = [(row, None if row == place else float(number)) for row, number in enumerate(job.numbers)]
     assert scored_rows(job.output) == expected
     log = [line.text for line in await Jobs(work.delivery).log(JOB)]
-    assert [line for line in log if f"row {place} of '" in line and "failed: it ended" in line]
+    assert [line for line in log if f"row {place} of '" in line and "failed: it killed" in line]
     record = await record_of(work)
     assert (record.rows_done, record.rows_failed, record.shards_failed) == (len(job.numbers) - 1, 1, 0)
     assert not list((job.output / CHECKPOINTS).rglob("*.*"))
