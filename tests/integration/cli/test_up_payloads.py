@@ -22,7 +22,7 @@ SMALL_BYTES = 2**20
 
 
 class Installation:
-    """An `up` for all tests, which may be started again."""
+    """An `up` that may be started again."""
 
     def __init__(self, folder: Path) -> None:
         self.data_dir = folder / "data #1 %20"
@@ -38,9 +38,9 @@ class Installation:
         assert self.up.stop() == 0, self.up.log.read_text()
 
 
-@pytest.fixture(scope="module")
-def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    one = Installation(tmp_path_factory.mktemp("up"))
+@pytest.fixture
+def installation(tmp_path: Path) -> Iterator[Installation]:
+    one = Installation(tmp_path)
     yield one
     one.stop()
 

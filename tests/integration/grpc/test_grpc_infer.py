@@ -273,12 +273,13 @@ async def test_the_text_of_a_status_fits(server: Rpc, letter: str) -> None:
     assert details.endswith("Please provide all required input(s).")
 
 
-async def test_large_metadata_is_refused(server: Rpc) -> None:
-    """And does not end the connection for others."""
-    code, _ = await _refused(server, infer_request(), metadata=(("x", "y" * 200_000),))
+async def test_large_metadata_is_refused() -> None:
+    """And does not end the connection for others; it uses up most of what a connection may send in vain."""
+    async with rpc() as server:
+        code, _ = await _refused(server, infer_request(), metadata=(("x", "y" * 200_000),))
 
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert value_of(await server.stub.ModelInfer(infer_request())) == 1.0
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert value_of(await server.stub.ModelInfer(infer_request())) == 1.0
 
 
 async def test_a_full_queue_is_unavailable(server: Rpc) -> None:

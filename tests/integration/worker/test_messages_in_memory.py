@@ -216,7 +216,7 @@ async def test_more_than_the_window_in_a_message_in_memory_is_refused(known: Ser
 async def test_what_is_left_of_a_read_without_a_turn_is_read_later(
     known: ServedModels, no_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every slice waits for its turn, so that a connection reads anew while it has a rest."""
+    """Every slice of small frames waits for its turn, so that a connection reads anew while it has a rest."""
     async with caller(known) as one:
         one.begin(1)
         await one.send(1, message(IMAGE + 1))
@@ -229,10 +229,10 @@ async def test_what_is_left_of_a_read_without_a_turn_is_read_later(
         monkeypatch.setattr(connection.service, "turns", turns)
         for number in (3, 5):
             one.begin(number)
-            await one.send(number, message(IMAGE + number), 5000)
+            await one.send(number, message(IMAGE + number), 1000)
         for number in (3, 5):
             assert np.array_equal(await one.values(number), (IMAGE[0] + number) * 2)
-    assert turns.waits  # small rests; large frames wait for no turn
+    assert turns.waits > 4
     assert held(known) == 0
 
 
