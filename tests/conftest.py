@@ -26,13 +26,8 @@ _SELDOM = 1000
 
 Sooner, what one test has left open would fail whichever test runs then."""
 
-# The time that an example takes is the machine's. Each run has other examples; continuous integration has more.
-settings.register_profile(
-    "untimed",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    max_examples=100 if os.environ.get("CI") else 40,
-)
+# The time that an example takes is the machine's.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
