@@ -13,7 +13,7 @@ from tests.chaos.member import Role
 from tests.support.tensor_proxy import TensorProxy
 
 WIRE_FAULTS = ((Kind.CUT, Role.WIRE), (Kind.STOP, Role.WIRE)) * 2
-"""As many as of other kinds, about, but for kills."""
+"""Faults of wires are about as frequent as each other kind but kills."""
 
 _PROCESS = "127.0.0.2"
 """A process has the port of its wire at another address."""

@@ -30,7 +30,7 @@ SECONDS = float(os.environ.get("CHAOS_SECONDS", "24"))
 KILLS = int(os.environ.get("CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 TIMEOUT_S = 120.0
-"""Of a request; other programs may take most of the machine, and its large tensors wait for its processes."""
+"""A request may take so long: a process may need half a minute to start, and large tensors wait for it."""
 
 SETTINGS = {
     "QINFER_LIMITS__DEFAULT_TIMEOUT_S": str(TIMEOUT_S),

@@ -35,7 +35,7 @@ from qinfer.queue import keys
 from qinfer.queue.clients import Login, blocking_client
 
 SLOTS = 1024
-"""Only the worker watches further instances."""
+"""Further instances are watched by the worker only."""
 
 NAME_BYTES = 256
 

@@ -159,7 +159,7 @@ async def test_a_server_that_is_silent_for_too_long_counts_as_lost(tmp_path: Pat
 
 
 async def test_a_process_that_was_stopped_does_not_blame_the_server(new_redis: RedisServer) -> None:
-    """Its timers are due before it has read what came meanwhile; it waits once more."""
+    """The timers of such a process are due before it has read what came meanwhile; so it waits once more."""
     router = await connect(new_redis, command_timeout_s=0.5)
     answers = Answers()
     new_redis.process.send_signal(signal.SIGSTOP)

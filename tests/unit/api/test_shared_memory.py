@@ -115,7 +115,7 @@ def test_a_region_lies_within_its_object(memory: SharedMemory, key: str, offset:
 
 
 def test_a_region_stays_while_requests_use_it(memory: SharedMemory, key: str) -> None:
-    """As long as there is the `RequestRegions` of each; then the name is free."""
+    """Regions stay open as long as the `RequestRegions` of each request; then the name is free."""
     memory.register("r", key, 0, 16)
     first, second = memory.limited(100), memory.limited(100)
     first.view("r", 0, 8)
@@ -373,7 +373,7 @@ def test_requests_that_are_read_anew_each_time(memory: SharedMemory, key: str, b
 
 
 def test_a_repeated_request_is_forgotten_with_its_regions(memory: SharedMemory, key: str) -> None:
-    """It holds none open, and requests of a region that is about to close are not remembered."""
+    """A remembered request holds no region open, and a request of a region that is about to close is not remembered."""
     memory.register("r", key, 0, 64)
     regions = read(memory, {"inputs": [part()]})
     assert len(memory.texts) == 1

@@ -129,7 +129,7 @@ def test_a_plan_is_its_seed() -> None:
 
 
 def test_a_plan_has_faults_of_its_own() -> None:
-    """As many as of other kinds, about."""
+    """A plan has about as many faults of wires as of each other kind."""
     found = Counter((fault.kind, fault.role) for fault in faults.plan(7, 60.0, 44, also=WIRE_FAULTS))
 
     assert [found[one] for one in set(WIRE_FAULTS)] == [4, 4]

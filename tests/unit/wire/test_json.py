@@ -275,7 +275,7 @@ def test_outputs_that_json_cannot_carry(tensor: Tensor, error: type[Exception], 
 
 
 def test_binary_outputs_may_be_apart() -> None:
-    """They are not copied; joined, they are the usual reply."""
+    """Tensors apart are not copied; joined, they are the usual reply."""
     outputs = (Tensor("y", "UINT8", (3,), b"abc"), Tensor("e", "UINT8", (0,), b""), Tensor("z", "UINT8", (1,), b"d"))
     response = Response(request_id="r", model="m", version=1, outputs=outputs)
 

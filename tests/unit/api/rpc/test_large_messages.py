@@ -116,7 +116,7 @@ async def test_large_frames_of_a_message_wait_for_no_turn(frame_bytes: int, *, w
 
 
 async def test_messages_behind_a_message_wait_for_turns() -> None:
-    """Of calls whose ends come at once, one begins without a turn."""
+    """One call of several whose ends come at once begins without a turn."""
     scene = Scene()
     scene.wire.server.turns = turns = Short()
     turns.may_read = lambda: True  # type: ignore[method-assign]
@@ -210,7 +210,7 @@ class Lent:
 
 
 async def test_a_reply_keeps_its_memory_until_its_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when all of it is written to the transport."""
+    """A reply counts until its client reads, also when all of it is written to the transport."""
     scene, lent = Scene(bytes(3 * MIB - len(prefixed(b"head")))), Lent()
     write = scene.wire.writelines
 
