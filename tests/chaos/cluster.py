@@ -163,7 +163,7 @@ class Cluster:
         process.wait(30)
         self.broker.start()
 
-    async def quiet(self, within_s: float = QUIET_WITHIN_S) -> None:
+    async def quiet(self) -> None:
         """Waits until nothing is queued, due or to be told any more."""
 
         async def is_quiet() -> bool:
@@ -171,7 +171,7 @@ class Cluster:
             return not await asyncio.to_thread(self._holds_work)
 
         try:
-            await eventually(is_quiet, within_s, "empty lanes")
+            await eventually(is_quiet, QUIET_WITHIN_S, "empty lanes")
         except TimeoutError:
             return  # the verdict says what is left
 

@@ -29,7 +29,7 @@ _LEAST_BYTES, _MOST_BYTES = 1024, 8 * 2**20
 _HUGE_BYTES, _HUGE = 60 * 2**20, 0.02
 _PAUSE_S = 0.05
 _AGAIN_S = 0.1
-_PATIENCE_S = 150.0
+_PATIENCE_S = 60.0
 """Far more than leases and restarts can take."""
 _RETRYABLE = {429, 503}
 _SHOWN = 20

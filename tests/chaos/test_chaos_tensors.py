@@ -29,11 +29,7 @@ from tests.chaos.verdict import leftovers
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "24"))
 KILLS = int(os.environ.get("CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
-TIMEOUT_S = 120.0
-"""A request may take so long: a process may need half a minute to start, and large tensors wait for it."""
-
 SETTINGS = {
-    "QINFER_LIMITS__DEFAULT_TIMEOUT_S": str(TIMEOUT_S),
     "QINFER_WORKER__MAX_DELIVERIES": "1000",  # whatever is killed, no request becomes a dead letter
     "QINFER_SEGMENTS__LEAST_BYTES": "4096",
     "QINFER_SEGMENTS__MOST_BYTES": str(128 * 2**20),  # less than callers may send at once
@@ -48,7 +44,7 @@ USED_WITHIN_S = 120.0
 _OF_GATEWAYS, _OF_WORKERS = "qinfer_segment_requests_total{", "qinfer_worker_segment_requests_total{"
 _HELD = ("qinfer_segment_bytes{", "qinfer_worker_segment_held_bytes{")
 
-pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 1.5 + 900)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 1.5 + 600)]
 
 
 class Count:
@@ -112,7 +108,7 @@ async def test_answers_are_of_their_own_tensors(
         chaos = NetworkChaos(cluster, plan, network)
         problems = await hurt(cluster, clients, count, chaos)
         await cluster.ready(names)
-        await cluster.quiet(1.5 * TIMEOUT_S)
+        await cluster.quiet()
         await until_empty(cluster.urls)
         held = [value for url in cluster.urls for value in await held_by(url)]
         verdict = judge(clients, ways=count.ways, of_workers=count.of_workers, held=held, far=count.far)
