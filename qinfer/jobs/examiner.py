@@ -217,10 +217,10 @@ def main() -> int:
     hello = msgspec.msgpack.decode(messages.get(), type=ExaminerHello)
     threading.stack_size(_STACK_BYTES)
     if hello.max_bytes:
-        _limit(hello.max_bytes)
+        limit_memory(hello.max_bytes)
     do, notes = _loaded(hello), _ReadingNotes(hello.notes)
     if not hello.max_bytes:
-        _limit(_data_bytes() + PART_BYTES, hard=False)  # until a shard has its own
+        limit_memory(data_bytes() + PART_BYTES, hard=False)  # until a shard has its own
     has_come = packed(ExaminerReply())
     _write_all(outbox, has_come)
     while True:
@@ -247,14 +247,15 @@ def _write_all(outbox: int, data: bytes) -> None:
         rest = rest[os.write(outbox, rest) :]
 
 
-def _limit(max_bytes: int, *, hard: bool = True) -> None:
+def limit_memory(max_bytes: int, *, hard: bool = True) -> None:
+    """Limits this process's memory, as `data_bytes` counts it; unless `hard`, the limit may be raised later."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = max_bytes if most == resource.RLIM_INFINITY else min(max_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit if hard else most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core files: they could fill the disk
 
 
-def _data_bytes() -> int:
+def data_bytes() -> int:
     """Returns the memory that `RLIMIT_DATA` counts."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
@@ -287,8 +288,8 @@ def _loaded(hello: ExaminerHello) -> _Do:
         with suppress(ImportError, ValueError):  # the first job with such a store gets the error
             fsspec.get_filesystem_class(scheme)
 
-    footer_bytes, base_bytes = hello.footer_bytes, _data_bytes()
-    rows = ShardRows(hello.rows, footer_bytes, lambda more_bytes: _limit(base_bytes + more_bytes, hard=False))
+    footer_bytes, base_bytes = hello.footer_bytes, data_bytes()
+    rows = ShardRows(hello.rows, footer_bytes, lambda more_bytes: limit_memory(base_bytes + more_bytes, hard=False))
 
     def do(work: Work, notes: _ReadingNotes) -> bytes:
         if isinstance(work, OpenShard | ReadShard | CloseShard):
