@@ -39,6 +39,9 @@ SPENT = "the gateway has no memory left for bodies (QINFER_LIMITS__MAX_RECEIVING
 
 NO_ROOM = "the gateway has no memory left for tensors; try again, or another gateway"
 
+AGAIN_S = 1
+"""Seconds after which a client that was refused memory, or reached a gateway that ends, may try again."""
+
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
 
 ANSWER_BYTES = 3

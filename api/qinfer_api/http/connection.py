@@ -33,7 +33,7 @@ from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import RequestHead, Visitors, transfer_codings
 from qinfer_api.http.infer import LARGE_BYTES, Headers, HttpReply, Writer, error_reply
-from qinfer_api.receiving import NO_ROOM, READ_BYTES, SwitchingConnection
+from qinfer_api.receiving import AGAIN_S, NO_ROOM, READ_BYTES, SwitchingConnection
 from qinfer_api.turns import SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class HttpConnection(SwitchingConnection):
             self.read_into_buffers()
 
     def _refuse_landing(self) -> None:
-        self._refuse(503, NO_ROOM)
+        self._refuse(503, NO_ROOM, AGAIN_S)
 
     def _end_landing(self) -> None:
         self._landing = None
@@ -518,7 +518,7 @@ class HttpConnection(SwitchingConnection):
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, again_s: int = 0) -> None:
         if self._refused:
             return
         is_past_last = self._closing and self._reading is None
@@ -528,7 +528,7 @@ class HttpConnection(SwitchingConnection):
         if is_past_last:
             return
         if self._withdraw():
-            self._queue.append(_RefusedRequest(error_reply(status, message)))
+            self._queue.append(_RefusedRequest(error_reply(status, message, again_s)))
             self.on_reply()
         else:
             self.transport.close()

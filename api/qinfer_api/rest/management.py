@@ -21,6 +21,7 @@ from qinfer_api.about import LogChanges, LogValues, TraceValues, is_model_ready,
 from qinfer_api.http.infer import HttpReply, error_reply
 from qinfer_api.observe.statistics import ModelStats
 from qinfer_api.observe.trace_file import TraceChanges
+from qinfer_api.receiving import AGAIN_S
 from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation, query
 from qinfer_api.rest.services import Services, caller, guarded, read_body, read_json, send, send_json, target_of
 from qinfer_api.shared_memory import CudaRegion, Region
@@ -83,7 +84,7 @@ def server_routes(services: Services) -> APIRouter:
 
 
 def _exiting() -> HttpResponse:
-    return send(error_reply(503, "Server exiting", 1))
+    return send(error_reply(503, "Server exiting", AGAIN_S))
 
 
 _DESCRIBE = operation("", {200: describe_response("The metadata.", ModelMetadata), **errors(400, 401, 403, 404, 503)})

@@ -15,6 +15,7 @@ from qinfer.tensors import Bytes
 from qinfer.wire.typed_contents import check_fields, malformed
 from qinfer_api.auth import CallerContext, Restrictions, administrative, caller_of
 from qinfer_api.http.infer import compile_forward
+from qinfer_api.receiving import AGAIN_S
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.headers import Abort, CallHead, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, GrpcCall
@@ -41,7 +42,7 @@ class CallGuard:
     def admit(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:
         """Authorizes a call by its head; `scope` `None` needs no key."""
         if self._dispatcher.draining:
-            raise Abort("UNAVAILABLE", SHUTTING_DOWN)
+            raise Abort("UNAVAILABLE", SHUTTING_DOWN, AGAIN_S)
         return self.admit_even_draining(group, scope, head, peer)
 
     def admit_even_draining(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:

@@ -42,6 +42,7 @@ from qinfer_api.http.infer import (
     reply_bytes,
     with_headers,
 )
+from qinfer_api.receiving import AGAIN_S
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, CallGuard
 from qinfer_api.rpc.headers import Abort, Method
@@ -421,7 +422,7 @@ class _StreamCall:
         try:
             await self._write_responses()
             if self._is_draining:
-                raise Abort("UNAVAILABLE", SHUTTING_DOWN)
+                raise Abort("UNAVAILABLE", SHUTTING_DOWN, AGAIN_S)
         finally:
             for slot in self._open:
                 slot.plan = NO_PLAN

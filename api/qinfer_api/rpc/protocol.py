@@ -25,7 +25,7 @@ from qinfer_api.http.infer import (
     header_value,
     room_of,
 )
-from qinfer_api.receiving import SPENT, TOO_SLOW, Reservation
+from qinfer_api.receiving import AGAIN_S, SPENT, TOO_SLOW, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
     HEAD,
@@ -239,7 +239,7 @@ class GrpcCall(GrpcStream):
             room = self._room(size) if self._prefix[0] else size
             self._reservation = self._server.receiving.reserve(self._owner, room, self._let_in)
             if self._reservation is None:
-                raise Abort("RESOURCE_EXHAUSTED", SPENT)
+                raise Abort("RESOURCE_EXHAUSTED", SPENT, AGAIN_S)
             self._reservation.watch(self._arrived_bytes, self._give_up)
             if not self._reservation.is_granted:
                 self._unread = bytearray(view)
@@ -358,7 +358,7 @@ class GrpcCall(GrpcStream):
             text = f"Received message larger than max (after decompression; max is {most})"
             raise Abort("RESOURCE_EXHAUSTED", text) from None
         except Overloaded as error:
-            raise Abort("RESOURCE_EXHAUSTED", error.message) from None
+            raise Abort("RESOURCE_EXHAUSTED", error.message, retry_after_s(error.code, error)) from None
         if self._opened_memory is not None:
             self._opened_memory.shrink(max(len(plain), 1))
         return plain
@@ -442,7 +442,7 @@ class GrpcCall(GrpcStream):
             self.moved_s = now_s
         elif now_s - self.moved_s > limits.body_s:
             is_waiting = one is not None and not one.is_granted
-            self.fail(Abort("RESOURCE_EXHAUSTED", SPENT) if is_waiting else Abort("CANCELLED", _TOO_LATE))
+            self.fail(Abort("RESOURCE_EXHAUSTED", SPENT, AGAIN_S) if is_waiting else Abort("CANCELLED", _TOO_LATE))
         elif self._body is not None and now_s - self._reserved_s > limits.body_s + self._size / _MIN_BYTES_PER_S:
             self.fail(Abort("CANCELLED", _TOO_LATE))
 

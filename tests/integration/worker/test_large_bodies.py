@@ -121,6 +121,7 @@ async def test_a_body_for_which_memory_ends_is_refused(scene: ServedModels, monk
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     assert head.startswith("http/1.1 503 ")
     assert "connection: close" in head
+    assert "retry-after: 1" in head
     assert b"no memory left" in await reader.read()
     await eventually(lambda: held(scene) == 0, 10.0, "memory that was given back")
     asked.cancel()

@@ -209,7 +209,10 @@ async def test_a_message_that_finds_no_memory_is_refused() -> None:
     for number in (1, 3):
         wire.send(wire.headers(number, wire.block()) + frames.frame(DATA, 0, number, prefixed(bytes(30_000))[:9]))
 
-    assert status_of(wire, wire.read()) == "8"
+    (head,) = [frame for frame in wire.read() if frame.kind == HEADERS]
+    fields = wire.fields(head.payload)
+
+    assert (fields["grpc-status"], fields.get("grpc-retry-pushback-ms")) == ("8", "1000")
 
 
 async def test_a_reply_has_the_id_of_its_request(wire: Wire) -> None:
