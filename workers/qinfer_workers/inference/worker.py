@@ -420,7 +420,7 @@ class Worker:
         lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
             # In step with others, a worker would get the entries again that it has left to them.
-            share = random.uniform(0.5, 1.0)  # noqa: S311
+            share = random.uniform(0.75, 1.0)  # noqa: S311
             await asyncio.sleep(self._settings.lease_s / 2 * share)
             reasons: list[str] = []
             for key, serving in await lookout.chosen(self._serving):
