@@ -23,6 +23,10 @@ from qinfer_api.app import build
 
 logger = logging.getLogger("qinfer_api")
 
+GC_THRESHOLDS = (5_000, 2, 1_000)
+"""A look begins when more objects than the first are new. It includes the middle generation when more looks than the
+second have been without it, and the oldest after more of those than the third."""
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of malloc.h
 
 
@@ -79,11 +83,12 @@ def _tune_allocator() -> None:
 def _tune_garbage_collector() -> None:
     """Requests leave no reference cycles, and FastAPI has many objects to scan.
 
-    Floods do leave some: looking through 50,000 young objects would hold up all others for 24 to 77 ms.
+    Floods do leave some: one look through 50,000 young objects would hold up all others for 24 to 77 ms. So each look
+    is short: the youngest are few, and the middle generation is looked through before it grows.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 50)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 if __name__ == "__main__":

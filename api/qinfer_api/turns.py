@@ -13,20 +13,26 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import TypeVar
 
 SMALL_BYTES = 8192
 
 SLICE_BYTES = 2048
 
-TURN_S = 0.002
+TURN_S = 0.001
 """The time that all large reads and starts of a port may take together before the event loop serves others."""
 
-START_S = 0.001
+START_S = 0.0005
 """The part of a turn that the start of an application costs, or its end without an answer."""
 
 LEAST_S = 0.0002
 """The part of a turn for connections that have waited."""
+
+MOST_WAITING = 256
+"""The callbacks of floods that may wait for a turn; further floods are to be cut."""
+
+T = TypeVar("T")
 
 
 class Turns:
@@ -55,13 +61,35 @@ class Turns:
     async def start(self) -> None:
         """Waits until a task may go on, as an application may start."""
         while not self.may_start():
-            turn = asyncio.Event()
-            self.wait(turn.set, is_fresh=False)
-            await turn.wait()
+            await self._wait_for_turn(is_fresh=False)
+
+    async def in_turns(self, items: Iterable[T]) -> AsyncIterator[T]:
+        """Yields items for periodic work on each, as many in a turn as its time allows."""
+        for item in items:
+            if not self.may_read():
+                await self._wait_for_turn(is_fresh=True)
+            yield item
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a callback waits for a turn."""
+        return bool(self._fresh or self._others)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many wait, other than those that have just sent, that a flood is to be cut."""
+        return len(self._others) >= MOST_WAITING
 
     def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
         """Calls `go_on` in a later turn; `is_fresh` = nothing is parsed."""
         (self._fresh if is_fresh else self._others).append(go_on)
+        if not self._is_running:
+            self._start_turn(time.monotonic())
+
+    async def _wait_for_turn(self, *, is_fresh: bool) -> None:
+        turn = asyncio.Event()
+        self.wait(turn.set, is_fresh=is_fresh)
+        await turn.wait()
 
     def _start_turn(self, now_s: float) -> None:
         self._is_running, self._ends_s = True, now_s + TURN_S

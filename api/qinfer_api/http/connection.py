@@ -1,8 +1,8 @@
 """An HTTP/1.1 connection over httptools: parses requests, writes replies in order, and bounds both.
 
 Only the first request in the queue may write. Each request becomes a `Cycle`, which runs the ASGI application when it
-is first; a subclass may answer some below ASGI. The parser gets small slices and stops when a request stalls, because
-one read may hold thousands of requests.
+is first; a subclass may answer some below ASGI. The parser, made when it is first needed, gets small slices and stops
+when a request stalls, because one read may hold thousands of requests.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import select
 from collections import deque
 from collections.abc import Iterable
 from email.utils import formatdate
+from functools import cached_property
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -51,6 +52,9 @@ LESS_READ_BYTES = 2 * SMALL_BYTES
 
 SLICE_BYTES = 1024
 """The bytes that are parsed at once, unless they are of one body: about `MAX_PIPELINED` of the shortest requests."""
+
+HEADS_BYTES = 64
+"""The bytes that are parsed at once of a large read that may hold many heads: a few of the shortest requests."""
 
 MAX_CHUNKS = 65536
 """The most chunks of one chunked body (reference §1.2)."""
@@ -155,11 +159,12 @@ class HttpPort:
             for connection in self.connections:
                 connection.read_into_buffers()
 
-    def tick(self, now_s: float) -> None:
+    async def tick(self, now_s: float) -> None:
         """Renews the `date` header and checks timeouts."""
         self.common = [(b"date", formatdate(usegmt=True).encode())]
-        for connection in tuple(self.connections):
-            connection.check_timeouts(now_s)
+        async for connection in self.turns.in_turns(tuple(self.connections)):
+            if connection in self.connections:
+                connection.check_timeouts(now_s)
 
 
 class HttpConnection(SwitchingConnection):
@@ -178,12 +183,11 @@ class HttpConnection(SwitchingConnection):
         self._reading: Exchange | None = None  # receives a body; `None`: it is ignored
         self._unparsed = _NOTHING
         self._held_bytes = 0  # counted at the port
-        self._parser = self._new_parser()
         self._is_parsing = self._is_paused = self._awaits_turn = False
         self._closing = False
         self._refused = False
         self._lingers, self._still_sends = False, True  # after a refusal
-        self._receiving = self._in_head = False
+        self._receiving = self._in_head = self._is_chunked = False
         self._url = b""
         self._framing_bytes = 0  # of this message, beyond its first slice
         self._chunks = 0
@@ -195,7 +199,8 @@ class HttpConnection(SwitchingConnection):
         self._later_bytes = 0  # bytes written behind those: no sign of progress
         self._quiet_since_s = 0.0  # 0 = set at the next check
 
-    def _new_parser(self) -> HttpRequestParser:
+    @cached_property
+    def _parser(self) -> HttpRequestParser:
         parser = HttpRequestParser(self)
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
@@ -267,8 +272,8 @@ class HttpConnection(SwitchingConnection):
                     self._awaits_turn = True
                     self.port.turns.wait(self._take_turn, is_fresh=is_fresh)
                     break
-                taken, is_fresh = self._parse(self._unparsed[: max(SLICE_BYTES, self._body_left)]), False
-                self._unparsed = self._unparsed[taken:] or _NOTHING
+                self._parse_slice(self._slice_bytes())
+                is_fresh = False
         finally:
             self._is_parsing = False
         if self._unparsed or self._held_bytes:
@@ -295,13 +300,15 @@ class HttpConnection(SwitchingConnection):
         self.go_on()
 
     @property
-    def floods(self) -> bool:
-        """Whether more than a few requests came before their replies."""
-        return len(self._queue) > 1 or len(self._unparsed) > SMALL_BYTES
+    def has_more(self) -> bool:
+        """Whether the client has sent more requests behind the one that is next."""
+        return len(self._queue) > 1 or (len(self._unparsed) > max(self._body_left, 0) and not self._is_chunked)
 
     def is_abandoned(self) -> bool:
-        """Returns whether a flood's client has ended its side: under load the rest is not worth its time."""
-        return len(self._unparsed) > SMALL_BYTES and len(self._queue) > 1 and has_ended(self.transport)
+        """Returns whether a flood's client has ended its side: while others wait, the rest is not worth its time."""
+        if len(self._unparsed) <= SMALL_BYTES or not self.port.turns.is_awaited:
+            return False
+        return self.has_more and has_ended(self.transport)
 
     def _stalls(self) -> bool:
         queue = self._queue
@@ -316,14 +323,23 @@ class HttpConnection(SwitchingConnection):
     def _waits_for_memory(self) -> bool:
         return False
 
-    def _parse(self, piece: memoryview) -> int:
-        taken = len(piece)
+    def _slice_bytes(self) -> int:
+        """Returns how much is parsed at once: a body, or so little of heads that few requests exist at a time."""
+        if self._body_left > 0:
+            return max(self._body_left, HEADS_BYTES)
+        may_be_many = len(self._unparsed) > SMALL_BYTES and not self._is_chunked and self._framing_bytes < SLICE_BYTES
+        return HEADS_BYTES if may_be_many else SLICE_BYTES
+
+    def _parse_slice(self, nbytes: int) -> None:
+        data = self._unparsed
+        taken = min(nbytes, len(data))
+        self._unparsed = data[taken:] or _NOTHING  # while it is parsed, too, `has_more` is about what follows
         self._framing_bytes += taken  # the callbacks subtract body data, and reset it for a new message
         try:
             try:
-                self._parser.feed_data(piece)
+                self._parser.feed_data(data[:taken])
             except HttpParserUpgrade as upgrade:
-                taken = upgrade.args[0]
+                self._unparsed = data[upgrade.args[0] :] or _NOTHING
                 self._ignore_upgrade()
         except (HttpParserError, HttpParserUpgrade) as error:
             if isinstance(error, HttpParserCallbackError):
@@ -334,13 +350,12 @@ class HttpConnection(SwitchingConnection):
             self._refuse(431, f"request header exceeds {MAX_HEAD_BYTES} bytes")
         elif self._receiving and self._framing_bytes > MAX_FRAMING_BYTES:
             self._refuse(400, f"chunk extensions and trailers exceed {MAX_FRAMING_BYTES} bytes; send the data only")
-        return taken
 
     def _ignore_upgrade(self) -> None:
         """Parses the head again without `Upgrade` (RFC 9110 §7.8)."""
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         kept = [b"%b: %b\r\n" % header for header in self.headers if header[0].lower() != b"upgrade"]
-        self._parser = self._new_parser()
+        del self._parser
         self._parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(kept)))
 
     def on_message_begin(self) -> None:
@@ -350,6 +365,7 @@ class HttpConnection(SwitchingConnection):
         self._reading = None
         self._receiving = self._in_head = True
         self._framing_bytes = self._chunks = self._body_left = 0
+        self._is_chunked = False
         self._quiet_since_s = 0.0
 
     def on_url(self, url: bytes) -> None:
@@ -390,7 +406,7 @@ class HttpConnection(SwitchingConnection):
     def on_message_complete(self) -> None:
         """Ends the body of the current request."""
         cycle, self._reading = self._reading, None
-        self._receiving = False
+        self._receiving = self._is_chunked = False
         if isinstance(cycle, Cycle):
             cycle.end_body()
 
@@ -411,7 +427,7 @@ class HttpConnection(SwitchingConnection):
             return
         sent = dict(scope["headers"])
         waits = sent.get(b"expect", b"").lower() == b"100-continue" and not self._is_old()
-        self._body_left = int(sent.get(b"content-length", b"0"))
+        self._body_left, self._is_chunked = int(sent.get(b"content-length", b"0")), bool(codings)
         self._reading = cycle = Cycle(self, scope, expects_continue=waits)
         self._queue.append(cycle)
         if len(self._queue) == 1:
@@ -578,7 +594,7 @@ class HttpConnection(SwitchingConnection):
         self._refused, self._unparsed = True, _NOTHING
         self._count_held()
         self.writable.set()
-        del self._parser
+        vars(self).pop("_parser", None)  # each refers to the other
 
     def shutdown(self) -> None:
         """Closes after the open requests."""

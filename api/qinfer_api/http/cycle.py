@@ -82,27 +82,42 @@ class Cycle:
         return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
 
     def start(self) -> None:
-        """Runs the application, once, in its turn; requests of a flood have theirs after the others."""
+        """Runs the application, once, in its turn; a connection with more requests has its turns after the others."""
         if self._is_started or self._awaits_turn or self._is_gone:
             return
-        turns = self._connection.port.turns
-        if not turns.may_start():
-            self._awaits_turn = True
-            turns.wait(self._start_in_turn, is_fresh=not self._connection.floods)
+        if self._connection.has_more or not self._connection.port.turns.may_start():
+            self._wait_for_turn()
         else:
-            self._is_started = True
-            tasks = self._connection.port.tasks
-            task = asyncio.get_running_loop().create_task(self._run_app())
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            self._run()
+
+    def _wait_for_turn(self) -> None:
+        connection = self._connection
+        turns, is_flood = connection.port.turns, connection.has_more
+        if is_flood and turns.is_full:
+            connection.transport.abort()
+        else:
+            self._awaits_turn = True
+            turns.wait(self._start_in_turn, is_fresh=not is_flood)
 
     def _start_in_turn(self) -> None:
         self._awaits_turn = False
-        if self._connection.is_abandoned():
-            self._connection.transport.abort()
+        connection = self._connection
+        if self._is_gone:
             return
-        self.start()
-        self._connection.go_on()  # reading was paused until now
+        if connection.is_abandoned():
+            connection.transport.abort()
+        elif not connection.port.turns.may_start():
+            self._wait_for_turn()
+        else:
+            self._run()
+            connection.go_on()  # reading was paused until now
+
+    def _run(self) -> None:
+        self._is_started = True
+        tasks = self._connection.port.tasks
+        task = asyncio.get_running_loop().create_task(self._run_app())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def come_first(self) -> None:
         """Starts the application."""

@@ -286,10 +286,10 @@ class FastPath(HttpPort):
         """Creates the protocol of a connection."""
         return QinferHttpProtocol(self)
 
-    def tick(self, now_s: float) -> None:
+    async def tick(self, now_s: float) -> None:
         """Checks timeouts, and gives up bodies that arrive too slowly."""
-        super().tick(now_s)
         self.receiving.second_passed()
+        await super().tick(now_s)
 
 
 class QinferHttpProtocol(HttpConnection):
@@ -426,7 +426,7 @@ class QinferHttpProtocol(HttpConnection):
         if landing is not None:
             call.landing = landing
             self._land(landing, call.parts)
-            self._parser = self._new_parser()  # the old one waits for the body
+            del self._parser  # it waits for the body
             call.parts = []
         elif call.head.length > MAX_BINARY_BYTES:  # others have the memory now
             self._drop(call, call.head, Overloaded(NO_ROOM))

@@ -146,7 +146,7 @@ class HttpServer:
     async def _tick(self, listener: socket.socket) -> None:
         descriptors = OutageLog(logger, "file descriptors used up: new connections are closed", remind_s=REMIND_S)
         while True:
-            self.port.tick(time.monotonic())
+            await self.port.tick(time.monotonic())
             note_descriptors(descriptors, listener)
             await asyncio.sleep(1)
 

@@ -25,7 +25,7 @@ from qinfer_api.http.connection import (
     MOST_HELD_BYTES,
 )
 from qinfer_api.http.fast import QinferHttpProtocol
-from qinfer_api.turns import SMALL_BYTES
+from qinfer_api.turns import SMALL_BYTES, Turns
 from tests.support.gateway import Running, running_gateway, settings_of
 
 URL = "/v2/models/echo/infer"
@@ -259,10 +259,15 @@ async def test_a_lost_connection_takes_turns_for_started_applications_only() -> 
 
 
 async def test_a_flood_ends_with_its_client_while_others_are_served() -> None:
-    """While turns are used up, requests that a client left behind are not answered, and its connection closes."""
+    """While others wait for turns, requests that a client left behind are not answered, and its connection closes."""
     async with running_gateway() as running:
         port = running.gateway._server.port
         port.turns.may_start = lambda: False  # type: ignore[method-assign]  # as beside a flood of others
+
+        def wait_again() -> None:
+            port.turns.wait(wait_again, is_fresh=False)
+
+        wait_again()
         async with connected(running) as client:
             client.send(get("/v2/health/live") * 2000)
             await the_one_connection(running)
@@ -271,6 +276,89 @@ async def test_a_flood_ends_with_its_client_while_others_are_served() -> None:
             with contextlib.suppress(ConnectionResetError):  # as after `close` with unread bytes
                 assert await client.is_closed()
             assert not port.tasks
+
+
+async def test_a_client_that_has_ended_its_side_gets_its_replies() -> None:
+    """Its requests take turns, for which no other waits."""
+    count, turns_over = 2000, 0
+    async with running_gateway() as running:
+        turns = running.gateway._server.port.turns
+        may_start = turns.may_start
+
+        def may_start_at_second_try() -> bool:
+            nonlocal turns_over
+            turns_over += 1
+            return turns_over % 2 == 0 and may_start()
+
+        turns.may_start = may_start_at_second_try  # type: ignore[method-assign]
+        async with connected(running) as client:
+            client.send(get("/v2/health/live") * count)
+            client.writer.write_eof()
+
+            statuses = [(await client.reply())[0] for _ in range(count)]
+            assert statuses == [200] * count
+            assert await client.is_closed()
+
+
+class Recorded(Turns):
+    """Turns with time for all, which note who waits for one all the same, and may be full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = list[bool]()  # whether it is fresh
+        self.is_said_full = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.is_said_full
+
+    def may_start(self) -> bool:
+        return True
+
+    def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
+        self.waits.append(is_fresh)
+        super().wait(go_on, is_fresh=is_fresh)
+
+
+async def test_a_request_with_others_behind_it_waits_for_a_turn() -> None:
+    """Also while turns have time left: it goes behind the requests of others. The first one of a small read is not known
+    to have more behind it, and the last one has none.
+    """
+    async with running_gateway() as running, connected(running) as client:
+        turns = running.gateway._server.port.turns = Recorded()
+        client.send(get("/v2/health/live"))
+        alone = ((await client.reply())[0], list(turns.waits))
+        client.send(get("/v2/health/live") * 3)
+        statuses = [(await client.reply())[0] for _ in range(3)]
+
+    assert alone == (200, [])
+    assert (statuses, turns.waits) == ([200] * 3, [False])
+
+
+async def test_floods_are_cut_while_the_most_wait_and_others_are_not() -> None:
+    async with running_gateway() as running:
+        turns = running.gateway._server.port.turns = Recorded()
+        turns.is_said_full = True
+        async with connected(running) as flood, connected(running) as other, connected(running) as uploading:
+            flood.send(get("/v2/health/live") * 3)
+            other.send(get("/v2/health/live"))
+            uploading.send(chunked(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body_of("a")), body_of("a"))))
+
+            with contextlib.suppress(ConnectionResetError):
+                await flood.is_closed()  # perhaps behind the first reply
+            assert (await other.reply())[0] == 200
+            assert await uploading.client_id() == "a"
+
+
+async def test_a_connection_makes_its_parser_when_it_needs_one() -> None:
+    """Idle connections have none."""
+    async with running_gateway() as running, connected(running) as client:
+        connection = await the_one_connection(running)
+        before = "_parser" in vars(connection)
+        client.send(get("/v2/health/live"))
+        await client.reply()
+
+        assert (before, "_parser" in vars(connection)) == (False, True)
 
 
 async def test_a_request_that_waited_for_a_turn_lets_its_connection_read_on() -> None:

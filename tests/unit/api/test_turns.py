@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from qinfer_api import turns
-from qinfer_api.turns import START_S, TURN_S, SharedLimit, Turns
+from qinfer_api.turns import MOST_WAITING, START_S, TURN_S, SharedLimit, Turns
 
 
 class Clock:
@@ -143,6 +143,53 @@ async def test_an_application_that_starts_uses_its_part_of_a_turn(clock: Clock) 
     assert started == round(TURN_S / START_S)
     await asyncio.sleep(0)
     assert ours.may_start()
+
+
+async def test_who_waits_while_no_turn_goes_on_has_the_next_one(clock: Clock) -> None:
+    ours, served = Turns(), list[str]()
+    ours.wait(lambda: served.append("a"), is_fresh=False)
+    before = (ours.is_awaited, list(served))
+
+    await asyncio.sleep(0)
+
+    assert (before, ours.is_awaited, served) == ((True, []), False, ["a"])
+
+
+async def test_floods_are_to_be_cut_once_the_most_wait(clock: Clock) -> None:
+    """Those that have just sent do not count."""
+    ours, served = Turns(), list[int]()
+
+    for number in range(2 * MOST_WAITING):
+        ours.wait(lambda number=number: served.append(number), is_fresh=True)  # type: ignore[misc]
+    found = [ours.is_full]
+    for number in range(MOST_WAITING):
+        found.append(ours.is_full)
+        ours.wait(lambda number=number: served.append(number), is_fresh=False)  # type: ignore[misc]
+    found.append(ours.is_full)
+    await asyncio.sleep(0)
+
+    assert found == [False] * (MOST_WAITING + 1) + [True]
+    assert (ours.is_full, len(served)) == (False, 3 * MOST_WAITING)
+
+
+async def test_periodic_work_on_many_connections_takes_turns(clock: Clock) -> None:
+    """Others are served in between."""
+    ours, found = Turns(), list[int]()
+
+    async def work() -> None:
+        async for number in ours.in_turns(range(9)):
+            found.append(number)
+            clock.now_s += 0.4 * TURN_S
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(work())
+        counts = []
+        while len(found) < 9:
+            await asyncio.sleep(0)
+            counts.append(len(found))
+
+    assert found == list(range(9))
+    assert max(later - earlier for earlier, later in pairwise([0, *counts])) <= 4
 
 
 def taken(limit: SharedLimit, places: contextlib.ExitStack, tenant: str, most: int = 12) -> int:
