@@ -321,8 +321,9 @@ class Recorded(Turns):
 
 
 async def test_a_request_with_others_behind_it_waits_for_a_turn() -> None:
-    """Also while turns have time left: it goes behind the requests of others. The first one of a small read is not known
-    to have more behind it, and the last one has none.
+    """Also while turns have time left: it goes behind the requests of others.
+
+    The first one of a small read is not known to have more behind it, and the last one has none.
     """
     async with running_gateway() as running, connected(running) as client:
         turns = running.gateway._server.port.turns = Recorded()
