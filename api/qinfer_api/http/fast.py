@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 UNCOUNTED_BYTES = 16 * 1024
 """Larger bodies are counted as received."""
 
+LEAST_LANDED_BYTES = 64 * 1024
+"""Larger bodies are received into memory: of others, a copy costs less than the head's own read."""
+
 _NO_REQUEST = OutgoingRequest(model="", inputs=())
 _GONE = HttpReply(400, b"")
 
@@ -330,6 +333,8 @@ class QinferHttpProtocol(HttpConnection):
         if found is None:
             return False
         head, body = found
+        if head.length <= LEAST_LANDED_BYTES:
+            return False
         try:
             tenant = fast.dispatcher.authorize(head.context, Scope.INFER, self.peer).tenant
         except QinferError:
@@ -350,7 +355,7 @@ class QinferHttpProtocol(HttpConnection):
 
     def _landing_for(self, head: RequestHead, tenant: str) -> Landing | None:
         begin, target = json_bytes(head.json_length), head.target
-        if begin is None:
+        if begin is None or head.length <= LEAST_LANDED_BYTES:
             return None
         return self._fast.dispatcher.landing(target.model, target.version, head.length, begin, tenant, head.length)
 

@@ -494,6 +494,24 @@ async def test_a_flood_after_a_large_body_is_read_as_any_other(scene: ServedMode
     writer.close()
 
 
+async def test_a_connection_reads_small_bodies_at_once_after_a_large_one(scene: ServedModels) -> None:
+    """It does not read their heads by themselves, and copies their tensors into memory."""
+    small = IMAGE[:, : 16 * 1024]
+    reader, writer = await opened(scene)
+    writer.write(body_of(IMAGE))
+    assert np.array_equal(await answer_of(reader), IMAGE[0] * 2)
+    (connection,) = [each for each in scene.gateway._server.port.connections if each._lands]
+
+    for number in range(3):
+        writer.write(body_of(small[:, : 4096 * (number + 1)]))
+        assert np.array_equal(await answer_of(reader), small[0, : 4096 * (number + 1)] * 2)
+        assert not connection._lands
+
+    assert await ways(scene) == {"memory": 4}
+    assert held(scene) == 0
+    writer.close()
+
+
 async def test_images_over_tls(tmp_path: Path) -> None:
     """One connection of each protocol sends several images."""
     scale(tmp_path / "repository", "double", 2.0, width=-1)
