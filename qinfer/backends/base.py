@@ -394,14 +394,19 @@ def respond_rows(
             ctx.respond(item, tensors)
         return
     names = names or [name for name in columns if name not in states]
+    chosen: dict[tuple[str, ...], tuple[list[list[Tensor]], list[str]]] = {}
+    """What requests ask for → its columns, and what has none."""
     for item, request in enumerate(batch.requests):
         if item in skip:
             continue
-        wanted = (*(request.outputs or names), *states)
-        missing = [name for name in wanted if name not in columns]
+        if request.outputs not in chosen:
+            wanted = (*(request.outputs or names), *states)
+            missing = [name for name in wanted if name not in columns]
+            chosen[request.outputs] = [columns[name] for name in wanted if name in columns], missing
+        given, missing = chosen[request.outputs]
         if missing and not request.spares_outputs:
             raise OutputMismatch(f"the model returned no output '{missing[0]}'")
-        ctx.respond(item, tuple(columns[name][item] for name in wanted if name not in missing))
+        ctx.respond(item, tuple([column[item] for column in given]))
 
 
 def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:

@@ -218,7 +218,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     @property
     def _are_current(self) -> bool:
-        return all(item.is_current is None or item.is_current() for item in self.items)
+        return not [item for item in self.items if item.is_current is not None and not item.is_current()]
 
     @property
     def batch_id(self) -> str:

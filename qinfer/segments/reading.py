@@ -156,7 +156,10 @@ class SegmentReader:
             TensorsUnreachable: The memory can't be reached, here and now.
             CorruptEntry: The reference leaves its segment.
         """
-        memory = self._segment(reference)
+        owner = self._owners.get(reference.owner)
+        memory = None if owner is None else owner.segments.get(reference.segment)
+        if memory is None:
+            memory = self._segment(reference)
         begin = reference.offset + HEADER_BYTES
         end = begin + reference.size
         if end > len(memory):

@@ -131,6 +131,8 @@ class LeaseIntake:
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> IntakeItems:
         """Decodes leases; buries, answers or releases those that can't be executed."""
         taken = IntakeItems([], [])
+        copies_once = batcher.model.spec.copies_once
+        near = ""  # the last caller that was found on this machine
         for lease in leases:
             places: Sequence[TensorPlace] = ()
             try:
@@ -144,10 +146,13 @@ class LeaseIntake:
             if lease.deliveries > 1 and not self._is_tried(batcher, item):
                 continue
             is_told = request.sequence is None or self._is_told(batcher, request)
-            if _takes_long(request) or not is_told or self._is_far(request):
+            memory = request.memory
+            if memory is not None and memory.owner != near and not self._is_far(request):
+                near = memory.owner
+            if not is_told or _takes_long(request) or (memory is not None and memory.owner != near):
                 taken.external.append(item)
-            elif request.memory is not None:
-                tensors = self._shared(batcher, item)
+            elif memory is not None:
+                tensors = self._shared(batcher, item, in_place=copies_once)
                 if tensors is not None and self._complete(batcher, item, tensors, places):
                     taken.ready.append(item)
             elif self._is_ready(batcher, item):
@@ -274,18 +279,18 @@ class LeaseIntake:
     def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
         return isinstance(batcher, EnsembleBatcher) or self._told.set_told_id(request)
 
-    def _shared(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
-        """Reads an item's tensors in its caller's memory, puts it off, or finishes it if the request has ended."""
+    def _shared(self, batcher: LaneBatcher, item: WorkItem, *, in_place: bool) -> Bytes | None:
+        """Returns an item's tensors, `in_place` or copied; else puts it off, or finishes it if the request has ended."""
         reference = item.request.memory
         assert reference is not None
         try:
             if self._memory is None:
                 raise TensorsUnreachable("QINFER_SEGMENTS__DIRECTORY is not set for this worker")
-            copies_once = batcher.model.spec.copies_once or _takes_long(item.request)
-            view = self._memory.view(reference) if copies_once else None
+            view = self._memory.view(reference) if in_place else None
             tensors = self._memory.read(reference) if view is None else view.tensors
             item.is_current = None if view is None else view.is_current
-            self._unread.over()
+            if self._unread.is_out:
+                self._unread.over()
             return tensors
         except CorruptEntry as error:
             self._bury(batcher, item, error)
@@ -301,7 +306,7 @@ class LeaseIntake:
 
     async def _copied(self, batcher: LaneBatcher, item: WorkItem) -> Bytes | None:
         """Copies many tensors, or finishes the item if its request has ended."""
-        tensors, is_current = self._shared(batcher, item), item.is_current
+        tensors, is_current = self._shared(batcher, item, in_place=True), item.is_current
         if tensors is None or is_current is None:
             return None
         item.is_current = None
@@ -317,7 +322,9 @@ class LeaseIntake:
                 await self._told.ask(item.request, batcher.model.spec)
             request = item.request
             if request.memory is not None and not self._is_far(request):
-                return await self._copied(batcher, item) if _takes_long(request) else self._shared(batcher, item)
+                if _takes_long(request):
+                    return await self._copied(batcher, item)
+                return self._shared(batcher, item, in_place=batcher.model.spec.copies_once)
             payload: Bytes | None = b""
             if request.memory is not None:
                 payload = await self._fetched(item, request.memory)
