@@ -280,7 +280,7 @@ class LeaseIntake:
         return isinstance(batcher, EnsembleBatcher) or self._told.set_told_id(request)
 
     def _shared(self, batcher: LaneBatcher, item: WorkItem, *, in_place: bool) -> Bytes | None:
-        """Returns an item's tensors, `in_place` or copied; else puts it off, or finishes it if the request has ended."""
+        """Returns an item's tensors, `in_place` or copied; puts it off, or finishes it if the request has ended."""
         reference = item.request.memory
         assert reference is not None
         try:
