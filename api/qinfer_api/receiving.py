@@ -354,7 +354,8 @@ class ReceivingBudget:
             return
         self._large -= size > SMALL_BYTES
         self._hold(one.owner, -size)
-        self._grant_next()
+        if self._waiting.places or self._waiting.behind:  # as most often nothing does
+            self._grant_next()
 
     def _hold(self, owner: Hashable, more: int) -> None:
         self.held_bytes += more

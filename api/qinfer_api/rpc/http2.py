@@ -159,7 +159,9 @@ class Http2Connection(SwitchingConnection):
         """Messages land at once, as over HTTP; other frames wait for turns."""
         turns, before, last, is_fresh = self.service.turns, -1, len(data) - frames.HEAD_BYTES, True
         while before < position <= last and not self._awaits_turn:
-            before, position = position, self._land(data, position)
+            before = position
+            if self._is_buffered:  # before, no message has memory
+                position = self._land(data, position)
             has_landed = has_landed or position > before
             if position > last:
                 break

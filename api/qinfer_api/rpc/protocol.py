@@ -209,9 +209,11 @@ class GrpcCall(GrpcStream):
             body = self._body
             if body is None:
                 return
-            missing = self._size - self._arrived_bytes()
+            came = len(body) if self.landing is None else self._arrived_bytes()
+            missing = self._size - came
             piece, view = view[:missing], view[missing:]
-            if self.landing is None and len(body) < LANDS_FROM_BYTES <= len(body) + len(piece) < self._size:
+            lands = self.landing is None and self._size >= LANDED_BYTES
+            if lands and came < LANDS_FROM_BYTES <= came + len(piece) < self._size:
                 self._land(body)
             if self.landing is not None:
                 self.landing.add(piece)
@@ -234,7 +236,8 @@ class GrpcCall(GrpcStream):
             return view
         size = int.from_bytes(self._prefix[1:])
         self._check_size(size)
-        self._check_single(len(self._messages))
+        if self._messages:
+            self._refuse_second()
         if size:
             room = self._room(size) if self._prefix[0] else size
             self._reservation = self._server.receiving.reserve(self._owner, room, self._let_in)
@@ -263,8 +266,6 @@ class GrpcCall(GrpcStream):
         self.grant(self._size - arrived - self.receive_window)
 
     def _land(self, body: bytearray) -> None:
-        if self._size < LANDED_BYTES:
-            return
         self.connection.read_into_buffers()
         method = self.head.method
         if method is not None and method.land is not None and not self._is_compressed and not self._messages:
@@ -295,9 +296,9 @@ class GrpcCall(GrpcStream):
         if size > most:
             raise Abort("RESOURCE_EXHAUSTED", f"Received message larger than max ({size} vs. {most})")
 
-    def _check_single(self, before: int) -> None:
+    def _refuse_second(self) -> None:
         assert self.head.method is not None
-        if before and not self.head.method.takes_stream:
+        if not self.head.method.takes_stream:
             raise Abort("INTERNAL", "the call takes one message, and there is a second one")
 
     def _arrived(self, message: _Message) -> None:
@@ -305,7 +306,8 @@ class GrpcCall(GrpcStream):
         self._messages.append(message)
         if message.reservation is not None and (self.is_ended or self.head.method.takes_stream):
             message.reservation.unwatch()
-        self._check_single(len(self._messages) - 1)
+        if len(self._messages) > 1:
+            self._refuse_second()
         if message.is_compressed and self.head.encoding is None:
             raise Abort("INTERNAL", "a message is compressed, but there is no grpc-encoding")
         if self._change is not None:
