@@ -1,73 +1,23 @@
-"""What tests of backends share: a specification, a batch, a context that keeps the answers, and small Torch models."""
+"""What tests of backends share: a specification, and small models of Torch and ONNX."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, Batch, OneResponse
-from qinfer.core.messages import InferRequest, Response, Scalar
-from qinfer.errors import QinferError
-from qinfer.models.spec import Device, ModelSpec, TensorSpec
-from qinfer.tensors import Tensor, to_numpy
+from qinfer.backends.base import Array
+from qinfer.models.spec import BatchOutputSpec, Device, ModelSpec, TensorSpec
+from qinfer.testing.backend_contract import Answers, run
+from tests.support.models import ELEMENT_TYPES
 
+__all__ = [
+    "CPU", "GPU", "Answers", "ragged", "read_only", "run", "save_exported", "save_scaled", "save_torchscript", "spec",
+    "tensors", "xy",
+]  # fmt: skip
 CPU, GPU = Device(), Device("gpu", 0)
-
-
-class Answers(OneResponse):
-    """A context that keeps what it is told.
-
-    Args:
-        call: Answers calls to other models.
-        cancelled: The items that nobody waits for.
-    """
-
-    def __init__(self, call: Callable[[InferRequest], Response] | None = None, cancelled: Sequence[int] = ()) -> None:
-        self.by_item: dict[int, tuple[Tensor, ...] | QinferError] = {}
-        self.parameters: dict[int, Mapping[str, Scalar]] = {}
-        self.made_for: list[int] = []
-        self._call = call
-        self._cancelled = cancelled
-
-    def respond(
-        self,
-        item: int,
-        outputs: tuple[Tensor, ...] | QinferError,
-        *,
-        final: bool = True,
-        parameters: Mapping[str, Scalar] | None = None,
-    ) -> None:
-        assert item not in self.by_item
-        self.by_item[item] = outputs
-        if parameters:
-            self.parameters[item] = parameters
-
-    def cancelled(self, item: int) -> bool:
-        return item in self._cancelled
-
-    def call(self, request: InferRequest, made_for: int = -1) -> Response:
-        assert self._call is not None
-        self.made_for.append(made_for)
-        return self._call(request)
-
-    def array(self, item: int = 0, output: int = 0) -> Array:
-        return to_numpy(self.outputs(item)[output])
-
-    def arrays(self, item: int = 0) -> dict[str, Array]:
-        return {tensor.name: to_numpy(tensor) for tensor in self.outputs(item)}
-
-    def outputs(self, item: int = 0) -> tuple[Tensor, ...]:
-        outputs = self.by_item[item]
-        assert isinstance(outputs, tuple), outputs
-        return outputs
-
-    def error(self, item: int = 0) -> QinferError:
-        error = self.by_item[item]
-        assert isinstance(error, QinferError)
-        return error
 
 
 def tensors(*ports: tuple[str, str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
@@ -81,14 +31,15 @@ def spec(backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpe
     return ModelSpec(name="m", backend=backend, inputs=tuple(inputs), outputs=tuple(outputs), **fields)
 
 
-def run(
-    backend: Backend, inputs: Mapping[str, Array], rows: Sequence[int] = (1,), outputs: Sequence[str] = ()
-) -> Answers:
-    """Executes one batch."""
-    answers = Answers()
-    requests = [InferRequest(model="m", inputs=(), outputs=tuple(outputs)) for _ in rows]
-    backend.execute(Batch(requests=requests, rows=list(rows), inputs=inputs), answers)
-    return answers
+def xy(backend: str, datatype: str, width: int = 2) -> ModelSpec:
+    """Returns the specification of `y = f(x)`, both `datatype[batch, width]`."""
+    return spec(backend, tensors(("x", datatype, (width,))), tensors(("y", datatype, (width,))))
+
+
+def ragged(backend: str, **changes: Any) -> ModelSpec:
+    """Returns the specification of `y = f(x)` for requests of different lengths in a batch."""
+    x, y = (TensorSpec(name=name, datatype="FP32", dims=(-1,), ragged=True) for name in "xy")
+    return spec(backend, [x], [y], **{"batch_outputs": (BatchOutputSpec("y", (-1, -1), "x"),), **changes})
 
 
 def read_only(array: Array) -> Array:
@@ -116,3 +67,19 @@ def save_exported(module: Any, path: Path, example: tuple[Any, ...], variable: S
     names = {axis: torch.export.Dim(f"d{axis}", max=512) for axis in variable}
     shapes = tuple(names for _ in example)
     torch.export.save(torch.export.export(module, example, dynamic_shapes=shapes), path)
+
+
+def save_scaled(directory: Path, datatype: str, factor: int = 1, shape: Sequence[int | str] = ("n", 2)) -> None:
+    """Writes `y = factor * x` as ONNX."""
+    import onnx
+    from onnx import helper
+
+    kind = ELEMENT_TYPES[datatype]
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    if factor != 1:
+        value = helper.make_tensor("factor", kind, [], [factor])
+        nodes = [helper.make_node("Constant", [], ["f"], value=value), helper.make_node("Mul", ["x", "f"], ["y"])]
+    ports = [helper.make_tensor_value_info(name, kind, shape) for name in "xy"]
+    graph = helper.make_graph(nodes, "g", ports[:1], ports[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, directory / "model.onnx")

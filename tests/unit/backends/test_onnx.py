@@ -22,7 +22,8 @@ from qinfer.errors import (
     OutputMismatch,
 )
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
-from tests.support.backends import Answers
+from qinfer.testing.backend_contract import ALL_DATATYPES, BackendContract
+from tests.support.backends import Answers, ragged, save_scaled, xy
 
 
 def save(directory: Path, kind: int, shape: Sequence[int | str] = ("n", 2), op: str = "Identity") -> Path:
@@ -63,39 +64,20 @@ def loaded(directory: Path, model: ModelSpec) -> OnnxBackend:
     return backend
 
 
-@pytest.mark.parametrize(
-    ("datatype", "kind", "dtype"),
-    [
-        ("BOOL", TensorProto.BOOL, "?"),
-        ("UINT8", TensorProto.UINT8, "u1"),
-        ("UINT16", TensorProto.UINT16, "u2"),
-        ("UINT32", TensorProto.UINT32, "u4"),
-        ("UINT64", TensorProto.UINT64, "u8"),
-        ("INT8", TensorProto.INT8, "i1"),
-        ("INT16", TensorProto.INT16, "i2"),
-        ("INT32", TensorProto.INT32, "i4"),
-        ("INT64", TensorProto.INT64, "i8"),
-        ("FP16", TensorProto.FLOAT16, "f2"),
-        ("BF16", TensorProto.BFLOAT16, "f4"),
-        ("FP32", TensorProto.FLOAT, "f4"),
-        ("FP64", TensorProto.DOUBLE, "f8"),
-        ("BYTES", TensorProto.STRING, object),
-    ],
-)
-def test_every_datatype_goes_through(tmp_path: Path, datatype: str, kind: int, dtype: str) -> None:
-    """Each item gets its own rows back, in its datatype."""
-    backend, answers = loaded(save(tmp_path, kind), spec(datatype)), Answers()
-    rows = np.array([[1, 0], [0, 1], [1, 1]]).astype(dtype)
-    if datatype == "BYTES":
-        rows = np.array([[b"a", b""], [b"b\0c", "ü".encode()], [b"d", b"e"]], dtype=object)
+class TestContract(BackendContract):
+    datatypes = ("FP32", *(name for name in ALL_DATATYPES if name != "FP32"))
+    thread_parameter = "intra_op_thread_count"
 
-    backend.execute(batch(rows, [2, 1]), answers)
+    def create(self) -> OnnxBackend:
+        return OnnxBackend()
 
-    np.testing.assert_array_equal(answers.array(0), rows[:2])
-    np.testing.assert_array_equal(answers.array(1), rows[2:])
-    outputs = answers.by_item[0]
-    assert isinstance(outputs, tuple)
-    assert outputs[0].datatype == datatype
+    def write(self, version_dir: Path, datatype: str, factor: int) -> ModelSpec:
+        save_scaled(version_dir, datatype, factor)
+        return xy("onnxruntime", datatype)
+
+    def write_ragged(self, version_dir: Path) -> ModelSpec:
+        save_scaled(version_dir, "FP32", shape=("n",))
+        return ragged("onnxruntime")
 
 
 def test_strings_that_are_not_utf8_fail_their_item_only(tmp_path: Path) -> None:
@@ -162,16 +144,6 @@ def test_fixed_batch_dimension_is_refused(tmp_path: Path) -> None:
     """A model whose first dimension is fixed can't be batched."""
     with pytest.raises(ModelLoadFailed, match="first dimension is fixed to 1"):
         loaded(save(tmp_path, TensorProto.FLOAT, (1, 2)), spec("FP32"))
-
-
-def test_broken_file_tells_no_path(tmp_path: Path) -> None:
-    """A file that is no model fails the load without naming directories."""
-    (tmp_path / "model.onnx").write_bytes(b"not a model")
-
-    with pytest.raises(ModelLoadFailed) as caught:
-        loaded(tmp_path, spec("FP32"))
-
-    assert str(tmp_path) not in caught.value.message
 
 
 def test_thread_parameters_are_accepted(tmp_path: Path) -> None:

@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import openvino as ov
 import pytest
-from onnx import TensorProto, helper
 
 from qinfer.backends.openvino import OpenvinoBackend, properties
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.host import MemoryUse
+from qinfer.testing.backend_contract import BackendContract
 from tests.support import models
-from tests.support.backends import CPU, GPU, read_only, run, spec, tensors
+from tests.support.backends import CPU, GPU, run, save_scaled, spec, tensors, xy
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
 PORTS = tensors(("a", "FP32", (4,)), ("b", "FP32", (4,)))
@@ -33,30 +32,29 @@ def version_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return version
 
 
-def identity(directory: Path, kind: int, shape: list[int | str]) -> Path:
-    """Writes y = x as ONNX, which OpenVINO reads too."""
-    ports = [helper.make_tensor_value_info(name, kind, shape) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", ports[:1], ports[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, directory / "model.onnx")
-    return directory
-
-
 def loaded(version_dir: Path, model: ModelSpec) -> OpenvinoBackend:
     backend = OpenvinoBackend()
     backend.load(model, version_dir, CPU)
     return backend
 
 
-def test_each_item_gets_its_rows(version_dir: Path) -> None:
-    """Rows are cut by item, from memory that is not OpenVINO's; requests' own bytes do for an input."""
+class TestContract(BackendContract):
+    datatypes = ("FP32", "BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "FP16", "BF16", "FP64")
+    thread_parameter = "INFERENCE_NUM_THREADS"
+    more_threads = 1
+
+    def create(self) -> OpenvinoBackend:
+        return OpenvinoBackend()
+
+    def write(self, version_dir: Path, datatype: str, factor: int) -> ModelSpec:
+        save_scaled(version_dir, datatype, factor)
+        return xy("openvino", datatype)
+
+
+def test_the_memory_of_a_model_is_the_size_of_its_files(version_dir: Path) -> None:
     backend = loaded(version_dir, spec("openvino", PORTS, RESULTS))
+
     assert backend.memory() == (MemoryUse("CPU", 0, sum(file.stat().st_size for file in version_dir.iterdir())),)
-    answers = run(backend, {"a": read_only(A), "b": A + 1}, rows=(1, 2))
-    run(backend, {"a": A * 0, "b": A * 0}, rows=(3,))
-    np.testing.assert_array_equal(answers.arrays(0)["sum"], (2 * A + 1)[:1])
-    np.testing.assert_array_equal(answers.arrays(1)["difference"], np.full((2, 4), -1, np.float32))
-    backend.unload()
 
 
 class _SignalStack(ctypes.Structure):
@@ -88,30 +86,14 @@ def test_the_configuration_may_list_tensors_in_another_order(version_dir: Path) 
     np.testing.assert_array_equal(answers.arrays()["difference"], np.full((3, 4), -1, np.float32))
 
 
-@pytest.mark.parametrize(
-    "datatype", ["BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "FP16", "BF16", "FP32", "FP64"]
-)
-def test_datatypes(datatype: str, tmp_path: Path) -> None:
-    """What goes in comes out, BF16 as the float32 that stands for it."""
-    identity(tmp_path, models.ELEMENT_TYPES[datatype], ["n", 2])
-    dtype = {"BOOL": "bool", "BF16": "float32", "FP16": "float16", "FP32": "float32", "FP64": "float64"}.get(datatype)
-    array = np.array([[0, 1]]).astype(dtype or datatype.lower())
-    model = spec("openvino", tensors(("x", datatype, (2,))), tensors(("y", datatype, (2,))))
-    answers = run(loaded(tmp_path, model), {"x": array})
-    outputs = answers.by_item[0]
-    assert isinstance(outputs, tuple)
-    assert outputs[0].datatype == datatype
-    np.testing.assert_array_equal(answers.arrays()["y"], array)
-
-
 def test_a_fixed_batch_dimension_is_made_variable(tmp_path: Path) -> None:
     """A model saved for one row takes batches; SKIP_OV_DYNAMIC_BATCHSIZE with padding keeps to its size."""
-    identity(tmp_path, TensorProto.FLOAT, [1, 4])
+    save_scaled(tmp_path, "FP32", shape=[1, 4])
     ports = tensors(("x", "FP32", (4,))), tensors(("y", "FP32", (4,)))
     np.testing.assert_array_equal(
         run(loaded(tmp_path, spec("openvino", *ports)), {"x": A}, rows=(1, 2)).arrays(1)["y"], A[1:]
     )
-    identity(tmp_path, TensorProto.FLOAT, [8, 4])
+    save_scaled(tmp_path, "FP32", shape=[8, 4])
     parameters = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES", "ENABLE_BATCH_PADDING": "YES"}
     padded = loaded(tmp_path, spec("openvino", *ports, parameters=parameters))
     np.testing.assert_array_equal(run(padded, {"x": A}, rows=(3,)).arrays()["y"], A)

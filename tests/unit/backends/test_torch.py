@@ -18,7 +18,19 @@ from qinfer.backends.torch import TorchBackend, input_positions, output_position
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.host import MemoryUse
-from tests.support.backends import CPU, GPU, read_only, run, save_exported, save_torchscript, spec, tensors
+from qinfer.testing.backend_contract import BackendContract
+from tests.support.backends import (
+    CPU,
+    GPU,
+    ragged,
+    read_only,
+    run,
+    save_exported,
+    save_torchscript,
+    spec,
+    tensors,
+    xy,
+)
 
 FP32_2 = tensors(("x", "FP32", (2,)))
 X = np.array([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
@@ -63,6 +75,31 @@ class Identity(torch.nn.Module):
 
 EXAMPLE = (torch.ones(3, 2), torch.ones(3, 2))
 ADD_SUB = tensors(("a", "FP32", (2,)), ("b", "FP32", (2,))), tensors(("sum", "FP32", (2,)), ("diff", "FP32", (2,)))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.factor == 1 else x * self.factor
+
+
+class TestContract(BackendContract):
+    datatypes = ("FP32", *sorted(adapter._DTYPES.keys() - {"FP32"}))
+    thread_parameter = "INTRA_OP_THREAD_COUNT"
+
+    def create(self) -> TorchBackend:
+        return TorchBackend()
+
+    def write(self, version_dir: Path, datatype: str, factor: int) -> ModelSpec:
+        save_torchscript(Scaled(factor), version_dir / "model.pt")
+        return xy("pytorch", datatype)
+
+    def write_ragged(self, version_dir: Path) -> ModelSpec:
+        save_torchscript(Identity(), version_dir / "model.pt")
+        return ragged("pytorch")
 
 
 def loaded(version_dir: Path, model: ModelSpec) -> TorchBackend:
@@ -198,20 +235,6 @@ def test_an_optional_input_may_be_left_out(tmp_path: Path) -> None:
         run(backend, {"y": X}, rows=(3,))
 
 
-@pytest.mark.parametrize("datatype", sorted(adapter._DTYPES))
-def test_every_datatype(datatype: str, tmp_path: Path) -> None:
-    """What goes in comes out, BF16 as the float32 that stands for it."""
-    save_torchscript(Identity(), tmp_path / "model.pt")
-    dtype = {"BOOL": "bool", "BF16": "float32", "FP16": "float16", "FP32": "float32", "FP64": "float64"}.get(datatype)
-    array = np.array([[0, 1]]).astype(dtype or datatype.lower())
-    model = spec("pytorch", tensors(("x", datatype, (2,))), tensors(("y", datatype, (2,))))
-    answers = run(loaded(tmp_path, model), {"x": array})
-    outputs = answers.by_item[0]
-    assert isinstance(outputs, tuple)
-    assert outputs[0].datatype == datatype
-    np.testing.assert_array_equal(answers.arrays()["y"].astype("f4"), array.astype("f4"))
-
-
 def test_strings_are_refused_at_load(tmp_path: Path) -> None:
     """PyTorch has no tensors of BYTES."""
     save_torchscript(Identity(), tmp_path / "model.pt")
@@ -286,12 +309,6 @@ def test_broken_files(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadFailed, match=r"'model.pt' is not a PyTorch archive") as failure:
         loaded(tmp_path, spec("pytorch", FP32_2, FP32_2))
     assert str(tmp_path) not in failure.value.message
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    """The file that is looked for is named."""
-    with pytest.raises(ModelLoadFailed, match=r"no file 'model.pt' in version"):
-        loaded(tmp_path, spec("pytorch", FP32_2, FP32_2))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ READS_ENVIRONMENT = {
     # A client that is given no key takes that of its user's environment, as it takes proxies and authorities.
     "qinfer/client/connection.py",
     # The server for tests runs in the environment of the test.
-    "qinfer/testing.py",
+    "qinfer/testing/__init__.py",
 }
 PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 

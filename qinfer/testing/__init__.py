@@ -15,8 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-import redis
-
 from qinfer.backends.stub import StubBackend
 from qinfer.core.clock import Clock
 from qinfer.models.spec import BatchingSpec, ModelSpec, TensorSpec
@@ -57,6 +55,9 @@ class EmbeddedServer(EmbeddedRedis):
         self.clock: Clock = _MovedClock(self._clock)
         self._offset = home / "time"
         self._numbers = itertools.count(1)
+        import redis  # tests of backends need no Redis
+
+        self._redis = redis.Redis
         self._control = redis.Redis.from_url(self.url, protocol=2)
         library = _within("libfaketime", "vendor/libfaketime/src/libfaketime.so.1")
         self._is_movable = library is not None and (binary is None or binary == bundled or "valkey" in binary.name)
@@ -73,7 +74,7 @@ class EmbeddedServer(EmbeddedRedis):
     def database(self) -> str:
         """Returns the address of an empty database of the caller's own, for `RedisSettings.url`."""
         address = f"{self.url}?db={next(self._numbers) % _DATABASES}"
-        with redis.Redis.from_url(address, protocol=2) as client:
+        with self._redis.from_url(address, protocol=2) as client:
             client.flushdb()
         return address
 
