@@ -156,6 +156,7 @@ WAYS = (
     Way(name="all", extras="all", use=everything),
     Way(name="torch", extras=f"{SERVER},torch", more=(TORCH,), use=torch),
     Way(name="openvino", extras=f"{SERVER},openvino", use=openvino),
+    Way(name="amp", extras="amp", use=imports("onnxconverter_common")),
     Way(name="backend", extras=SERVER, use=backend),
     Way(name="s3", later="s3", use=imports("s3fs")),
     Way(name="gcs", extras="gcs", use=imports("gcsfs")),

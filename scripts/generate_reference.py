@@ -15,6 +15,7 @@ from qinfer.cli.main import app
 from qinfer.core.settings import Settings
 from qinfer.models.config import check as config_check
 from qinfer.models.config import to_spec as config_spec
+from qinfer.models.config.optimization import BACKENDS, EFFECTS
 from scripts.reference_alerts import alert_pages
 from scripts.reference_http import http_page
 from scripts.reference_keys import keys_page
@@ -55,6 +56,13 @@ MODEL_CONFIG_HEAD = """
 `config.pbtxt` has Triton's format: the text of a `ModelConfig` message. Every field of the message is in one of these
 tables; the name of a message stands for all of its fields. Missing fields are completed from the model file ([model
 repositories](../how-to/model-repositories.md)).
+"""
+OPTIMIZATION_HEAD = """## optimization
+
+Fields of `optimization` have these effects. A model that sets a field without effect (-) is loaded, and the worker logs
+`optimization has no effect` once, with the field; so it does for an accelerator that can't run on the machine, and for
+one of the other kind of device. A load fails only if answers would be of another precision, or for an accelerator that
+the backend `onnxruntime` does not know, as in Triton.
 """
 
 
@@ -99,7 +107,12 @@ def model_config_page() -> str:
         lines += [title, "| field | meaning |", "|---|---|"]
         lines += [f"| `{path}` | {_cell(why)} |" for path, why in table.items()]
         lines.append("")
-    lines += ["## qinfer's own parameters\n", "These parameters go into the map `parameters`.\n"]
+    lines += [OPTIMIZATION_HEAD, f"| field | {' | '.join(BACKENDS)} |", "|---" * (len(BACKENDS) + 1) + "|"]
+    lines += [
+        f"| `{field}` | " + " | ".join(_cell(effects.get(backend, "-")) for backend in BACKENDS) + " |"
+        for field, effects in EFFECTS.items()
+    ]
+    lines += ["", "## qinfer's own parameters\n", "These parameters go into the map `parameters`.\n"]
     lines += ["| parameter | value | meaning |", "|---|---|---|"]
     lines += [
         f"| `{key}` | {config_spec.value_of(key)} | {meaning} |" for key, meaning in config_spec.PARAMETERS.items()

@@ -25,6 +25,7 @@ TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
 _SONAMES = ("libcudart.so.13", "libcudart.so.12")
 _NON_BLOCKING = 1  # cudaStreamNonBlocking
+_MOST_URGENT = -100  # CUDA takes the nearest priority that the GPU has
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may allocate meanwhile
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapability…
 _LOST = range(700, 730)  # cudaErrorIllegalAddress, cudaErrorAssert, cudaErrorLaunchFailure, …
@@ -85,10 +86,11 @@ class Cuda:
         """Frees pinned memory."""
         self._call_library("cudaFreeHost", _pointer(address))
 
-    def stream(self) -> int:
-        """Makes a stream."""
+    def stream(self, *, urgent: bool = False) -> int:
+        """Makes a stream; the work of urgent streams goes first."""
         stream = _pointer()
-        self._call_library("cudaStreamCreateWithFlags", ctypes.byref(stream), _uint(_NON_BLOCKING))
+        priority = _int(_MOST_URGENT if urgent else 0)
+        self._call_library("cudaStreamCreateWithPriority", ctypes.byref(stream), _uint(_NON_BLOCKING), priority)
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:

@@ -36,6 +36,7 @@ import onnxruntime as ort
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.cuda import end_if_lost
+from qinfer.backends.onnx_amp import half_copy
 from qinfer.backends.parameters import (
     choice,
     cleaned,
@@ -46,8 +47,10 @@ from qinfer.backends.parameters import (
     files_use,
     flag,
     model_file,
+    say_once,
 )
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
+from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.tensors import DATATYPES, from_bf16, to_bf16
@@ -74,6 +77,10 @@ _FATAL = 4  # ORT's log would show paths
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 OPENVINO = "OpenVINOExecutionProvider"
 _OPENVINO_PLUGIN = "onnxruntime_ep_openvino"
+_NOT_THIS_CPU = (
+    "onnxruntime-ep-openvino does not run on this machine's CPU, only on Intel's; install onnxruntime-openvino "
+    "in place of onnxruntime, or serve the model by backend 'openvino'"
+)
 _one_by_one = threading.Lock()
 
 Provider = tuple[str, dict[str, str]]
@@ -91,6 +98,7 @@ _PRECISIONS: Mapping[str, dict[str, str]] = {
     "FP16": {"trt_fp16_enable": "1"},
     "INT8": {"trt_int8_enable": "1"},
 }
+_ROUGH = ("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable")
 _RENAMED = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
@@ -109,6 +117,8 @@ class OnnxBackend:
         path = model_file(spec, version_dir, "model.onnx")
         if path.is_dir():  # reference §3.1
             path /= "model.onnx"
+        if (half := spec.accelerator(AUTO_MIXED_PRECISION, device)) is not None:
+            path = half_copy(spec, path, half)
         wanted = providers(spec, device, _available(), engine_cache())
         if device.kind == "gpu":
             _find_cuda()
@@ -118,7 +128,7 @@ class OnnxBackend:
             raise
         except Exception as error:  # onnxruntime raises a dozen classes
             raise ModelLoadFailed(f"onnxruntime can't load model '{spec.name}': {cleaned(error, path)}") from error
-        _check_device(spec, device, wanted[0][0], self._session.get_providers())
+        _check_device(spec, device, wanted, self._session.get_providers())
         inputs = spec.file_inputs
         _compare(spec, "input", inputs, self._session.get_inputs())
         _compare(spec, "output", spec.file_outputs, self._session.get_outputs())
@@ -253,11 +263,9 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
     if flag(spec, _DEVICE_INITIALIZERS):
         options.add_session_config_entry(_DEVICE_INITIALIZERS, "1")
     if spec.graph_level:
-        if spec.graph_level not in _LEVELS:
-            raise ModelLoadFailed(
-                f"optimization.graph.level of model '{spec.name}' is {spec.graph_level}; it must be -1, 0, 1 or 2"
-            )
-        options.graph_optimization_level = _LEVELS[spec.graph_level]
+        if spec.graph_level not in _LEVELS:  # as in Triton, all are on
+            say_once(spec.name, "graph.level", f"{spec.graph_level} is none of -1, 0, 1 and 2")
+        options.graph_optimization_level = _LEVELS.get(spec.graph_level, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
     return options
 
 
@@ -291,10 +299,7 @@ def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> or
             chosen = [(OPENVINO, {"device_type": "CPU"} | own), *wanted[1:]]
             return ort.InferenceSession(str(path), options, providers=chosen, enable_fallback=0)
         if not (devices := _openvino_devices()):
-            raise ModelLoadFailed(
-                f"model '{spec.name}': onnxruntime-ep-openvino does not run on this machine's CPU, only on Intel's; "
-                "install onnxruntime-openvino in place of onnxruntime, or serve the model by backend 'openvino'"
-            )
+            return ort.InferenceSession(str(path), options, providers=wanted[1:])
         options.add_provider_for_devices(devices, own)
         return ort.InferenceSession(str(path), options)
 
@@ -317,13 +322,19 @@ def _find_cuda() -> None:
         logger.warning("CUDA is not complete", extra={"reason": line})
 
 
-def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[str]) -> None:
-    """Raises if onnxruntime fell back to the CPU silently."""
-    if wanted == OPENVINO and wanted not in got:
-        raise ModelLoadFailed(f"model '{spec.name}': OpenVINO could not start (the worker's log says more)")
-    if wanted not in (CPU, *got):
+def _check_device(spec: ModelSpec, device: Device, wanted: Sequence[Provider], got: Sequence[str]) -> None:
+    """Raises if onnxruntime fell back to the CPU silently; an accelerator that it left out is logged."""
+    first, options = wanted[0]
+    if first in got or first == CPU:
+        return
+    if first == OPENVINO:
+        has_devices = OPENVINO in ort.get_available_providers() or _openvino_devices()
+        say_once(spec.name, "openvino", "it could not start" if has_devices else _NOT_THIS_CPU)
+    elif first == TENSORRT and CUDA in got:
+        _leave_out_tensorrt(spec, options, "it could not start")
+    else:
         raise ModelLoadFailed(
-            f"model '{spec.name}' is for GPU {device.number}, and {wanted} could not start there; check the driver, "
+            f"model '{spec.name}' is for GPU {device.number}, and {first} could not start there; check the driver, "
             "CUDA and cuDNN (the worker's log says more), or set the instance group's kind to KIND_CPU"
         )
 
@@ -363,14 +374,17 @@ def providers(spec: ModelSpec, device: Device, available: Collection[str], cache
     cuda = _cuda_parameters(spec)
     for accelerator in spec.gpu_accelerators:
         if accelerator.name == "tensorrt":
-            _require(spec, device, TENSORRT, available)
-            chosen.append((TENSORRT, tensorrt_options(spec, device, accelerator.parameters, cache)))
+            options = tensorrt_options(spec, device, accelerator.parameters, cache)
+            if TENSORRT in available:
+                chosen.append((TENSORRT, options))
+            else:
+                _leave_out_tensorrt(spec, options, "the installed onnxruntime lacks it")
         elif accelerator.name == "cuda":
             cuda |= accelerator.parameters
-        else:
+        elif accelerator.name != AUTO_MIXED_PRECISION:
             raise ModelLoadFailed(
                 f"model '{spec.name}': gpu_execution_accelerator '{accelerator.name}' is not known; "
-                "use 'tensorrt' or 'cuda'"
+                f"use 'tensorrt', 'cuda' or '{AUTO_MIXED_PRECISION}'"
             )
     _require(spec, device, CUDA, available)
     return [*chosen, (CUDA, {"device_id": str(device.number)} | cuda), (CPU, {})]
@@ -379,18 +393,34 @@ def providers(spec: ModelSpec, device: Device, available: Collection[str], cache
 def _cpu_accelerators(spec: ModelSpec, available: Collection[str]) -> list[Provider]:
     chosen: list[Provider] = []
     for accelerator in spec.cpu_accelerators:
+        if accelerator.name == AUTO_MIXED_PRECISION:
+            continue
         if accelerator.name != "openvino":
             raise ModelLoadFailed(
-                f"model '{spec.name}': cpu_execution_accelerator '{accelerator.name}' is not known; use 'openvino'"
+                f"model '{spec.name}': cpu_execution_accelerator '{accelerator.name}' is not known; "
+                f"use 'openvino' or '{AUTO_MIXED_PRECISION}'"
             )
         if OPENVINO not in available:
-            raise ModelLoadFailed(
-                f"model '{spec.name}': cpu_execution_accelerator 'openvino' needs {OPENVINO}, which is not installed; "
-                "run: pip install onnxruntime-ep-openvino, or serve the model by backend 'openvino'"
+            say_once(
+                spec.name,
+                "openvino",
+                f"{OPENVINO} is not installed; run: pip install onnxruntime-ep-openvino, or serve the model by backend "
+                "'openvino'",
             )
+            continue
         threads = count(spec, "intra_op_thread_count") or cores_each(spec)
         chosen = [(OPENVINO, {"num_of_threads": str(threads), **accelerator.parameters})]
     return chosen
+
+
+def _leave_out_tensorrt(spec: ModelSpec, options: Mapping[str, str], reason: str) -> None:
+    """Logs that CUDA executes in place of TensorRT, unless the answers would be of another precision."""
+    if rough := [name for name in _ROUGH if options.get(name) == "1"]:
+        raise ModelLoadFailed(
+            f"model '{spec.name}': accelerator 'tensorrt' with {rough[0]} can't run, because {reason}, and CUDA "
+            "would answer in FP32; run: pip install tensorrt, or remove the precision"
+        )
+    say_once(spec.name, "tensorrt", f"{reason}; CUDA executes")
 
 
 def tensorrt_options(spec: ModelSpec, device: Device, parameters: Mapping[str, str], cache: Path) -> dict[str, str]:

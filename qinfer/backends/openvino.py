@@ -17,8 +17,19 @@ import openvino as ov
 from openvino.preprocess import PrePostProcessor
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.parameters import choice, cleaned, compare, cores_each, count, files_use, flag, model_file
+from qinfer.backends.parameters import (
+    choice,
+    cleaned,
+    compare,
+    cores_each,
+    count,
+    files_use,
+    flag,
+    model_file,
+    say_once,
+)
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
+from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 from qinfer.observe.host import MemoryUse
 
@@ -52,6 +63,11 @@ class OpenvinoBackend:
                 f"{', '.join(core.available_devices)} on this machine"
             )
         options = properties(spec)
+        if spec.accelerator(AUTO_MIXED_PRECISION, device) is not None:
+            if "BF16" in core.get_property(target, "OPTIMIZATION_CAPABILITIES"):
+                options["INFERENCE_PRECISION_HINT"] = "bf16"
+            else:
+                say_once(spec.name, AUTO_MIXED_PRECISION, "the processor has no BF16")
         try:
             model = core.read_model(path)
             _reshape(spec, model)

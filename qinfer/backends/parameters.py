@@ -1,7 +1,13 @@
 """Settings and checks that adapters share."""
 
+import fcntl
+import functools
+import hashlib
+import logging
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -10,10 +16,13 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 from qinfer.observe.host import MemoryUse
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_READ_BYTES = 1 << 20
 _ENGINES = Path("~/.cache/qinfer/engines")
 _ENVIRONMENTS = Path("~/.cache/qinfer/environments")
 
@@ -105,6 +114,47 @@ def compare(
     expected = list(tensor.file_shape(batched=spec.max_batch_size > 0))
     if len(dims) != len(expected) or any(d != e and -1 not in (d, e) for d, e in zip(dims, expected, strict=True)):
         raise ModelLoadFailed(f"{where} shape {list(dims)}, its configuration {expected}")
+
+
+@functools.lru_cache(maxsize=4096)
+def say_once(model: str, field: str, reason: str) -> None:
+    """Logs once in this process that a field of a model's `optimization` has no effect."""
+    logger.warning("optimization has no effect", extra={"model": model, "field": field, "reason": reason})
+
+
+def content_digest(files: Path, *texts: str) -> str:
+    """Returns a hash of texts, and of the names and contents of all files of a directory."""
+    digest = hashlib.sha256("\0".join(texts).encode())
+    for path in sorted(p for p in files.rglob("*") if p.is_file()):
+        digest.update(b"\0" + str(path.relative_to(files)).encode() + b"\0")
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def build_once(spec: ModelSpec, what: str, target: Path, module: str, job: bytes) -> None:
+    """Has a program make a file of the engine cache from `job`, its standard input, unless the file is there.
+
+    One process builds a file at a time. The last line of a failed program's output is the reason.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        logger.info("building for the cache", extra={"model": spec.name, "what": what, "file": str(target)})
+        command = [sys.executable, "-m", module]
+        done = subprocess.run(  # noqa: S603  our own interpreter and module
+            command, input=job, stderr=subprocess.PIPE, env=model_variables(), check=False
+        )
+    if done.returncode or not target.exists():
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        logger.error("build failed", extra={"what": what, "model": spec.name, "output": "\n".join(lines[-50:])})
+        raise ModelLoadFailed(
+            f"the {what} of model '{spec.name}' can't be built: "
+            f"{lines[-1] if lines else f'the build ended with exit code {done.returncode}'}"
+        )
 
 
 def use_engine_cache(directory: Path) -> None:

@@ -5,10 +5,7 @@ the second execution of each shape is recorded as a CUDA graph, with its copies,
 API of TensorRT 10 and 11. https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
 """
 
-import fcntl
 import logging
-import subprocess
-import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +17,7 @@ import tensorrt as trt
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda, end_if_lost
-from qinfer.backends.parameters import cleaned, engine_cache, model_file, model_variables
+from qinfer.backends.parameters import build_once, cleaned, engine_cache, model_file
 from qinfer.backends.tensorrt_build import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
 from qinfer.models.config.file_tensors import read_onnx
@@ -193,7 +190,7 @@ class TensorrtBackend:
         ports = self._ports(spec)
         self._names = [output.name for output in spec.outputs]
         self._datatypes = {output.name: output.datatype for output in spec.file_outputs}
-        self._stream = self._cuda.stream()
+        self._stream = self._cuda.stream(urgent=spec.urgent)
         self._buffers = Buffers(self._cuda, ports, engine.device_memory_size_v2)
         self._context = self._new_context()
 
@@ -311,24 +308,8 @@ def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
     with LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size) as blob:
         declared = read_onnx(blob, onnx.name)
     build = build_of(spec, declared)
-    directory = engine_cache() / "tensorrt"
-    directory.mkdir(parents=True, exist_ok=True)
-    plan = directory / f"{cache_key(build, onnx.parent, cuda.describe(device), trt.__version__)}.plan"
+    key = cache_key(build, onnx.parent, cuda.describe(device), trt.__version__)
+    plan = engine_cache() / "tensorrt" / f"{key}.plan"
     build.onnx, build.plan, build.device = str(onnx), str(plan), device
-    with plan.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if plan.exists():
-            return plan
-        logger.info("building an engine", extra={"model": spec.name, "engine": plan.name})
-        command = [sys.executable, "-m", "qinfer.backends.tensorrt_build"]
-        done = subprocess.run(  # noqa: S603  our own interpreter and module
-            command, input=msgspec.json.encode(build), stderr=subprocess.PIPE, env=model_variables(), check=False
-        )
-    if done.returncode or not plan.exists():
-        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        logger.error("engine build failed", extra={"model": spec.name, "output": "\n".join(lines[-50:])})
-        raise ModelLoadFailed(
-            f"the engine of model '{spec.name}' can't be built: "
-            f"{lines[-1] if lines else f'the build ended with exit code {done.returncode}'}"
-        )
+    build_once(spec, "engine", plan, "qinfer.backends.tensorrt_build", msgspec.json.encode(build))
     return plan

@@ -9,7 +9,6 @@ gpu_execution_accelerator`), with the names of the onnxruntime backend: `precisi
 `trt_profile_max_shapes`.
 """
 
-import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from qinfer.backends.cuda import Cuda
+from qinfer.backends.parameters import content_digest
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.file_tensors import FileTensors
 from qinfer.models.spec import ModelSpec, TensorSpec
@@ -33,7 +33,6 @@ Profile = tuple[Shape, Shape, Shape]
 PRECISIONS = ("FP32", "FP16", "BF16", "INT8")
 _LIMITS = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
 _NUMBERS = ("max_workspace_size_bytes", "trt_builder_optimization_level")
-_READ_BYTES = 1 << 20
 
 
 class Build(msgspec.Struct, kw_only=True):
@@ -118,16 +117,8 @@ def parse_shapes(model: str, key: str, text: str) -> dict[str, Shape]:
 
 def cache_key(build: Build, files: Path, gpu: str, tensorrt: str) -> str:
     """Names an engine in the cache, by all `files`."""
-    digest = hashlib.sha256()
-    for text in (gpu, tensorrt, build.precision, str(build.workspace_bytes), str(build.level)):
-        digest.update(text.encode() + b"\0")
-    digest.update(msgspec.json.encode(build.profiles, order="sorted"))
-    for path in sorted(p for p in files.rglob("*") if p.is_file()):
-        digest.update(b"\0" + str(path.relative_to(files)).encode() + b"\0")
-        with path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
+    profiles = msgspec.json.encode(build.profiles, order="sorted").decode()
+    return content_digest(files, gpu, tensorrt, build.precision, str(build.workspace_bytes), str(build.level), profiles)
 
 
 def _lead(spec: ModelSpec, rows: int) -> Shape:

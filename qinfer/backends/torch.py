@@ -30,8 +30,9 @@ from torch.jit import _fuser
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.cuda import end_if_lost
-from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
+from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file, say_once
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError
+from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
 from qinfer.models.config.to_spec import TORCH_AMP, TORCH_COMPILE
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
@@ -172,10 +173,13 @@ class TorchBackend:
         except Exception as error:  # PyTorch raises a dozen classes
             raise ModelLoadFailed(f"PyTorch can't load model '{spec.name}': {_first_line(error, path)}") from error
         self._memory = (MemoryUse(device.kind.upper(), device.number, opened.nbytes),)
+        if self._modes.amp and opened.kind == "aoti":
+            say_once(spec.name, AUTO_MIXED_PRECISION, "a compiled package computes in its own types")
         self._bind(spec, opened)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # PyTorch annotates no arguments
+            priority = -1 if spec.urgent else 0
+            self._stream = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]  # PyTorch annotates no arguments
 
         self._compile(spec, opened)
         # A compilation, or a busy device, would block the event loop.
@@ -275,11 +279,13 @@ class TorchBackend:
             tensors = {}
             for name, array in inputs.items():
                 tensor = _to_torch(array)
-                if array.nbytes >= _PINNED_MIN_BYTES:
+                if array.nbytes >= _PINNED_MIN_BYTES and self._spec.pins_inputs:
                     tensor = tensor.pin_memory()
                 tensors[name] = tensor.to(self._device, self._narrow.get(name), non_blocking=True)
             results = self._results(self._called(tensors))
-            results = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in results.items()}
+            # A copy that does not block goes to pinned memory.
+            pinned = self._spec.pins_outputs
+            results = {name: tensor.detach().to("cpu", non_blocking=pinned) for name, tensor in results.items()}
             stream.synchronize()
         self._modes.after()
         return {name: _array(tensor) for name, tensor in results.items()}
@@ -309,6 +315,8 @@ class TorchBackend:
                 tensor = returned[name] if isinstance(returned, dict) else returned[position]
             except (KeyError, IndexError, TypeError):
                 raise OutputMismatch(f"the model returned {_described(returned)} without output '{name}'") from None
+            if self._modes.amp and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor = tensor.to(dtype) if dtype.is_floating_point else tensor
             if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype:
                 found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise OutputMismatch(
@@ -323,7 +331,7 @@ class _Modes:
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         inference = flag(spec, "INFERENCE_MODE", default=True)
-        amp = choice(spec, TORCH_AMP, _AMP, None)
+        self.amp = amp = _amp(spec, device)
         self._guard: Callable[[], Any] = torch.inference_mode if inference else torch.no_grad
         self._more: list[Callable[[], Any]] = []
         if amp is not None:
@@ -345,6 +353,20 @@ class _Modes:
     def after(self) -> None:
         if self._clean:
             torch.cuda.empty_cache()
+
+
+def _amp(spec: ModelSpec, device: torch.device) -> torch.dtype | None:
+    """Returns the type of autocast, by the parameter before the accelerator."""
+    if TORCH_AMP in spec.parameters:
+        return choice(spec, TORCH_AMP, _AMP, None)
+    if spec.accelerator(AUTO_MIXED_PRECISION, Device("gpu" if device.type == "cuda" else "cpu")) is None:
+        return None
+    if device.type == "cuda":
+        return torch.float16
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        say_once(spec.name, AUTO_MIXED_PRECISION, "the processor has no BF16")
+        return None
+    return torch.bfloat16
 
 
 def set_threads(threads: int) -> None:

@@ -237,6 +237,9 @@ class ModelSpec:
         graph_level: `optimization.graph.level`; `None` leaves it to the backend.
         gpu_accelerators: `optimization.execution_accelerators` for instances on GPUs, in order.
         cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
+        urgent: `optimization.priority` is PRIORITY_MAX: work on a GPU goes before that of other models.
+        pins_inputs: `optimization.input_pinned_memory`: inputs may cross to a GPU from pinned memory.
+        pins_outputs: `optimization.output_pinned_memory`, the same for outputs.
         lane_capacity: The most waiting requests of one lane.
         min_workers: 0 = READY without a live worker: requests wait.
         decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
@@ -276,6 +279,9 @@ class ModelSpec:
     gpu_accelerators: tuple[Accelerator, ...] = ()
     cpu_accelerators: tuple[Accelerator, ...] = ()
     cuda_graphs: bool = False
+    urgent: bool = False
+    pins_inputs: bool = True
+    pins_outputs: bool = True
     lane_capacity: int = 10_000
     min_workers: int = 1
     decoupled: bool = False
@@ -313,6 +319,11 @@ class ModelSpec:
         """Tells whether only a batch reads requests' tensors; strings, streams and steps are read more often."""
         is_special = self.decoupled or self.steps or self.sequences is not None
         return not is_special and all(port.datatype != "BYTES" for port in self.inputs)
+
+    def accelerator(self, name: str, device: Device) -> Mapping[str, str] | None:
+        """Returns the parameters of an accelerator of instances on a device; `None` without it."""
+        entries = self.gpu_accelerators if device.kind == "gpu" else self.cpu_accelerators
+        return next((entry.parameters for entry in entries if entry.name == name), None)
 
     @property
     def file_inputs(self) -> tuple[TensorSpec, ...]:

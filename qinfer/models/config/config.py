@@ -256,8 +256,9 @@ def _fill_defaults(config: ModelConfig, gpus: int) -> None:
     if config.HasField("dynamic_batching") and not batching.preferred_batch_size and config.max_batch_size > 0:
         batching.preferred_batch_size.append(config.max_batch_size)
     fill_sequence_defaults(config)
-    for pinned in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
-        pinned.enable = True
+    for pinned in ("input_pinned_memory", "output_pinned_memory"):
+        if not config.optimization.HasField(pinned):
+            getattr(config.optimization, pinned).enable = True
     place(config, gpus)
 
 

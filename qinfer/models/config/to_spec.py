@@ -83,10 +83,7 @@ def to_spec(
         warmup=to_warmup(config),
         default_timeout_s=min(default_timeout_s, max_timeout_s),
         max_timeout_s=max_timeout_s,
-        graph_level=config.optimization.graph.level if config.optimization.HasField("graph") else None,
-        gpu_accelerators=_accelerators(config.optimization.execution_accelerators.gpu_execution_accelerator),
-        cpu_accelerators=_accelerators(config.optimization.execution_accelerators.cpu_execution_accelerator),
-        cuda_graphs=config.optimization.cuda.graphs,
+        **_optimization(config.optimization),
         lane_capacity=int(parameters.get(LANE_CAPACITY, limits.lane_capacity)),
         min_workers=int(parameters.get(MIN_WORKERS, 1)),
         decoupled=config.model_transaction_policy.decoupled,
@@ -213,6 +210,21 @@ def _tensor_spec(io: Any, *, optional: bool = False, ragged: bool = False, label
 def _outputs(config: ModelConfig, labels: Mapping[str, tuple[str, ...]]) -> tuple[TensorSpec, ...]:
     scattered = scattered_outputs(config)
     return tuple(_tensor_spec(o, ragged=o.name in scattered, labels=labels.get(o.name, ())) for o in config.output)
+
+
+def _optimization(optimization: Any) -> dict[str, Any]:
+    def pins(field: str) -> bool:
+        return not optimization.HasField(field) or bool(getattr(optimization, field).enable)
+
+    return {
+        "graph_level": optimization.graph.level if optimization.HasField("graph") else None,
+        "gpu_accelerators": _accelerators(optimization.execution_accelerators.gpu_execution_accelerator),
+        "cpu_accelerators": _accelerators(optimization.execution_accelerators.cpu_execution_accelerator),
+        "cuda_graphs": optimization.cuda.graphs,
+        "urgent": optimization.priority == model_config_pb2.ModelOptimizationPolicy.PRIORITY_MAX,
+        "pins_inputs": pins("input_pinned_memory"),
+        "pins_outputs": pins("output_pinned_memory"),
+    }
 
 
 def _accelerators(entries: Any) -> tuple[Accelerator, ...]:

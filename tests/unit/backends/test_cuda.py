@@ -38,7 +38,7 @@ def test_what_cuda_refuses_says_why(cuda: Cuda) -> None:
 def test_every_function_exists(cuda: Cuda) -> None:
     """The names that are looked up at their first use are in the library."""
     names = (
-        "cudaMalloc cudaFree cudaHostAlloc cudaFreeHost cudaStreamCreateWithFlags cudaStreamDestroy cudaMemcpyAsync "
+        "cudaMalloc cudaFree cudaHostAlloc cudaFreeHost cudaStreamCreateWithPriority cudaStreamDestroy cudaMemcpyAsync "
         "cudaStreamSynchronize cudaStreamBeginCapture cudaStreamEndCapture cudaGraphInstantiateWithFlags "
         "cudaGraphDestroy cudaGraphLaunch cudaGraphExecDestroy cudaDeviceGetAttribute cudaGetDeviceProperties"
     )
@@ -57,7 +57,7 @@ def test_a_process_that_cuda_is_lost_to_ends(status: int, ends: int, monkeypatch
                 error.status = status
                 raise error
 
-        def stream(self) -> int:
+        def stream(self, *, urgent: bool = False) -> int:
             return 1
 
         def destroy_stream(self, stream: int) -> None:

@@ -51,7 +51,8 @@ class Cuda:
 
     free_pinned = free
 
-    def stream(self) -> int:
+    def stream(self, *, urgent: bool = False) -> int:
+        self.is_urgent = urgent
         return 7
 
     def destroy_stream(self, stream: int) -> None:
@@ -195,6 +196,13 @@ def test_each_item_gets_its_rows(stage: Stage) -> None:
     np.testing.assert_array_equal(first.arrays(1)["y"], 2 * X[1:])
     backend.unload()
     assert stage.cuda.memory == {}
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_the_stream_has_the_priority_of_the_model(stage: Stage, *, urgent: bool) -> None:
+    stage.load(model(urgent=urgent)).unload()
+
+    assert stage.cuda.is_urgent is urgent
 
 
 def test_a_graph_per_shape(stage: Stage) -> None:

@@ -15,14 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, BackendFactory, Batch, OneResponse
+from qinfer.backends.base import Backend, BackendFactory, Batch, OneResponse
+from qinfer.backends.parameters import say_once
 from qinfer.backends.registry import CompleteConfig
+from qinfer.backends.samples import WARMUP_DIRECTORY, sample_inputs
 from qinfer.backends.shapes import with_shapes
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.execution import control_inputs
@@ -33,6 +34,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import BackendUnavailable, LoadOverdue, ModelLoadFailed, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, normalise, to_json
+from qinfer.models.config.optimization import without_effect
 from qinfer.models.config.to_spec import DEFAULT_TIMEOUT, LANE_CAPACITY, MAX_TIMEOUT, MIN_WORKERS
 from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.models.installation import Completion
@@ -42,14 +44,12 @@ from qinfer.models.repository.files import IGNORED
 from qinfer.models.sequence_spec import DirectSpec
 from qinfer.models.spec import Device, ModelSpec, WarmupInput
 from qinfer.models.state import StepVersion, StoredModel
-from qinfer.tensors import DATATYPES, Tensor, to_numpy
+from qinfer.tensors import Tensor, to_numpy
 from qinfer_workers.inference.devices import devices_of
 from qinfer_workers.inference.ensembles.plans import PlannedEnsemble
 from qinfer_workers.inference.watchdog import ExecutionWatchdog
 
 logger = logging.getLogger(__name__)
-
-WARMUP_DIRECTORY = "warmup"
 
 _AUTOMATIC = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt", "stub"))
 
@@ -123,18 +123,13 @@ def warm_up_with_zeros(
 
 
 def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
-    rows = (count,) if spec.max_batch_size else ()
-    given = {
-        name: _read_rows(name, data, rows, model_dir)
-        if data.file
-        else _array(data.datatype, (*rows, *data.dims), random=data.random)
-        for name, data in inputs.items()
-    }
+    given = sample_inputs(spec, inputs, count, model_dir)
     if spec.sequences is None:
         return Batch(requests=[InferRequest(model=spec.name, inputs=())] * count, rows=[1] * count, inputs=given)
     steps = [SequenceStep[Any](item=None, start=True, end=True)] * count
-    kept = {state.name: np.repeat(to_numpy(state), count, axis=0) if rows else to_numpy(state) for state in states}
-    controls = control_inputs(steps, spec.sequences.controls, batched=bool(rows))
+    batched = spec.max_batch_size > 0
+    kept = {state.name: np.repeat(to_numpy(state), count, axis=0) if batched else to_numpy(state) for state in states}
+    controls = control_inputs(steps, spec.sequences.controls, batched=batched)
     flags = messages.SequenceFlags(id=0, start=True, end=True)
     return Batch(
         requests=[InferRequest(model=spec.name, inputs=(), sequence=flags)] * count,
@@ -142,29 +137,6 @@ def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor
         inputs={**kept, **controls, **given},
         states=tuple(state.output for state in spec.sequences.states),
     )
-
-
-def _read_rows(name: str, data: WarmupInput, rows: tuple[int, ...], model_dir: Path) -> Array:
-    size = prod(data.dims) * DATATYPES[data.datatype].itemsize
-    try:
-        content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()
-        row = to_numpy(Tensor(name, data.datatype, data.dims, content[:size] if size else content))
-    except (OSError, QinferError) as error:
-        reason = error.message if isinstance(error, QinferError) else error.strerror
-        raise ModelLoadFailed(f"warm-up file '{data.file}' can't be used for input '{name}': {reason}") from None
-    return np.broadcast_to(row, (*rows, *row.shape)).copy()
-
-
-def _array(datatype: str, shape: tuple[int, ...], *, random: bool) -> Array:
-    if datatype == "BYTES":
-        array = np.empty(shape, dtype=object)
-        array.fill(b"")
-        return array
-    dtype = np.dtype(DATATYPES[datatype].numpy or "<f4")
-    if not random:
-        return np.zeros(shape, dtype)
-    generator = np.random.default_rng(0)
-    return generator.random(shape).astype(dtype) if dtype.kind == "f" else generator.integers(0, 2, shape).astype(dtype)
 
 
 INITIAL_STATES = "initial_state"
@@ -373,6 +345,8 @@ class Loader:
             return LoadChange(kind=LoadKind.NEW, loaded=loaded)
         if (kept := self._reuse_served(loaded, directory, serving)) is not None:
             return kept
+        for field in without_effect(from_json(stored.config)):
+            say_once(spec.name, field, f"it does nothing for these instances of backend '{spec.backend}'")
         latency = LatencyModel()
         instances = self._instances(loaded, directory, loaded.devices, latency)
         if not files.are_as_before():

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from qinfer.backends.base import Backend
+from qinfer.backends.parameters import say_once
 from qinfer.backends.stub import StubBackend
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import LimitSettings
@@ -96,6 +98,23 @@ def test_what_has_not_changed_is_not_loaded(scene: Scene) -> None:
     assert (first.kind, second.kind) == (LoadKind.NEW, LoadKind.SAME)
     assert len(scene.made) == 1
     assert second.loaded.generation == 2
+
+
+def test_fields_of_optimization_without_effect_are_logged_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For all instances and reloads, and only those fields."""
+    say_once.cache_clear()
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", CONFIG.replace('"stub"', '"pytorch"'))
+    more = "optimization { graph { level: 1 } input_pinned_memory { enable: false } eager_batching: true }"
+
+    scene.load(more=more, count=2)
+    scene.write("1/model.stub", "other")
+    scene.load(more=more, count=2)
+
+    assert len(scene.made) == 4
+    logged = [vars(record) for record in caplog.records if record.msg == "optimization has no effect"]
+    assert [(record["model"], record["field"]) for record in logged] == [("m", "graph.level")]
 
 
 @pytest.mark.parametrize("file", ["1/model.stub", "1/weights.bin", "labels.txt", "warmup/x"])

@@ -1,0 +1,158 @@
+"""`auto_mixed_precision` of ONNX models: a copy in FP16, and the program that makes it.
+
+The program keeps nodes in FP32 until the outputs of the warm-up samples, or of random data, differ from the FP32
+model's by at most `tolerance` (1 % by default) of an output's largest number; outputs of other types must be equal. The
+copy is cached by the content of the version's files, the samples and the versions of the packages. Inputs and outputs
+keep their datatypes.
+"""
+
+import copy
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from qinfer.backends.base import Array
+from qinfer.backends.parameters import build_once, content_digest, engine_cache
+from qinfer.backends.samples import whole_samples
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
+from qinfer.models.spec import ModelSpec
+from qinfer.tensors import Tensor, from_numpy, to_numpy
+
+TOLERANCE = "tolerance"
+_PACKAGE = "onnxconverter_common"
+
+
+class Conversion(msgspec.Struct, kw_only=True):
+    """The input of the program: a sample is name → (datatype, shape, raw data)."""
+
+    onnx: str
+    copy: str
+    samples: list[dict[str, tuple[str, tuple[int, ...], bytes]]]
+    tolerance: float
+
+
+def half_copy(spec: ModelSpec, onnx: Path, parameters: Mapping[str, str]) -> Path:
+    """Returns the cached copy of an ONNX file in FP16, or makes it; blocking."""
+    if importlib.util.find_spec(_PACKAGE) is None:
+        raise ModelLoadFailed(
+            f"accelerator '{AUTO_MIXED_PRECISION}' of model '{spec.name}' needs onnxconverter-common, which is not "
+            "installed; run: pip install 'qinfer-ml[amp]', or remove the accelerator"
+        )
+    if narrow := [tensor.name for tensor in (*spec.file_inputs, *spec.file_outputs) if tensor.datatype == "BF16"]:
+        raise ModelLoadFailed(
+            f"accelerator '{AUTO_MIXED_PRECISION}' of model '{spec.name}' can't convert '{narrow[0]}', which is BF16; "
+            "remove the accelerator"
+        )
+    samples = [
+        {name: _raw(from_numpy(name, array)) for name, array in sample.items()}
+        for sample in whole_samples(spec, onnx.parent.parent)
+    ]
+    job = Conversion(onnx=str(onnx), copy="", samples=samples, tolerance=_tolerance(spec, parameters))
+    versions = [version(name) for name in ("onnx", "onnxconverter-common")]
+    drawn = hashlib.sha256(msgspec.msgpack.encode(samples)).hexdigest()
+    texts = (drawn, str(job.tolerance), onnx.name, *versions)
+    target = engine_cache() / "onnxruntime" / content_digest(onnx.parent, *texts) / "model.onnx"
+    job.copy = str(target)
+    build_once(spec, "FP16 copy", target, "qinfer.backends.onnx_amp", msgspec.msgpack.encode(job))
+    return target
+
+
+def _raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return tensor.datatype, tensor.shape, bytes(tensor.data)
+
+
+def _tolerance(spec: ModelSpec, parameters: Mapping[str, str]) -> float:
+    text = parameters.get(TOLERANCE, "0.01")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1 or set(parameters) - {TOLERANCE}:
+        raise ModelLoadFailed(
+            f"accelerator '{AUTO_MIXED_PRECISION}' of model '{spec.name}' has the parameters {dict(parameters)}; it "
+            f"takes '{TOLERANCE}' only, above 0 and below 1"
+        )
+    return value
+
+
+def are_close(wanted: Sequence[Array], found: Sequence[Array], tolerance: float) -> bool:
+    """Tells whether outputs are those of FP32, within a share of each output's largest number."""
+    return all(_is_close(a, b, tolerance) for a, b in zip(wanted, found, strict=True))
+
+
+def _is_close(wanted: Array, found: Array, tolerance: float) -> bool:
+    if wanted.dtype.kind != "f" or not wanted.size:
+        return np.array_equal(wanted, found)
+    largest = float(np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max())
+    return np.allclose(found, wanted, rtol=0, atol=tolerance * largest, equal_nan=True)
+
+
+def main() -> int:
+    """Makes the copy that standard input describes."""
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Conversion)
+    try:
+        content = converted(job).SerializeToString()
+    except Exception as error:  # noqa: BLE001  the boundary of the process: the last line of its output is the reason
+        sys.stderr.write(f"\n{str(error).replace(os.sep, ' ')}\n")
+        return 1
+    temporary = Path(f"{job.copy}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(job.copy)
+    return 0
+
+
+def converted(job: Conversion) -> Any:
+    """Returns the model with as many nodes in FP16 as the samples allow, by bisection."""
+    import onnx
+    import onnxruntime as ort
+    from onnxconverter_common.float16 import convert_float_to_float16
+
+    model = onnx.load(job.onnx)
+    for number, node in enumerate(model.graph.node):
+        node.name = f"qinfer_{number}"  # names select nodes, and may be missing
+    samples = [{name: _fed(to_numpy(Tensor(name, *raw))) for name, raw in sample.items()} for sample in job.samples]
+
+    def outputs(tried: Any) -> list[list[Array]]:
+        session = ort.InferenceSession(tried.SerializeToString(), providers=["CPUExecutionProvider"])
+        return [session.run(None, sample) for sample in samples]
+
+    def with_half(names: Sequence[str]) -> Any:
+        exact = [node.name for node in model.graph.node if node.name not in names]
+        return convert_float_to_float16(copy.deepcopy(model), keep_io_types=True, node_block_list=exact)
+
+    def fits(names: Sequence[str]) -> bool:
+        try:
+            found = outputs(with_half(names))
+        except Exception:  # noqa: BLE001  an operator that FP16 has not
+            return False
+        return all(are_close(a, b, job.tolerance) for a, b in zip(wanted, found, strict=True))
+
+    wanted = outputs(model)
+    half: list[str] = []
+    waiting = [[node.name for node in model.graph.node]]
+    while waiting:
+        part = waiting.pop()
+        if fits([*half, *part]):
+            half += part
+        elif len(part) > 1:
+            middle = len(part) // 2
+            waiting += [part[middle:], part[:middle]]
+    return with_half(half)
+
+
+def _fed(array: Array) -> Array:
+    """Returns BYTES as onnxruntime's strings."""
+    return np.vectorize(bytes.decode, otypes=[object])(array) if array.dtype == object and array.size else array
+
+
+if __name__ == "__main__":
+    sys.exit(main())
