@@ -117,8 +117,8 @@ class OnnxBackend:
         path = model_file(spec, version_dir, "model.onnx")
         if path.is_dir():  # reference §3.1
             path /= "model.onnx"
-        if (half := spec.accelerator(AUTO_MIXED_PRECISION, device)) is not None:
-            path = half_copy(spec, path, half)
+        if spec.accelerates(AUTO_MIXED_PRECISION, device):
+            path = half_copy(spec, path)
         wanted = providers(spec, device, _available(), engine_cache())
         if device.kind == "gpu":
             _find_cuda()

@@ -1,9 +1,8 @@
 """`auto_mixed_precision` of ONNX models: a copy in FP16, and the program that makes it.
 
 The program keeps nodes in FP32 until the outputs of the warm-up samples, or of random data, differ from the FP32
-model's by at most `tolerance` (1 % by default) of an output's largest number; outputs of other types must be equal. The
-copy is cached by the content of the version's files, the samples and the versions of the packages. Inputs and outputs
-keep their datatypes.
+model's by at most 1 % of an output's largest number; outputs of other types must be equal. The copy is cached by the
+content of the version's files, the samples and the versions of the packages. Inputs and outputs keep their datatypes.
 """
 
 import copy
@@ -11,7 +10,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
 from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 
-TOLERANCE = "tolerance"
+_TOLERANCE = 0.01
 _PACKAGE = "onnxconverter_common"
 
 
@@ -37,29 +36,23 @@ class Conversion(msgspec.Struct, kw_only=True):
     onnx: str
     copy: str
     samples: list[dict[str, tuple[str, tuple[int, ...], bytes]]]
-    tolerance: float
 
 
-def half_copy(spec: ModelSpec, onnx: Path, parameters: Mapping[str, str]) -> Path:
+def half_copy(spec: ModelSpec, onnx: Path) -> Path:
     """Returns the cached copy of an ONNX file in FP16, or makes it; blocking."""
     if importlib.util.find_spec(_PACKAGE) is None:
         raise ModelLoadFailed(
             f"accelerator '{AUTO_MIXED_PRECISION}' of model '{spec.name}' needs onnxconverter-common, which is not "
             "installed; run: pip install 'qinfer-ml[amp]', or remove the accelerator"
         )
-    if narrow := [tensor.name for tensor in (*spec.file_inputs, *spec.file_outputs) if tensor.datatype == "BF16"]:
-        raise ModelLoadFailed(
-            f"accelerator '{AUTO_MIXED_PRECISION}' of model '{spec.name}' can't convert '{narrow[0]}', which is BF16; "
-            "remove the accelerator"
-        )
     samples = [
         {name: _raw(from_numpy(name, array)) for name, array in sample.items()}
         for sample in whole_samples(spec, onnx.parent.parent)
     ]
-    job = Conversion(onnx=str(onnx), copy="", samples=samples, tolerance=_tolerance(spec, parameters))
+    job = Conversion(onnx=str(onnx), copy="", samples=samples)
     versions = [version(name) for name in ("onnx", "onnxconverter-common")]
     drawn = hashlib.sha256(msgspec.msgpack.encode(samples)).hexdigest()
-    texts = (drawn, str(job.tolerance), onnx.name, *versions)
+    texts = (drawn, onnx.name, *versions)
     target = engine_cache() / "onnxruntime" / content_digest(onnx.parent, *texts) / "model.onnx"
     job.copy = str(target)
     build_once(spec, "FP16 copy", target, "qinfer.backends.onnx_amp", msgspec.msgpack.encode(job))
@@ -70,30 +63,12 @@ def _raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     return tensor.datatype, tensor.shape, bytes(tensor.data)
 
 
-def _tolerance(spec: ModelSpec, parameters: Mapping[str, str]) -> float:
-    text = parameters.get(TOLERANCE, "0.01")
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1 or set(parameters) - {TOLERANCE}:
-        raise ModelLoadFailed(
-            f"accelerator '{AUTO_MIXED_PRECISION}' of model '{spec.name}' has the parameters {dict(parameters)}; it "
-            f"takes '{TOLERANCE}' only, above 0 and below 1"
-        )
-    return value
-
-
-def are_close(wanted: Sequence[Array], found: Sequence[Array], tolerance: float) -> bool:
-    """Tells whether outputs are those of FP32, within a share of each output's largest number."""
-    return all(_is_close(a, b, tolerance) for a, b in zip(wanted, found, strict=True))
-
-
-def _is_close(wanted: Array, found: Array, tolerance: float) -> bool:
+def is_close(wanted: Array, found: Array) -> bool:
+    """Tells whether an output is that of FP32, within 1 % of its largest number."""
     if wanted.dtype.kind != "f" or not wanted.size:
         return np.array_equal(wanted, found)
     largest = float(np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max())
-    return np.allclose(found, wanted, rtol=0, atol=tolerance * largest, equal_nan=True)
+    return np.allclose(found, wanted, rtol=0, atol=_TOLERANCE * largest, equal_nan=True)
 
 
 def main() -> int:
@@ -121,9 +96,9 @@ def converted(job: Conversion) -> Any:
         node.name = f"qinfer_{number}"  # names select nodes, and may be missing
     samples = [{name: _fed(to_numpy(Tensor(name, *raw))) for name, raw in sample.items()} for sample in job.samples]
 
-    def outputs(tried: Any) -> list[list[Array]]:
+    def outputs(tried: Any) -> list[Array]:
         session = ort.InferenceSession(tried.SerializeToString(), providers=["CPUExecutionProvider"])
-        return [session.run(None, sample) for sample in samples]
+        return [output for sample in samples for output in session.run(None, sample)]
 
     def with_half(names: Sequence[str]) -> Any:
         exact = [node.name for node in model.graph.node if node.name not in names]
@@ -134,7 +109,7 @@ def converted(job: Conversion) -> Any:
             found = outputs(with_half(names))
         except Exception:  # noqa: BLE001  an operator that FP16 has not
             return False
-        return all(are_close(a, b, job.tolerance) for a, b in zip(wanted, found, strict=True))
+        return all(map(is_close, wanted, found))
 
     wanted = outputs(model)
     half: list[str] = []

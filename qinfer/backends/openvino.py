@@ -63,7 +63,7 @@ class OpenvinoBackend:
                 f"{', '.join(core.available_devices)} on this machine"
             )
         options = properties(spec)
-        if spec.accelerator(AUTO_MIXED_PRECISION, device) is not None:
+        if spec.accelerates(AUTO_MIXED_PRECISION, device):
             if "BF16" in core.get_property(target, "OPTIMIZATION_CAPABILITIES"):
                 options["INFERENCE_PRECISION_HINT"] = "bf16"
             else:

@@ -359,7 +359,7 @@ def _amp(spec: ModelSpec, device: torch.device) -> torch.dtype | None:
     """Returns the type of autocast, by the parameter before the accelerator."""
     if TORCH_AMP in spec.parameters:
         return choice(spec, TORCH_AMP, _AMP, None)
-    if spec.accelerator(AUTO_MIXED_PRECISION, Device("gpu" if device.type == "cuda" else "cpu")) is None:
+    if not spec.accelerates(AUTO_MIXED_PRECISION, Device("gpu" if device.type == "cuda" else "cpu")):
         return None
     if device.type == "cuda":
         return torch.float16

@@ -320,10 +320,10 @@ class ModelSpec:
         is_special = self.decoupled or self.steps or self.sequences is not None
         return not is_special and all(port.datatype != "BYTES" for port in self.inputs)
 
-    def accelerator(self, name: str, device: Device) -> Mapping[str, str] | None:
-        """Returns the parameters of an accelerator of instances on a device; `None` without it."""
+    def accelerates(self, name: str, device: Device) -> bool:
+        """Tells whether instances on a device have an accelerator."""
         entries = self.gpu_accelerators if device.kind == "gpu" else self.cpu_accelerators
-        return next((entry.parameters for entry in entries if entry.name == name), None)
+        return any(entry.name == name for entry in entries)
 
     @property
     def file_inputs(self) -> tuple[TensorSpec, ...]:

@@ -204,12 +204,9 @@ class BackendContract:
         with self.loaded(tmp_path, datatype) as (backend, spec):
             self.check(backend, spec)
 
-    def test_the_loop_may_be_told(self, tmp_path: Path) -> None:
-        with self.loaded(tmp_path) as (backend, _):
-            assert isinstance(backend.short_on_loop, bool), "short_on_loop must be True or False"
-
     def test_batches_of_one_request_and_of_the_largest_size(self, tmp_path: Path) -> None:
         with self.loaded(tmp_path) as (backend, spec):
+            assert isinstance(backend.short_on_loop, bool), "short_on_loop must be True or False"
             assert spec.max_batch_size >= 4, "the contract needs batches of 4 rows"
             for rows in ([1], [spec.max_batch_size], [1] * spec.max_batch_size):
                 self.check(backend, spec, rows=rows)
