@@ -118,7 +118,7 @@ class OnnxBackend:
         if path.is_dir():  # reference §3.1
             path /= "model.onnx"
         if spec.accelerates(AUTO_MIXED_PRECISION, device):
-            path = half_copy(spec, path)
+            path = half_copy(spec, path, version_dir.parent)
         wanted = providers(spec, device, _available(), engine_cache())
         if device.kind == "gpu":
             _find_cuda()

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from qinfer.backends.base import Array
-from qinfer.backends.parameters import build_once, content_digest, engine_cache
+from qinfer.backends.parameters import build_once, cleaned, content_digest, engine_cache
 from qinfer.backends.samples import whole_samples
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
@@ -38,7 +38,7 @@ class Conversion(msgspec.Struct, kw_only=True):
     samples: list[dict[str, tuple[str, tuple[int, ...], bytes]]]
 
 
-def half_copy(spec: ModelSpec, onnx: Path) -> Path:
+def half_copy(spec: ModelSpec, onnx: Path, model_dir: Path) -> Path:
     """Returns the cached copy of an ONNX file in FP16, or makes it; blocking."""
     if importlib.util.find_spec(_PACKAGE) is None:
         raise ModelLoadFailed(
@@ -47,7 +47,7 @@ def half_copy(spec: ModelSpec, onnx: Path) -> Path:
         )
     samples = [
         {name: _raw(from_numpy(name, array)) for name, array in sample.items()}
-        for sample in whole_samples(spec, onnx.parent.parent)
+        for sample in whole_samples(spec, model_dir)
     ]
     job = Conversion(onnx=str(onnx), copy="", samples=samples)
     versions = [version(name) for name in ("onnx", "onnxconverter-common")]
@@ -77,7 +77,7 @@ def main() -> int:
     try:
         content = converted(job).SerializeToString()
     except Exception as error:  # noqa: BLE001  the boundary of the process: the last line of its output is the reason
-        sys.stderr.write(f"\n{str(error).replace(os.sep, ' ')}\n")
+        sys.stderr.write(f"\n{cleaned(error, Path(job.onnx)).replace(os.sep, ' ')}\n")
         return 1
     temporary = Path(f"{job.copy}.{os.getpid()}")
     temporary.write_bytes(content)
@@ -121,7 +121,7 @@ def converted(job: Conversion) -> Any:
         elif len(part) > 1:
             middle = len(part) // 2
             waiting += [part[middle:], part[:middle]]
-    return with_half(half)
+    return with_half(half) if half else model
 
 
 def _fed(array: Array) -> Array:
