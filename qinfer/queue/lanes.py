@@ -37,7 +37,7 @@ from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, QuotaExceeded
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, CommandRefused, pack, packable
+from qinfer.queue.connection import Argument, CommandRefused, Reply, pack, packable
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.doorbell import Doorbell
@@ -299,6 +299,15 @@ class Queue(Submitter):
         except QueueFull:  # only replies can free the full memory
             added = await self.router.run(slot, _PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
+
+    def publish_now(self, reply_to: str, blob: Bytes, reply: Reply) -> None:
+        """Appends responses to a reply stream as `publish` does, in the write of this event-loop tick.
+
+        `reply` gets the entry's id, `None` if the stream is gone, or an error. Raises what the connection
+        broke with, mostly `BrokerUnavailable`, if nothing can be written now.
+        """
+        slot, key = keys.reply_stream(reply_to)
+        self.router.send(slot, pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))), reply)
 
     async def listen(
         self,

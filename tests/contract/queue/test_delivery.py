@@ -10,6 +10,7 @@ from qinfer.errors import QinferError
 from qinfer.queue import keys
 from qinfer.queue.entries import Entry, Lane, Lease, reply_address
 from qinfer.queue.lanes import Queue
+from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.leases import renew
 
@@ -423,6 +424,19 @@ async def test_publish_to_a_stream_that_is_gone_says_so(queue: RedisQueue) -> No
 
     assert not await delivery.publish(reply_address("nobody"), b"x")
     assert not await delivery.publish(reply_address("nobody"), b"x")
+
+
+async def test_a_blob_is_published_without_a_task(queue: RedisQueue) -> None:
+    """In the write of the tick; the reply says whether the stream was there."""
+    gateway, worker = await queue.connect(), await queue.connect()
+    replies: list[object] = []
+    async with listening(gateway, "g1") as blobs:
+        worker.publish_now(reply_address("g1"), b"one", replies.append)
+        worker.publish_now(reply_address("nobody"), b"two", replies.append)
+
+        assert await blobs.get() == b"one"
+        await eventually(lambda: len(replies) == 2)
+    assert [type(reply) for reply in replies] == [bytes, type(None)]
 
 
 async def test_listeners_get_their_own_replies_only(queue: RedisQueue) -> None:

@@ -1,8 +1,9 @@
 """Publishes answers first, then takes their entries off the queue.
 
 Answers for waiting callers are published to `reply_to`, one blob for each process, in chunks of at most 1 MiB, and then
-finished. An asynchronous request is settled: one step stores the answer and removes the entry. A dead letter is buried,
-then answered in one of the two ways.
+finished. Small answers for one process leave in the turn that executed them; a task publishes them again if that fails.
+An asynchronous request is settled: one step stores the answer and removes the entry. A dead letter is buried, then
+answered in one of the two ways.
 
 While Redis is away, the publisher retries until the lease is lost; the entry's new owner answers then.
 """
@@ -287,6 +288,9 @@ class Publisher:
         self._spans = spans
         self.durations = ModelCounts()
         self._open: set[asyncio.Task[None]] = set()
+        self._unconfirmed = 0
+        """Writes of `_publish_now` whose reply has not come."""
+        self._confirmed = asyncio.Event()
         self._published: list[WorkItem] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -400,9 +404,13 @@ class Publisher:
 
     async def flush(self) -> None:
         """Waits for accepted work, except delayed releases."""
-        while self._open or self._published:
+        while self._open or self._published or self._unconfirmed:
             self._finish_now()
-            await asyncio.wait(self._open)
+            if self._open:
+                await asyncio.wait(self._open)
+            elif self._unconfirmed:
+                self._confirmed.clear()
+                await self._confirmed.wait()
 
     def close(self) -> None:
         """Stops; leases of unfinished entries expire."""
@@ -427,7 +435,45 @@ class Publisher:
             self._publish_soon(waiting, theirs, begin_ns)
 
     def _publish_soon(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
-        self.spawn(self.recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self.finish_soon)
+        work = partial(self._publish, items, responses, begin_ns)
+        recorded = self.recorded(items, work)  # a span ends with its coroutine
+        if recorded is not work or not self._publish_now(items, responses, begin_ns):
+            self.spawn(recorded, items, self.finish_soon)
+
+    def _publish_now(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> bool:
+        """Writes small answers for one process without a task; false = a task must publish them."""
+        by_address = _by_address(items, responses)
+        if self._closed or len(by_address) != 1 or not self._keeper.is_sure(items):
+            return False
+        ((address, group),) = by_address.items()
+        if [True for one in group if one.index or not one.final]:  # the responses of a stream keep their order
+            return False
+        nbytes = sum([one.nbytes for one in group])
+        if nbytes > CHUNK_BYTES or (self.memory is not None and self.memory.may_take(nbytes)):
+            return False
+        confirmed = partial(self._on_published, items, responses, begin_ns)
+        try:
+            self._queue.publish_now(address, encode_responses(group), confirmed)
+        except QinferError:  # the task waits for the connection
+            return False
+        self._unconfirmed += 1
+        return True
+
+    def _on_published(
+        self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int, reply: object
+    ) -> None:
+        """Finishes answered entries; after an error, a task publishes again, because the answers may be nowhere."""
+        self._unconfirmed -= 1
+        self._confirmed.set()
+        if self._closed:
+            return
+        if isinstance(reply, QinferError):
+            self.spawn(partial(self._publish, items, responses, begin_ns), items, self.finish_soon)
+            return
+        if reply is None:
+            logger.debug("no caller reads the reply stream", extra={"reply_to": items[0].request.reply_to})
+        self._count_published(items, begin_ns)
+        self.finish_soon(items)
 
     async def _publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):

@@ -84,6 +84,10 @@ class ReplyMemory:
         self._waiting: dict[int, KeptResponses] = {}
         shelf.confirmed = self._confirmed
 
+    def may_take(self, nbytes: int) -> bool:
+        """Returns whether `nbytes` of outputs may be large enough for `keep` or `send`."""
+        return nbytes >= self._least_bytes
+
     def keep(self, address: str, responses: Sequence[Response], nbytes: int) -> KeptResponses | None:
         """Writes the large of `nbytes` of outputs to an address; `None` if none is large, or its process can't read."""
         if nbytes < self._least_bytes:

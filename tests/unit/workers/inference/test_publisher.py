@@ -16,7 +16,7 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, InferenceFailed
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.connection import CommandRefused
+from qinfer.queue.connection import CommandRefused, Reply
 from qinfer.queue.entries import Entry, Lane, Lease, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Router
@@ -24,7 +24,7 @@ from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from qinfer_workers.inference import publisher
-from qinfer_workers.inference.publisher import LeaseKeeper, Publisher, place_of
+from qinfer_workers.inference.publisher import HeldWork, LeaseKeeper, Publisher, place_of
 from tests.support.inline_workers import NoRenewals
 
 
@@ -131,6 +131,23 @@ class Noting(Offline):
         self.writes += 1
         self.seen += [settlement.address.id for settlement in settlements]
         return [True] * len(settlements)
+
+
+class Wired(Noting):
+    """A queue whose writes are answered by the test.
+
+    Attributes:
+        replies: The callbacks of the writes that `publish_now` made, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replies: list[Reply] = []
+
+    def publish_now(self, reply_to: str, blob: Bytes, reply: Reply) -> None:
+        self.writes += 1
+        self.seen += [response.request_id for response in decode_responses(blob)]
+        self.replies.append(reply)
 
 
 def pending(number: int = 0, reply_to: str = "reply:g") -> WorkItem:
@@ -350,3 +367,140 @@ async def test_what_nothing_comes_after_is_finished_all_the_same() -> None:
         await eventually(lambda: len(delivery.seen) == len(many))
         outlet.publish_responses([pending(100)], responses([pending(100)]))
         await eventually(lambda: sum(map(len, delivery.finished)) == len(many) + 1)
+
+
+class Opened(Publisher):
+    """A publisher that tells which leases are renewed."""
+
+    def held(self) -> list[HeldWork]:
+        return self._keeper.held()
+
+
+@asynccontextmanager
+async def published_now(delivery: Wired, items: Sequence[WorkItem]) -> AsyncIterator[Opened]:
+    """A publisher with leases that last, which has taken the answers of `items` in this turn."""
+    async with asyncio.TaskGroup() as tasks:
+        outlet = Opened(delivery, keeper_of(delivery, lease_s=60.0), tasks)
+        outlet.hold(items)
+        if items:
+            outlet.publish_responses(items, responses(items))
+        yield outlet
+        await outlet.finish_accepted()
+
+
+LOST = BrokerUnavailable("the connection to the queue broke before it answered; try again")
+
+
+async def test_small_answers_leave_in_the_turn_that_executed_them() -> None:
+    """Without a task; and they are one write for all callers of a gateway."""
+    delivery = Wired()
+    items = [pending(1), pending(2)]
+    async with published_now(delivery, items):
+        assert (delivery.writes, delivery.seen) == (1, ["r1", "r2"])
+        assert len(asyncio.all_tasks()) == 1
+        delivery.replies[0](b"1-0")
+
+
+async def test_an_entry_is_finished_after_the_reply_that_its_answer_is_in_redis() -> None:
+    """In the order of replies, though the publisher finishes other entries meanwhile; and it is counted once then."""
+    delivery = Wired()
+    async with published_now(delivery, [pending(1)]) as outlet:
+        outlet.publish_responses([pending(2)], responses([pending(2)]))
+        delivery.replies[1](b"2-0")
+        await eventually(lambda: delivery.finished == [["1000-2"]])
+        delivery.replies[0](b"1-0")
+        await outlet.finish_accepted()
+        assert delivery.finished == [["1000-2"], ["1000-1"]]
+        assert len(outlet.durations.drain()) == 1
+
+
+async def test_answers_are_published_again_if_the_connection_is_lost_before_its_reply() -> None:
+    """They may be nowhere; and until they are somewhere, the entry stays in the queue and its lease is renewed."""
+    delivery = Wired()
+    item = pending(1)
+    async with published_now(delivery, [item]) as outlet:
+        delivery.replies[0](LOST)
+        assert (delivery.finished, outlet.held()) == ([], [item])
+        await outlet.finish_accepted()
+        assert (delivery.seen, delivery.finished) == (["r1", "r1"], [["1000-1"]])
+
+
+async def test_what_is_lost_before_the_connection_is_belongs_to_its_new_owner() -> None:
+    """It is neither published again nor finished."""
+    delivery = Wired()
+    item = pending(1)
+    async with published_now(delivery, [item]) as outlet:
+        item.lose()
+        delivery.replies[0](LOST)
+        await outlet.finish_accepted()
+        assert (delivery.seen, any(delivery.finished)) == (["r1"], False)
+
+
+async def test_a_drain_waits_for_the_replies_to_answers() -> None:
+    """A process that ended before could not publish them again."""
+    delivery = Wired()
+    async with published_now(delivery, [pending(1)]) as outlet:
+        draining = asyncio.ensure_future(outlet.finish_accepted())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not draining.done()
+        delivery.replies[0](LOST)
+        await draining
+        assert (delivery.seen, delivery.finished) == (["r1", "r1"], [["1000-1"]])
+
+
+@pytest.mark.parametrize("reply", [LOST, b"1-0"])
+async def test_a_closed_publisher_leaves_entries_to_the_end_of_their_leases(reply: object) -> None:
+    delivery = Wired()
+    async with published_now(delivery, [pending(1)]) as outlet:
+        outlet.close()
+        delivery.replies[0](reply)
+        await outlet.flush()
+        assert (delivery.seen, delivery.finished, delivery.writes) == (["r1"], [], 1)
+
+
+async def test_an_answer_that_redis_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its lease is renewed no longer."""
+
+    class WrongType(Wired):
+        async def publish(self, reply_to: str, blob: Bytes) -> bool:
+            raise CommandRefused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
+
+    delivery = WrongType()
+    async with published_now(delivery, [pending(1)]) as outlet:
+        delivery.replies[0](CommandRefused("WRONGTYPE", "WRONGTYPE Operation against a key"))
+        await outlet.finish_accepted()
+        assert (outlet.held(), delivery.finished) == ([], [])
+        assert [record.message for record in caplog.records] == ["refused by Redis"]
+
+
+async def test_answers_wait_for_a_connection_that_is_down_or_full() -> None:
+    """In a task, which tries again; nothing is published twice."""
+
+    class Full(Wired):
+        def publish_now(self, reply_to: str, blob: Bytes, reply: Reply) -> None:
+            raise BrokerUnavailable("too much is waiting to be written to the queue; try again")
+
+    delivery = Full()
+    async with published_now(delivery, [pending(1)]) as outlet:
+        assert delivery.seen == []
+        await outlet.finish_accepted()
+        assert (delivery.seen, delivery.finished) == (["r1"], [["1000-1"]])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Response(request_id="r1", index=1),
+        Response(request_id="r1", final=False),
+        Response(request_id="r1", outputs=(from_numpy("y", np.zeros((2**20 + 1,), "u1")),)),
+    ],
+    ids=["last of a stream", "of a stream", "large"],
+)
+async def test_other_answers_are_published_by_tasks(answer: Response) -> None:
+    """The responses of a stream in order, large ones when they are stored."""
+    delivery = Wired()
+    async with published_now(delivery, []) as outlet:
+        outlet.publish_responses([pending(1)], [answer])
+        assert delivery.replies == []
+        outlet.close()
