@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -17,6 +18,7 @@ from pydantic import SecretStr
 from qinfer.core.settings import RedisSettings
 from qinfer.models.state import State
 from qinfer.models.store import ControlStore
+from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.embedded import EmbeddedRedis
 from qinfer.testing import eventually
@@ -48,6 +50,7 @@ SETTINGS = {
     "QINFER_REQUESTS__SWEEP_EVERY_S": "0.2",
 }
 
+_SHOWN = 20  # held entries of a stream
 _DEAD = "}:dlq"
 _NO_WORK = (_DEAD, "}:cancels", "}:sequence-owners")
 
@@ -184,6 +187,18 @@ class Cluster:
         with self.redis() as client:
             return sum(int(command(client, "XLEN", name)) for name in client.scan_iter(f"*{_DEAD}", 1000))
 
+    def holders(self) -> str:
+        """Tells which entries wait, who holds the others, how long unrenewed and how often delivered, and who runs."""
+        lines = []
+        try:
+            with self.redis() as client:
+                for name in client.scan_iter("qinfer:{*", 1000, "stream"):
+                    lines += _held(client, name)
+        except redis.RedisError as error:
+            lines.append(f"Redis: {error}")
+        members = (f"{one.role} {one.pid} runs for {one.age_s:.1f} s" for one in self.members if one.runs)
+        return "; ".join([*(lines or ["no entry is in a lane"]), *members])
+
     def _holds_work(self) -> bool:
         with self.redis() as client:
             names = [*client.scan_iter("qinfer:{*", 1000, "stream"), *client.scan_iter("qinfer:{*", 1000, "zset")]
@@ -232,6 +247,20 @@ async def running_cluster(
     finally:
         problems = await cluster.close()
     assert problems == []
+
+
+def _held(client: redis.Redis, name: bytes) -> list[str]:
+    """Tells what a stream holds; its consumers are the ids of workers, which name their processes."""
+    length = int(command(client, "XLEN", name))
+    if not length or not command(client, "XINFO GROUPS", name):
+        return []
+    held: Any = client.xpending_range(name, keys.GROUP, "-", "+", _SHOWN)
+    told = [
+        f"{one['message_id'].decode()} is held by {one['consumer'].decode()}, "
+        f"idle {one['time_since_delivered']} ms, delivery {one['times_delivered']}"
+        for one in held
+    ]
+    return [f"{name.decode()} has {length} entries", *told]
 
 
 def _read_keys(client: redis.Redis, names: list[bytes]) -> list[Key]:

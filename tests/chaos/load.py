@@ -9,7 +9,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -108,6 +108,8 @@ class Clients:
     ) -> None:
         self._urls = urls
         self._habits = habits or Habits()
+        self.explain: Callable[[], str] = lambda: ""
+        """Says, blocking, who holds what when a request has no answer."""
         self._ledger = ledger
         self._receiver = receiver
         self._with_webhooks: dict[int, Call] = {}
@@ -262,7 +264,9 @@ class Clients:
             try:
                 reply = await self._http.request(method, url + path, content=content, headers=headers)
             except httpx.ReadTimeout:
-                self._ledger.problems.append(f"{method} {path} was not answered within {self._habits.patience_s} s")
+                held = await asyncio.to_thread(self.explain)
+                told = f"{method} {url}{path} was not answered within {self._habits.patience_s} s"
+                self._ledger.problems.append(f"{told}; {held}" if held else told)
             except httpx.TransportError as error:
                 self._ledger.refusals[type(error).__name__] += 1
             else:

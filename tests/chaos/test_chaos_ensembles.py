@@ -43,6 +43,7 @@ async def test_requests_of_ensembles_end_once_and_right(tmp_path: Path, capsys: 
         await cluster.ready(names)
         ledger = Ledger()
         clients = Clients(cluster.urls, ledger, SEED, receiver)
+        clients.explain = cluster.holders
         callers = SequenceClients(cluster.urls, {KEPT: SEQUENCES}, SEED)
         chaos = faults.Chaos(cluster, faults.plan(SEED, SECONDS, KILLS))
         try:

@@ -62,6 +62,7 @@ async def test_redis_comes_back_empty(tmp_path: Path, capsys: pytest.CaptureFixt
         starts = [member.starts for member in cluster.members]
         ledger = Ledger()
         clients = Clients(cluster.urls, ledger, SEED, receiver)
+        clients.explain = cluster.holders
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(clients.run())

@@ -44,6 +44,7 @@ async def test_nothing_accepted_is_lost(durability: str, tmp_path: Path, capsys:
         await cluster.ready(names)
         ledger = Ledger()
         clients = Clients(cluster.urls, ledger, SEED, receiver)
+        clients.explain = cluster.holders
         chaos = faults.Chaos(cluster, planned)
         await hurt(cluster, chaos, clients, names)
         unsafe = chaos.broker_kills if durability == "everysec" else []

@@ -173,6 +173,7 @@ async def test_each_outage_is_named_and_nothing_is_lost(tmp_path: Path, capsys: 
         ):
             cluster, jobs = site.cluster, Jobs(site, client)
             clients = Clients(cluster.urls, ledger, SEED, receiver, habits)
+            clients.explain = cluster.holders
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(operator.run())
                 for each in (clients.run(), jobs.run(over), disturb(site, habits, over)):
