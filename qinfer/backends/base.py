@@ -395,7 +395,7 @@ def respond_rows(
         return
     names = names or [name for name in columns if name not in states]
     chosen: dict[tuple[str, ...], tuple[list[list[Tensor]], list[str]]] = {}
-    """What requests ask for → its columns, and what has none."""
+    """The outputs that requests ask for → their columns, and the names that the model did not return."""
     for item, request in enumerate(batch.requests):
         if item in skip:
             continue
