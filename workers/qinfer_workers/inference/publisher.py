@@ -454,7 +454,7 @@ class Publisher:
         confirmed = partial(self._on_published, items, responses, begin_ns)
         try:
             self._queue.publish_now(address, encode_responses(group), confirmed)
-        except QinferError:  # the task waits for the connection
+        except Exception:  # noqa: BLE001  the task waits for the connection, and ends the worker by other errors
             return False
         self._unconfirmed += 1
         return True
