@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from qinfer.backends.triton_host.library import TritonFiles
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 from qinfer.observe.host import MemoryUse
@@ -38,6 +39,7 @@ class EnvironmentStore(NamedTuple):
 _engine_cache: list[Path] = []
 _environments: list[EnvironmentStore] = []
 _model_variables: dict[str, str] = {}
+_triton_files: list[TritonFiles] = []
 
 
 def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
@@ -187,6 +189,16 @@ def use_model_variables(environment: Mapping[str, str]) -> None:
 def model_variables() -> Mapping[str, str]:
     """Returns the environment of models' processes."""
     return _model_variables
+
+
+def use_triton_files(files: TritonFiles) -> None:
+    """Sets where Triton is, once."""
+    _triton_files[:] = [files]
+
+
+def triton_files() -> TritonFiles:
+    """Returns where Triton is; by default, in the usual places."""
+    return _triton_files[0] if _triton_files else TritonFiles()
 
 
 def files_use(path: Path, device: Device) -> tuple[MemoryUse, ...]:

@@ -7,12 +7,14 @@ https://github.com/triton-inference-server/python_backend
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from qinfer.backends.base import Batch, Context, ManagesModels, cut_rows, item_shapes
 from qinfer.backends.python_host.channel import INLINE_BYTES, Buffer, UnreadError, raw
@@ -70,21 +72,52 @@ PREPARE_S = 3600.0
 TOO_LONG = "the load of model '{}' lasted longer than its limit of {:g} s (qinfer.load_timeout_s)"
 
 
+class HostedModel(NamedTuple):
+    """A model as its process gets it.
+
+    Attributes:
+        message: The command that loads it; the backend adds the arguments about model and instance.
+        environment: The model's own environment.
+        variables: Environment variables of the process.
+        release: Called once the model is unloaded, or has failed to load.
+    """
+
+    message: LoadModel
+    environment: Path | None = None
+    variables: Mapping[str, str] = {}
+    release: Callable[[], object] = bool
+
+
+def model_file_of(spec: ModelSpec, version_dir: Path, device: Device) -> HostedModel:
+    """Returns a `model.py` as its process gets it."""
+    del device
+    check_model(spec.name, version_dir, spec.filename)
+    environment = environment_of(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir)
+    return HostedModel(LoadModel(str(version_dir), spec.filename or "model.py", {}), environment)
+
+
 class PythonBackend:
-    """Runs `model.py` in a process; `models` loads models for its code."""
+    """Runs `model.py` in a process; `models` loads models for its code.
+
+    `host` describes a model that is not a `model.py`.
+    """
 
     short_on_loop = False
 
-    def __init__(self, models: ManagesModels | None = None) -> None:
+    def __init__(
+        self,
+        models: ManagesModels | None = None,
+        host: Callable[[ModelSpec, Path, Device], HostedModel] = model_file_of,
+    ) -> None:
         self._models = models
+        self._host = host
         # The watchdog reads these during the load.
         self._probe: ReadinessProbe | None = None
         self._interrupt: Callable[[], bool] = lambda: False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Starts the process and initialises the model."""
-        check_model(spec.name, version_dir, spec.filename)
-        environment = environment_of(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir)
+        hosted = self._hosted = self._host(spec, version_dir, device)
         self._model = spec.name
         self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
         self._ragged = frozenset(i.name for i in spec.inputs if i.ragged)
@@ -96,19 +129,16 @@ class PythonBackend:
         self._streams: HostStreams | None = None
         self._instance_name = _names.allocate(spec, device)
         self._numbers = count(1)
-        message = LoadModel(
-            str(version_dir),
-            spec.filename or "model.py",
-            {
-                "model_config": spec.config_json,
-                "model_instance_kind": device.kind.upper(),
-                "model_instance_name": self._instance_name,
-                "model_instance_device_id": str(device.number),
-                "model_repository": str(version_dir.parent),
-                "model_version": version_dir.name,
-                "model_name": spec.name,
-            },
-        )
+        args = {
+            "model_config": spec.config_json,
+            "model_instance_kind": device.kind.upper(),
+            "model_instance_name": self._instance_name,
+            "model_instance_device_id": str(device.number),
+            "model_repository": str(version_dir.parent),
+            "model_version": version_dir.name,
+            "model_name": spec.name,
+        }
+        message = msgspec.structs.replace(hosted.message, args={**args, **hosted.message.args})
 
         managing = self._managing = Managing(self._models, spec.name)
         too_long = TOO_LONG.format(spec.name, spec.load_timeout_s)
@@ -122,13 +152,13 @@ class PythonBackend:
                 probe.first()
                 self._probe = probe
 
-        self._instance = HostInstance(spec.name, version_dir.name, load, environment)
+        self._instance = HostInstance(spec.name, version_dir.name, load, hosted.environment, hosted.variables)
         limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
         self._interrupt = partial(self._instance.interrupt, limit_s)
         try:
             self._instance.start()
         except BaseException:
-            _names.release(self._instance_name)
+            self._release()
             raise
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -205,7 +235,11 @@ class PythonBackend:
         if self._streams is not None:
             self._streams.drain(self._longest_s)
         self._instance.stop()
+        self._release()
+
+    def _release(self) -> None:
         _names.release(self._instance_name)
+        self._hosted.release()
 
     def _inputs(self, batch: Batch) -> tuple[list[TensorMeta], list[Bytes]]:
         metas, buffers = [], []

@@ -34,10 +34,12 @@ _BUILT_IN = {
     "tensorrt": _BuiltIn("qinfer.backends.tensorrt", "TensorrtBackend", "tensorrt"),
     "stub": _BuiltIn("qinfer.backends.stub", "StubBackend", ""),
 }
+_OTHERS = _BuiltIn("qinfer.backends.triton", "TritonBackend", "worker")
+"""Runs every other backend: one of Triton's."""
 
 
 def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
-    """Returns a backend's factory; `models` is for Python models."""
+    """Returns a backend's factory; `models` is for Python models. Unknown names are left to Triton's core."""
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
         made = cast("Callable[..., Backend]", _imported(name, built_in))
@@ -47,11 +49,27 @@ def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
             return cast("BackendFactory", entry_point.load())
         except ImportError as error:
             raise BackendUnavailable(f"backend '{name}' can't be imported: {error}") from error
-    known = sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names} - {"stub"})
-    raise BackendUnavailable(
-        f"no backend is called '{name}'; this worker has {', '.join(known)}: correct the configuration, "
-        "or install the package that brings it where workers run"
-    )
+    return partial(cast("Callable[..., Backend]", _imported(name, _OTHERS)), models, known_names())
+
+
+def known_names() -> list[str]:
+    """Returns the names of this installation's backends, without those of Triton."""
+    return sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names} - {"stub"})
+
+
+def listed() -> list[tuple[str, str, str]]:
+    """Returns name, origin and remedy of each backend but Triton's; the remedy is empty if the backend is usable."""
+    rows = []
+    for name in known_names():
+        built_in = _BUILT_IN.get(name)
+        problem = ""
+        try:
+            if built_in is not None:
+                _imported(name, built_in)
+        except BackendUnavailable as error:
+            problem = error.message
+        rows.append((name, "qinfer" if built_in is not None else "package", problem))
+    return rows
 
 
 def completer(name: str) -> CompleteConfig:

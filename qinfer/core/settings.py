@@ -424,6 +424,16 @@ class WorkerSettings(Section):
     max_environment_files: int = Field(
         200_000, gt=0, description="Files, directories and links that such an environment may have."
     )
+    triton_directory: str = Field(
+        "",
+        description="Directory of NVIDIA's server, for models of its C backends; empty = /opt/tritonserver, or the "
+        "package nvidia-pytriton.",
+    )
+    triton_backends: str = Field(
+        "",
+        description="Directory of C backends, `<name>/libtriton_<name>.so` (Triton's --backend-directory); empty = "
+        "`backends` of Triton's directory.",
+    )
 
 
 class RepositorySettings(Section):

@@ -247,7 +247,7 @@ class ModelSpec:
         stream_resume: A stream whose worker dies is executed again, without the responses already sent: the model is
             deterministic.
         cached_for_all: Whether a cached response serves other tenants, too.
-        config_json: The configuration in the dialect of `GET …/config`, for backend `python`.
+        config_json: The configuration in the dialect of `GET …/config`, for backends whose models see it.
         steps: The steps of an ensemble, which has no backend.
         max_inflight: The most responses of a request's decoupled step that later steps may hold.
         batch_inputs: Inputs made of the shapes of a batch's requests.

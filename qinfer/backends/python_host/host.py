@@ -297,6 +297,7 @@ class ModelHost:
     def _unwanted(self, message: CallerLeft) -> None:
         if stream := self._streams.get((message.batch, message.item)):
             stream.is_unwanted = True
+            stream.on_unwanted()
         self._rescheduled.pop((message.batch, message.item), None)
 
     def _prepare_later(self) -> None:
@@ -324,7 +325,11 @@ class ModelHost:
         self._channel.send(answer)
 
     def _load(self, message: LoadModel) -> ModelLoaded:
-        kind = self._imported(message.directory, message.filename)
+        if message.adapter:
+            self._directory = message.directory
+            kind = importlib.import_module(message.adapter).TritonPythonModel
+        else:
+            kind = self._imported(message.directory, message.filename)
         config = json.loads(message.args["model_config"])
         names = {d.config: d.name for d in DATATYPES.values()}
         self._datatypes = {o["name"]: names.get(o["data_type"], "") for o in config.get("output", ())}

@@ -20,11 +20,15 @@ class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LoadModel(msgspec.Struct, array_like=True, tag=True):
-    """To the host: import a model file, and call `initialize(args)`."""
+    """To the host: import a model file, and call `initialize(args)`.
+
+    `adapter` is a module of qinfer with the class `TritonPythonModel`, in place of the file.
+    """
 
     directory: str
     filename: str
     args: Mapping[str, str]
+    adapter: str = ""
 
 
 class ModelLoaded(msgspec.Struct, array_like=True, tag=True):

@@ -12,10 +12,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -82,6 +83,7 @@ class HostProcess:
 
     Args:
         ended: Called when the process is gone, from a thread of its own.
+        variables: Environment variables beside those of all models' processes.
 
     Attributes:
         held: Returns the ids of the requests in the process, for the log line about its death.
@@ -93,6 +95,7 @@ class HostProcess:
         version: str = "",
         ended: Callable[["HostProcess"], None] = lambda _: None,
         environment: Path | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._model = model
         self.environment = environment
@@ -113,7 +116,7 @@ class HostProcess:
             # -B: byte code beside the model would look like a change.
             command = [sys.executable, "-P", "-B", "-u", "-m", *_program(environment)]
             command += [*map(str, descriptors), str(os.getpid())]
-            variables = model_variables()
+            all_variables = {**model_variables(), **variables}
 
             def start() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(  # noqa: S603  our own interpreter and module
@@ -122,7 +125,7 @@ class HostProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=descriptors,
-                    env=variables,
+                    env=all_variables,
                     start_new_session=True,
                 )
 
@@ -270,7 +273,12 @@ class HostInstance:
     """
 
     def __init__(
-        self, model: str, version: str, load: Callable[[HostProcess], object], environment: Path | None = None
+        self,
+        model: str,
+        version: str,
+        load: Callable[[HostProcess], object],
+        environment: Path | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.reason = ""
         self.is_busy = False
@@ -279,6 +287,7 @@ class HostInstance:
         self._version = version
         self._load = load
         self._environment = environment
+        self._variables = variables
         self._changed = threading.Condition()
         self._stopping = threading.Lock()
         self._process: HostProcess | None = None
@@ -385,7 +394,7 @@ class HostInstance:
             failures = self._failures
 
     def _started(self) -> HostProcess:
-        process = HostProcess(self._model, self._version, self.lost, self._environment)
+        process = HostProcess(self._model, self._version, self.lost, self._environment, self._variables)
         with self._changed:
             self._starting = process
             is_stopped = self._is_stopped

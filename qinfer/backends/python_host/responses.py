@@ -287,7 +287,8 @@ class SingleReply:
 class ResponseStream:
     """A decoupled model's responses to one request.
 
-    `is_unwanted`: the worker has reported a cancellation. `cause` may explain a missing last response.
+    `is_unwanted`: the worker has reported a cancellation, by `on_unwanted`, which must not wait. `cause` may explain a
+    missing last response.
     """
 
     def __init__(self, host: "ModelHost", place: tuple[int, int], message: Execute, item: int) -> None:
@@ -296,6 +297,7 @@ class ResponseStream:
         self.cause: Cause | None = None
         self.is_closed = False
         self.is_unwanted = False
+        self.on_unwanted: Callable[[], None] = lambda: None
         self._host = host
         self._outputs = message.asked(item).outputs
         self._window_bytes = message.window_bytes

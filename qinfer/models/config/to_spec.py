@@ -91,7 +91,7 @@ def to_spec(
         stream_resume=STREAM_RESUME in parameters,
         is_cached=config.response_cache.enable,
         cached_for_all=parameters.get(CACHE_SCOPE) == "all",
-        config_json=to_json(config) if config.backend == "python" else "",
+        config_json="" if config.backend in _WITHOUT_CONFIG else to_json(config),
         steps=to_steps(config),
         max_inflight=config.ensemble_scheduling.max_inflight_requests,
         batch_inputs=to_batch_inputs(config),
@@ -343,6 +343,8 @@ def _mistakes(data: Any, name: str, wanted: _Input) -> Iterator[str]:
 
 _DATATYPES = (model_config_pb2.TYPE_INT32, model_config_pb2.TYPE_FP32)
 _REFUSING = ("tensorrt", "openvino")
+_WITHOUT_CONFIG = ("onnxruntime", "openvino", "pytorch", "tensorrt", "")
+"""Backends whose models never see their configuration."""
 
 
 def own_batch_inputs(config: ModelConfig) -> set[str]:
