@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bridge, dlq, endpoints, example, infer, keys, models, status
+from qinfer.cli import backends, bridge, dlq, endpoints, example, infer, keys, models, status
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
 from qinfer.cli.jobs import compare, jobs, label
@@ -43,6 +43,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (status.workers, status.WORKERS_EXAMPLE, None),
     (doctor.doctor, doctor.EXAMPLE, "Check the installation, and show remedies for problems."),
     (models.app, "models", "Manage models: sync with a repository, list, load, unload."),
+    (backends.app, "backends", None),
     (endpoints.app, "endpoints", None),
     (keys.app, "keys", "Manage API keys: new, list, rotate, revoke."),
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),

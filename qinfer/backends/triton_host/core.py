@@ -49,6 +49,7 @@ _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "ServerOptionsSetBackendDirectory": (c_void_p, c_char_p),
     "ServerOptionsSetBackendConfig": (c_void_p, c_char_p, c_char_p, c_char_p),
     "ServerOptionsSetPinnedMemoryPoolByteSize": (c_void_p, c_uint64),
+    "ServerOptionsSetModelLoadRetryCount": (c_void_p, c_uint32),
     "ServerOptionsSetExitTimeout": (c_void_p, c_uint32),
     "ServerOptionsSetLogInfo": (c_void_p, c_bool),
     "ServerOptionsSetGpuMetrics": (c_void_p, c_bool),
@@ -243,6 +244,8 @@ class Core:
             ("StrictModelConfig", False),
             ("BackendDirectory", backends.encode()),
             ("PinnedMemoryPoolByteSize", 0),
+            # Version 2.51 leaves the count unset: a broken model would be loaded for ever.
+            ("ModelLoadRetryCount", 0),
             ("ExitTimeout", 5),
             ("GpuMetrics", False),
             ("CpuMetrics", False),
@@ -291,7 +294,7 @@ class Core:
         else:
             self._call("InferenceRequestSetStringParameter", request, key, value.encode())
 
-    def _allocate(
+    def _allocate(  # noqa: PLR0913, PLR0917  the parameters are Triton's
         self,
         allocator: int,
         name: bytes,

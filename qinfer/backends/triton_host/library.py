@@ -91,15 +91,7 @@ class Placed(NamedTuple):
 
 
 def place(files: TritonFiles, spec: ModelSpec, version_dir: Path, device: Device, search_path: str) -> Placed:
-    """Makes the directory of links for one instance.
-
-    Args:
-        search_path: The LD_LIBRARY_PATH of models' processes.
-
-    Raises:
-        BackendUnavailable: The core is not on this machine.
-        ModelLoadFailed: The model needs something that the core can't do here.
-    """
+    """Makes the directory of links for one instance; `search_path` is the LD_LIBRARY_PATH of models' processes."""
     library = files.library()
     if library is None:
         raise BackendUnavailable(

@@ -127,6 +127,7 @@ def test_a_crash_costs_the_process_only(tmp_path: Path, backends: Path) -> None:
 def test_a_hang_ends_with_its_process(tmp_path: Path, backends: Path) -> None:
     more = 'dynamic_batching { } parameters { key: "qinfer.execute_timeout_s" value { string_value: "0.1" } }'
     with loaded(tmp_path, backends, "identity", more=more) as model:
+
         def interrupt() -> None:
             wait_until(model.interrupt, timeout_s=30)
 
@@ -142,9 +143,9 @@ def test_a_hang_ends_with_its_process(tmp_path: Path, backends: Path) -> None:
 
 def test_a_leak_shows_in_the_memory_of_the_model_and_ends_with_it(tmp_path: Path, backends: Path) -> None:
     with loaded(tmp_path, backends, "leak") as model:
-        before = model.memory()[0].bytes
+        before = model.memory()[0].nbytes
         run(model, ints(*range(8)))
-        after = model.memory()[0].bytes
+        after = model.memory()[0].nbytes
 
     assert after - before >= 8 * 8 * 2**20
     assert model.memory() == ()
@@ -213,7 +214,12 @@ def test_sequences_keep_their_state_in_the_backend(tmp_path: Path, backends: Pat
         return [answers.array(item).item() for item in range(len(values))]
 
     with loaded(tmp_path, backends, "sequence") as model:
-        sums = [step({5: 1, 6: 10}, start=True), step({6: 20, 5: 2}), step({5: 3, 6: 30}, end=True), step({5: 9}, start=True)]
+        sums = [
+            step({5: 1, 6: 10}, start=True),
+            step({6: 20, 5: 2}),
+            step({5: 3, 6: 30}, end=True),
+            step({5: 9}, start=True),
+        ]
 
     assert sums == [[1, 10], [30, 3], [6, 60], [9]]
 
@@ -262,7 +268,7 @@ def test_a_backend_that_the_core_refuses_fails_the_load_without_paths(tmp_path: 
     (directory / "libtriton_broken.so").write_text("not a library")
     use_triton_files(TritonFiles(str(triton()), str(backends)))
 
-    with pytest.raises(ModelLoadFailed, match="invalid ELF header") as refused:
+    with pytest.raises(ModelLoadFailed, match="file too short") as refused:
         TritonBackend().load(spec_of(directory), directory, Device())
 
     assert str(tmp_path) not in refused.value.message
