@@ -22,11 +22,12 @@ from qinfer.core.messages import InferRequest
 from qinfer.errors import QinferError
 from qinfer.models.spec import Device
 from qinfer.tensors import DATATYPES, to_numpy
-from qinfer.testing import free_port, wait_until
+from qinfer.testing import wait_until
 from tests.support.backends import Answers
 from tests.support.c_backends import DATATYPES as OF_SUBJECTS
 from tests.support.c_backends import compile_backends, triton, write_model
 from tests.support.python_models import spec_of
+from tests.support.servers.servers import free_port
 
 CASES = [
     ("identity", [[1, 2, 3], [4, 5, 6]]),
