@@ -116,7 +116,6 @@ class HostProcess:
             # -B: byte code beside the model would look like a change.
             command = [sys.executable, "-P", "-B", "-u", "-m", *_program(environment)]
             command += [*map(str, descriptors), str(os.getpid())]
-            all_variables = {**model_variables(), **variables}
 
             def start() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(  # noqa: S603  our own interpreter and module
@@ -125,7 +124,7 @@ class HostProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=descriptors,
-                    env=all_variables,
+                    env={**model_variables(), **variables},
                     start_new_session=True,
                 )
 

@@ -39,6 +39,8 @@ SMALL_FILES: dict[str, str] = {
     "qinfer/core/call_chain.py": "pure rules of calls between models, for batching and workers",
     "qinfer/core/clock.py": "everything that reads the time imports it",
     "qinfer/storage/hive.py": "pure; jobs write and the client reads such folders",
+    "qinfer/backends/triton.py": "an adapter, which the registry imports by its name",
+    "qinfer/cli/backends.py": "a command, loaded by its name",
     "qinfer/cli/bridge.py": "a command, loaded by its name",
     "qinfer/cli/scaling/autoscale.py": "a command, loaded by its name",
 }

@@ -1,0 +1,117 @@
+"""What the core gets: its configuration, its files, and the errors where they are missing."""
+
+from pathlib import Path
+
+import pytest
+
+from qinfer.backends import registry
+from qinfer.backends.parameters import use_triton_files
+from qinfer.backends.triton_host.library import TritonFiles, core_config, find_backend
+from qinfer.backends.triton_host.metrics import samples
+from qinfer.errors import BackendUnavailable, ModelLoadFailed
+from qinfer.models.config.config import normalise, parse
+from qinfer.models.spec import Device
+from tests.support.c_backends import write_model
+from tests.support.python_models import spec_of
+
+FULL = """
+name: "m" backend: "identity" max_batch_size: 8
+input { name: "INPUT" data_type: TYPE_INT32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+output { name: "OUTPUT" data_type: TYPE_INT32 dims: [ 4 ] }
+dynamic_batching { max_queue_delay_microseconds: 500 priority_levels: 2 default_priority_level: 1 }
+instance_group { count: 3 kind: KIND_CPU }
+response_cache { enable: true }
+parameters { key: "qinfer.split" value { string_value: "true" } }
+parameters { key: "mine" value { string_value: "kept" } }
+"""
+
+
+def test_the_core_gets_one_instance_and_none_of_qinfers_work() -> None:
+    config = core_config(normalise(parse(FULL), "m"), 3, Device())
+
+    assert [(group.count, list(group.gpus)) for group in config.instance_group] == [(1, [])]
+    assert list(config.version_policy.specific.versions) == [3]
+    assert list(config.input[0].dims) == [2, 2]
+    assert not config.input[0].HasField("reshape")
+    assert not config.HasField("response_cache")
+    assert list(config.parameters) == ["mine"]
+    assert config.HasField("dynamic_batching")
+    assert not config.dynamic_batching.ListFields()
+
+
+def test_a_model_that_is_not_batched_is_not_batched_by_the_core() -> None:
+    config = normalise(parse(FULL), "m")
+    config.max_batch_size = 0
+
+    assert not core_config(config, 1, Device()).HasField("dynamic_batching")
+
+
+def test_the_version_comes_before_the_model_and_the_model_before_the_directory(tmp_path: Path) -> None:
+    version = write_model(tmp_path, "x")
+    shared = tmp_path / "backends" / "x"
+    shared.mkdir(parents=True)
+    files = TritonFiles(backends=str(tmp_path / "backends"))
+    found = []
+
+    for directory in (shared, version.parent, version):
+        (directory / "libtriton_x.so").touch()
+        found.append(find_backend(files, "x", version))
+
+    assert found == [directory / "libtriton_x.so" for directory in (shared, version.parent, version)]
+    assert list(files.backends_there()) == [("x", shared / "libtriton_x.so")]
+
+
+def test_an_unknown_backend_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    version = write_model(tmp_path, "nothing")
+
+    with pytest.raises(
+        BackendUnavailable, match=r"no backend is called 'nothing'; this worker has onnxruntime, .*libtriton"
+    ):
+        registry.factory("nothing")().load(spec_of(version), version, Device())
+
+
+def test_a_missing_core_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
+    version = write_model(tmp_path, "x")
+    (version / "libtriton_x.so").touch()
+    use_triton_files(TritonFiles(directory=str(tmp_path)))
+
+    try:
+        with pytest.raises(BackendUnavailable, match=r"pip install nvidia-pytriton==0\.7\.0"):
+            registry.factory("x")().load(spec_of(version), version, Device())
+    finally:
+        use_triton_files(TritonFiles())
+
+
+def test_implicit_state_is_refused(tmp_path: Path) -> None:
+    state = 'sequence_batching { state { input_name: "s" output_name: "t" data_type: TYPE_INT32 dims: [ 1 ] } }'
+    version = write_model(tmp_path, "x", more=state)
+    (version / "libtriton_x.so").touch()
+    (tmp_path / "libtritonserver.so").touch()
+    use_triton_files(TritonFiles(directory=str(tmp_path)))
+
+    try:
+        with pytest.raises(ModelLoadFailed, match="implicit states"):
+            registry.factory("x")().load(spec_of(version), version, Device())
+    finally:
+        use_triton_files(TritonFiles())
+
+
+def test_metrics_of_the_backend_are_read_and_the_servers_own_left_out() -> None:
+    text = """# HELP nv_cache Cache
+# TYPE nv_cache gauge
+nv_cache 1
+# HELP mine My requests
+# TYPE mine counter
+mine{of="a \\"b\\"",to="x"} 3
+# TYPE bare gauge
+bare -0.5
+# TYPE times histogram
+times_bucket{le="1"} 2
+"""
+
+    found = [(s.name, s.help, s.kind.name, dict(s.labels), s.value) for s in samples(text)]
+
+    assert found == [
+        ("mine", "My requests", "COUNTER", {"of": 'a "b"', "to": "x"}, 3.0),
+        ("bare", "", "GAUGE", {}, -0.5),
+    ]
