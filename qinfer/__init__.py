@@ -1,6 +1,7 @@
 """qinfer: a durable, queue-backed inference server that speaks NVIDIA Triton's protocol.
 
-The client, its results, `qinfer.errors` and `qinfer.tensors` are imported at their first use.
+The client, its results, `model` and `local` for served functions, `qinfer.errors` and `qinfer.tensors` are imported at
+their first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ __all__ = [
     "AsyncJob",
     "AsyncSequence",
     "Client",
+    "Device",
     "InferResult",
     "Job",
     "JobEstimate",
@@ -23,11 +25,21 @@ __all__ = [
     "RequestHandle",
     "RequestStatus",
     "Sequence",
+    "State",
     "TensorMetadata",
     "__version__",
+    "local",
+    "model",
 ]
 
 _MODULES = ("errors", "tensors")
+_ELSEWHERE = {
+    "Device": "qinfer.models.spec",
+    "State": "qinfer.functions.declare",
+    "local": "qinfer.functions.runner",
+    "model": "qinfer.functions.declare",
+}
+"""Name → its module; all others are of the client."""
 
 if TYPE_CHECKING:
     from qinfer import errors as errors
@@ -50,6 +62,9 @@ if TYPE_CHECKING:
         Sequence,
         TensorMetadata,
     )
+    from qinfer.functions.declare import State, model
+    from qinfer.functions.runner import local
+    from qinfer.models.spec import Device
 else:
 
     def __getattr__(name: str) -> Any:
@@ -58,7 +73,7 @@ else:
         if name in _MODULES:
             return import_module(f"qinfer.{name}")
         if name in __all__:
-            return getattr(import_module("qinfer.client"), name)
+            return getattr(import_module(_ELSEWHERE.get(name, "qinfer.client")), name)
         raise AttributeError(f"module 'qinfer' has no attribute '{name}'")
 
 

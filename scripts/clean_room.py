@@ -164,6 +164,7 @@ WAYS = (
     Way(name="sqs", extras="sqs", use=imports("kombu.transport.SQS")),
     Way(name="tracing", extras="tracing", use=imports("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp")),
     Way(name="gpu", extras="gpu", use=imports("pynvml")),
+    Way(name="images", extras="images", use=imports("PIL.Image")),
     Way(name="onnx-gpu", extras="onnx-gpu", skip=NEEDS_GPU),
     Way(name="tensorrt", extras="tensorrt", skip=NEEDS_GPU),
 )

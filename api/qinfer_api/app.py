@@ -78,6 +78,7 @@ from qinfer_api.rest.management import (
     statistics_routes,
 )
 from qinfer_api.rest.openapi import docs_routes, document_of
+from qinfer_api.rest.plain import plain_routes, with_models
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling import backlog_routes
 from qinfer_api.shared_memory import SharedMemory
@@ -184,7 +185,7 @@ class Gateway:
         self.started, self._stopping, self._listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
-        app = build_app(services, self.jobs, self._labeling, self._endpoint_service())
+        app = self._application(services, shows_models=auth is None)
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
@@ -192,6 +193,13 @@ class Gateway:
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
+
+    def _application(self, services: Services, *, shows_models: bool) -> FastAPI:
+        """Builds the application; its document, which needs no key, `shows_models` to everybody."""
+        app = build_app(services, self.jobs, self._labeling, self._endpoint_service())
+        if shows_models:
+            app.openapi = with_models(app.openapi, self.catalog.specs)  # type: ignore[method-assign]
+        return app
 
     async def _lend(self, pending: PendingCall, nbytes: int) -> Reservation:
         """Without keys, each request counts as an owner."""
@@ -512,7 +520,7 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling, endpoints:
         redoc_url=None,
     )
     inference = guarded(services, "inference")
-    busiest_first = (infer_routes, request_routes)
+    busiest_first = (infer_routes, request_routes, plain_routes)
     others = (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes)
     routers = [(routes(services), inference) for routes in busiest_first]
     routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]

@@ -1,4 +1,7 @@
-"""For tests of code that uses qinfer: a Redis whose time tests can move, and fakes.
+"""For tests of code that uses qinfer: served functions, a Redis whose time tests can move, and fakes.
+
+with serve(Embed) as served:
+    served.client.infer("embed", {"text": ["hi"]})
 
 with EmbeddedServer() as server:
     queue = await Queue.connect(RedisSettings(url=server.database()), clock=server.clock)
@@ -7,24 +10,37 @@ with EmbeddedServer() as server:
 
 import asyncio
 import importlib.util
+import inspect
 import itertools
+import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from qinfer.backends.stub import StubBackend
 from qinfer.core.clock import Clock
 from qinfer.models.spec import BatchingSpec, ModelSpec, TensorSpec
 from qinfer.queue.embedded import EmbeddedRedis, find_redis_server
 
+if TYPE_CHECKING:
+    from qinfer.client import Client
+
 __all__ = [
     "EmbeddedServer",
     "FakeClock",
+    "Served",
     "StubBackend",
     "eventually",
+    "serve",
     "stub_spec",
     "wait_until",
 ]
@@ -113,6 +129,105 @@ class EmbeddedServer(EmbeddedRedis):
         draft = self._offset.with_suffix(".new")
         draft.write_text(f"+{self._clock.monotonic_s():.6f}\n")
         draft.replace(self._offset)  # the server never reads half of it
+
+
+class Served(NamedTuple):
+    """A server of `serve`.
+
+    Attributes:
+        client: A client of it, which ends with it.
+        url: The URL of its HTTP port, such as `http://127.0.0.1:40123`.
+        grpc: The address of its gRPC port, such as `127.0.0.1:40124`.
+    """
+
+    client: "Client"
+    url: str
+    grpc: str
+
+
+_STOP_S = 20.0
+_KEPT_LINES = 50
+
+
+@contextmanager
+def serve(*targets: Any, timeout_s: float = 120.0) -> Iterator[Served]:
+    """Serves functions as `qinfer up` does, with a Redis, a gateway and a worker of their own; for a fixture.
+
+    Args:
+        *targets: Functions and classes under `@qinfer.model` at the top of a file, or apps such as `app.py`.
+        timeout_s: The longest wait until all models are ready.
+
+    Yields:
+        The server; a model named `embed` is `served.client.infer("embed", …)`.
+
+    Raises:
+        TimeoutError: The models were not ready in time; the error shows the last lines of the log.
+        RuntimeError: The server ended; the error shows its last lines.
+    """
+    from qinfer.client import Client
+
+    with tempfile.TemporaryDirectory(prefix="qinfer-serve-") as home:
+        command = [sys.executable, "-m", "qinfer.cli.main", "up", *map(_app_of, targets)]
+        command += ["--data-dir", home, "--model-repository", f"{home}/functions", "--log-format", "json"]
+        command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-timeout", str(timeout_s)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  our own interpreter
+        assert process.stderr is not None
+        started = _Started(process.stderr)
+        try:
+            facts = started.wait(timeout_s)
+            with Client(facts["URL"]) as client:
+                yield Served(client, facts["URL"], facts["gRPC"])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            started.thread.join()
+            process.stderr.close()
+
+
+class _Started:
+    """Reads the log of `qinfer up` until its end, and shows it on stderr."""
+
+    def __init__(self, log: IO[str]) -> None:
+        self._log = log
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._is_decided = threading.Event()
+        self._facts: dict[str, str] = {}
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def wait(self, timeout_s: float) -> dict[str, str]:
+        is_decided = self._is_decided.wait(timeout_s + _STOP_S)
+        if not self._facts or self._facts["Models"].split()[0] != self._facts["Models"].split()[2]:
+            text = "".join(self._lines)
+            raise (RuntimeError if is_decided and not self._facts else TimeoutError)(
+                f"the models are not ready:\n{text}"
+            )
+        return self._facts
+
+    def _read(self) -> None:
+        for line in self._log:
+            self._lines.append(line)
+            sys.stderr.write(line)
+            event = json.loads(line) if line.startswith("{") else {}
+            if event.get("event") == "running":
+                facts = [fact.split(maxsplit=1) for fact in event["summary"]]
+                self._facts = {fact[0]: fact[1].partition(" /")[0] for fact in facts if len(fact) > 1}
+                self._is_decided.set()
+        self._is_decided.set()
+
+
+def _app_of(target: Any) -> str:
+    if isinstance(target, str | Path):
+        return str(target)
+    if "." in target.__qualname__:
+        raise ValueError(
+            f"'{target.__qualname__}' is not at the top of its file, so that no other process can import it"
+        )
+    return f"{inspect.getfile(target)}:{target.__qualname__}"
 
 
 class FakeClock:

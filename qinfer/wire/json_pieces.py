@@ -48,6 +48,7 @@ _NEUTRAL = {"BYTES": b'""', "BOOL": b"false"}
 _UNPARSABLE = "failed to parse the request JSON buffer"
 _LENGTH = struct.Struct("<I")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)")
+_NO_SKELETON = bytes(set(range(256)) - set(b"[],"))
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _UNEVEN = re.compile(rb"[^\[,]\[|\][^\],]|\[\]|\[,|,\]")  # no array of values has these
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?', re.DOTALL)  # no group if unquoted
@@ -98,6 +99,11 @@ class LongArray:
         self.top, self.most = (0, 0) if is_empty else (span.top + 1, span.commas + 1)
         self.least = max(self.most - span.arrays, 0)
         self.is_read = False
+
+    @property
+    def skeleton(self) -> bytes:
+        """The brackets and commas of an array of numbers."""
+        return bytes(self._slice_bytes(self._span.begin, self._span.end)).translate(None, _NO_SKELETON)
 
     def tensor_bytes(self, name: str, datatype: str, count: int, most: int, flatten: Flatten) -> bytearray:
         """Decodes `count` elements of at most `most` bytes."""

@@ -33,7 +33,7 @@ def test_any_json(body: Any, rows: int) -> None:
     """A request that was read is valid, and can be given back as JSON."""
     spec = ModelSpec(name="m", backend="b", inputs=INPUTS, outputs=INPUTS, max_batch_size=rows)
     with contextlib.suppress(QinferError):
-        request, _ = read_generate(json.dumps(body).encode(), "m", 0, spec, JsonBounds())
+        request = read_generate(json.dumps(body).encode(), "m", 0, spec, JsonBounds()).request
         response = Response(request_id="r", model="m", version=1, outputs=request.inputs, parameters=request.parameters)
         encode_generate(response, request.client_id)
         with contextlib.suppress(QinferError):  # an empty batch, and a batch of inputs that differ in rows

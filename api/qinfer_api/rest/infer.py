@@ -11,7 +11,7 @@ of `parameters`; the reply has each output under its name.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -219,6 +219,11 @@ _NOT_ONE = (
 )
 
 
+J = TypeVar("J", bound="JsonRequest")
+ReadJson = Callable[[Bytes, str, int, ModelSpec, JsonBounds], J]
+EncodeResponse = Callable[[Response], Awaitable[HttpReply]]
+
+
 class StreamSink:
     """Any number of responses, for one reader.
 
@@ -271,9 +276,10 @@ class _Events(StreamingResponse):
             self._dispatcher.cancel(self._pending)
 
 
-async def _submit(
-    services: Services, target: UrlTarget, request: Request, sink: StreamSink
-) -> tuple[PendingCall, "_FreeRequest"]:
+async def submit_json(
+    services: Services, target: UrlTarget, request: Request, sink: StreamSink, read: "ReadJson[J]"
+) -> tuple[PendingCall, J]:
+    """Submits a request whose body is JSON that `read` understands."""
     dispatcher = services.dispatcher
     try:
         context, asked_s = authorize(services, request), timeout_of(request)
@@ -281,7 +287,7 @@ async def _submit(
         if not _is_identity(request):
             raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
         async with received(services, request, services.settings.http.max_input_bytes) as content:
-            decode = partial(_decode, services, served, target, request, content)
+            decode = partial(_decode, services, served, target, request, content, read)
             asked = await decoded_tensors(services, len(content), len(content), decode)
         answers(request, asked.request)
         return _hold_memory(request, dispatcher.submit(context, asked.request, sink, asked_s=asked_s)), asked
@@ -290,27 +296,35 @@ async def _submit(
 
 
 def _decode(
-    services: Services, served: ServedVersion, target: UrlTarget, request: Request, content: Bytes
-) -> "_FreeRequest":
-    decoded, strict = read_generate(content, target.model, target.version, served.spec, services.codec.bounds)
-    strict = is_strict(request) or strict
+    services: Services, served: ServedVersion, target: UrlTarget, request: Request, content: Bytes, read: "ReadJson[J]"
+) -> J:
+    asked = read(content, target.model, target.version, served.spec, services.codec.bounds)
+    decoded = asked.request
+    asked.strict = is_strict(request) or asked.strict
     forward_headers(services, request, decoded)
     answers(request, decoded)
     services.dispatcher.aim(caller(request), decoded, request.headers.get)
     services.dispatcher.check(decoded, served)
-    return _FreeRequest(decoded, strict)
+    return asked
 
 
 async def _generate(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
     sink = StreamSink()
-    pending, asked = await _submit(services, target, request, sink)
+    pending, asked = await submit_json(services, target, request, sink, read_generate)
+    return await one_reply(services, request, sink, pending, partial(_encoded, asked))
+
+
+async def one_reply(
+    services: Services, request: Request, sink: StreamSink, pending: PendingCall, encode: "EncodeResponse"
+) -> HttpResponse:
+    """Waits for the only response; several are an error."""
     try:
         responses = await unless_left(request.receive, _all(sink.responses(pending)))
     finally:
         services.dispatcher.cancel(pending)
     failed = [response for response in responses if response.failure is not None]
     if failed or len(responses) == 1:
-        reply = send(await _encoded((failed or responses)[0], asked))
+        reply = send(await encode((failed or responses)[0]))
     else:
         reply = send(error_reply(400, _NOT_ONE))
     reply.headers.update(await _load(services, request))
@@ -326,21 +340,18 @@ async def _load(services: Services, request: Request) -> dict[str, str]:
 
 async def _generate_stream(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
     sink = StreamSink()
-    pending, asked = await _submit(services, target, request, sink)
-    return await _stream(services, request, sink, pending, partial(_generated, asked))
+    pending, asked = await submit_json(services, target, request, sink, read_generate)
+    return await stream(services, request, sink, pending, partial(as_data, partial(_encoded, asked)))
 
 
 async def _infer_stream(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
     sink = StreamSink()
     pending, client_id, plan = await _submit_infer(services, target, request, sink)
-    return await _stream(services, request, sink, pending, partial(_inferred, services, client_id, plan))
+    return await stream(services, request, sink, pending, partial(_inferred, services, client_id, plan))
 
 
-_Event = Callable[[Response], Awaitable[HttpReply]]
-
-
-async def _stream(
-    services: Services, request: Request, sink: StreamSink, pending: PendingCall, event: _Event
+async def stream(
+    services: Services, request: Request, sink: StreamSink, pending: PendingCall, event: EncodeResponse
 ) -> HttpResponse:
     """The first response decides the status."""
     responses = sink.responses(pending)
@@ -356,8 +367,9 @@ async def _stream(
     return reply
 
 
-async def _generated(asked: "_FreeRequest", response: Response) -> HttpReply:
-    reply = await _encoded(response, asked)
+async def as_data(encode: EncodeResponse, response: Response) -> HttpReply:
+    """Encodes a response as an event without a name."""
+    reply = await encode(response)
     return msgspec.structs.replace(reply, body=b"data: %b\n\n" % reply.body)
 
 
@@ -379,14 +391,14 @@ async def _all(responses: AsyncIterator[Response]) -> list[Response]:
     return read
 
 
-async def _first(responses: AsyncIterator[Response], event: _Event) -> list[HttpReply]:
+async def _first(responses: AsyncIterator[Response], event: EncodeResponse) -> list[HttpReply]:
     async for response in responses:
         return [await event(response)]
     return []
 
 
 async def _events(
-    first: list[HttpReply], responses: AsyncIterator[Response], event: _Event, check: Callable[[], None]
+    first: list[HttpReply], responses: AsyncIterator[Response], event: EncodeResponse, check: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """Ends with an error once `check` refuses the caller."""
     for reply in first:
@@ -399,15 +411,20 @@ async def _events(
         yield (await event(Response(request_id="", failure=Failure.from_error(error)))).body
 
 
-async def _encoded(response: Response, asked: "_FreeRequest") -> HttpReply:
+async def _encoded(asked: "JsonRequest", response: Response) -> HttpReply:
     decoded = asked.request
-    target = answered_by(response, decoded.endpoint)
+    named = msgspec.structs.replace(response, model=decoded.endpoint) if decoded.endpoint else response
+    encode = partial(encode_generate, named, decoded.client_id, strict=asked.strict)
+    return await reply_of(response, decoded.endpoint, encode)
+
+
+async def reply_of(response: Response, endpoint: str, encode: Callable[[], bytes]) -> HttpReply:
+    """Encodes a response as JSON, or its failure."""
+    target = answered_by(response, endpoint)
     if response.failure is not None:
         return refusal(response.failure, target)
-    named = msgspec.structs.replace(response, model=decoded.endpoint) if decoded.endpoint else response
     try:
-        encode = partial(encode_generate, strict=asked.strict)
-        body = await encoded(named.nbytes, OutputPlan(), encode, named, decoded.client_id)
+        body = await encoded(response.nbytes, OutputPlan(), encode)
         return HttpReply(200, body, cache=response.cache, target=target)
     except QinferError as error:
         return failure_reply(error)
@@ -425,12 +442,14 @@ _CONVERTING = f"Converting keyword: '{_NESTED}': "
 _ID = "id"
 
 
-class _FreeRequest(NamedTuple):
+class JsonRequest(msgspec.Struct):
+    """A decoded request; `strict` refuses NaN and infinities."""
+
     request: OutgoingRequest
     strict: bool
 
 
-def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> _FreeRequest:
+def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> JsonRequest:
     """Decodes a generate request."""
     read = Document(text, bounds)
     document, left = _checked(read.value), bounds.nbytes
@@ -464,7 +483,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
         parameters=parameters,
         **fields,
     )
-    return _FreeRequest(request, form.strict)
+    return JsonRequest(request, form.strict)
 
 
 def encode_generate(response: Response, client_id: str, *, strict: bool = False) -> bytes:

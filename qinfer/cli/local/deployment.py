@@ -114,11 +114,13 @@ Sections = Mapping[str, Mapping[str, Any]]
 class UpOptions:
     """The options of `qinfer up`.
 
-    `settings` replace those of the environment; empty settings of the repository replace nothing. Without `redis_url` a
-    private Redis runs, with at most `redis_memory_bytes` (0 = half of the memory).
+    `apps` declare models by `@qinfer.model`. `settings` replace those of the environment; empty settings of the
+    repository replace nothing. Without `redis_url` a private Redis runs, with at most `redis_memory_bytes` (0 = half of
+    the memory).
     """
 
     settings: Sections
+    apps: Sequence[str] = ()
     allow_client_shm: bool
     data_dir: Path
     redis_url: str

@@ -53,6 +53,10 @@ class Preparation:
     def check_settings(self) -> SupervisionPlan:
         """Checks settings; returns those for supervision."""
         settings = self.settings
+        if self._options.apps:
+            from qinfer.functions.repository import write_repository
+
+            write_repository(self._options.apps, functions_directory(self._options), os.environ)
         for place in settings.repository.path.split(","):
             check_repository(place)
         check_exposure(settings.auth, settings.http.host)
@@ -155,7 +159,12 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     given = settings.repository
     repository = {name: getattr(given, name) for name in ("path", "overlay", "load_models", "min_workers")}
     repository |= {name: value for name, value in options.settings["repository"].items() if value not in ("", ())}
-    repository["path"] = ",".join(repository_places(repository["path"]))
+    places = repository_places(repository["path"])
+    if options.apps:
+        if repository["path"] == given.path and "path" not in given.model_fields_set:  # the default is none of theirs
+            places = [place for place in places if Path(place).is_dir()]
+        places = list(dict.fromkeys([*places, str(functions_directory(options))]))
+    repository["path"] = ",".join(places)
     if not repository["overlay"] and not options.redis_url and repository["control_mode"] == "explicit":
         repository["overlay"] = str((options.data_dir / "overlay").resolve())
     if options.autoscale and options.autoscale[0] == 0:
@@ -174,6 +183,11 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     segments = {"directory": settings.segments.directory or here}
     more = {"repository": repository, "stores": stores, "rate_limit": limit, "limits": limits, "segments": segments}
     return {**options.settings, **more}
+
+
+def functions_directory(options: UpOptions) -> Path:
+    """Returns the repository of the models of apps."""
+    return options.data_dir.resolve() / "functions"
 
 
 def payload_store(options: UpOptions, settings: Settings) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -11,13 +11,19 @@ from qinfer.cli.console import Options, exit_code, option, with_options
 from qinfer.cli.models import RepositoryOption
 from qinfer.errors import QinferError
 
-EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
+EXAMPLE = "Example: qinfer up app.py --model-repository ./models --workers 2"
 
 _MOST = 256
 
 _text, _texts = partial(option, str), partial(option, list[str] | None, None)
 _port = partial(option, int, min=0, max=65535)
+_APPS = typer.Argument(
+    help="Apps with functions or classes under @qinfer.model: app.py, app.py:Embed or a package's directory.",
+    show_default=False,
+    metavar="[APP]...",
+)
 UP_OPTIONS: Options = {
+    "apps": (Annotated[list[str] | None, _APPS], None),
     "model_repository": (RepositoryOption, None),
     "model_control_mode": option(
         Literal["none", "poll", "explicit"],
@@ -133,6 +139,7 @@ def up(**given: Any) -> None:
             "repository": _repository(given),
             "log": {"format": given["log_format"], "level": given["log_level"], "model_output": given["model_output"]},
         },
+        apps=tuple(given["apps"] or ()),
         allow_client_shm=given["allow_client_shm"],
         data_dir=given["data_dir"],
         redis_url=given["redis"],

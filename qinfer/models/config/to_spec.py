@@ -51,6 +51,7 @@ LOAD_TIMEOUT = "qinfer.load_timeout_s"
 WARMUP_TIMEOUT = "qinfer.warmup_timeout_s"
 STRICT_OUTPUTS = "qinfer.strict_outputs"
 MAX_STRINGS = "qinfer.max_strings"
+BASE64 = "qinfer.base64"
 _USUAL = LimitSettings()
 
 
@@ -156,6 +157,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     WARMUP_TIMEOUT: ("a number of seconds, or 0", _is_duration),
     STRICT_OUTPUTS: ("'true' or 'false'", lambda text: text in ("true", "false")),
     MAX_STRINGS: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
+    BASE64: ("names of tensors with commas between them", bool),
 }
 
 PARAMETERS = {
@@ -186,6 +188,7 @@ PARAMETERS = {
     "passed on with one warning, as in Triton; [bulk jobs](../how-to/bulk-jobs.md) refuse them in any case.",
     MAX_STRINGS: "Elements that the BYTES inputs of one request may have together; in workers, and in the processes of "
     "`python` models, each is an object of about 100 bytes.",
+    BASE64: "The BYTES tensors that are no text: plain JSON (`POST /models/<name>`) has them in base64.",
 }
 """Parameter → its meaning, for the reference page."""
 

@@ -1,0 +1,323 @@
+"""`POST /models/<name>`: plain JSON, such as `{"text": ["a", "b"]}` → `{"embedding": [[…], […]]}`, for every model.
+
+A member is an input: a list of items, nested as its dimensions, or one item. A body of single items gets single items
+back. Tensors of dimensions [1] are scalars, those that `qinfer.base64` names are base64, and null leaves an optional
+input out. The responses of a decoupled model are server-sent events.
+"""
+
+import binascii
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from qinfer.core.messages import OutgoingRequest, Response
+from qinfer.errors import InvalidRequest, QinferError
+from qinfer.models.config.to_spec import BASE64
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
+from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
+from qinfer.wire.json_scan import repeated_key
+from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters, read_input
+from qinfer.wire.kserve_json import elements, pack
+from qinfer.wire.kserve_types import INPUTS, InputParameters
+from qinfer_api.http.infer import HttpReply
+from qinfer_api.rest.infer import JsonRequest, StreamSink, as_data, one_reply, reply_of, stream, submit_json
+from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation
+from qinfer_api.rest.services import INFER_ERRORS, REQUEST_TIMEOUT, Services, target_of
+
+_FIELDS: Json = {
+    "type": "object",
+    "additionalProperties": {"description": "The input of that name: one item, or a list of items."},
+    "example": {"text": ["a", "b"]},
+}
+_PLAIN = operation(
+    "Run a model on plain JSON",
+    {
+        200: describe_response(
+            "Each output under its name; of a decoupled model, server-sent events with such an object as `data`.",
+            {"type": "object"},
+            example={"embedding": [[0.1, 0.2], [0.3, 0.4]]},
+        ),
+        **INFER_ERRORS,
+    },
+    REQUEST_TIMEOUT,
+    takes=body(_FIELDS),
+)
+_MOST_DOCUMENTED = 200
+_NUMBERS = {"BOOL": "boolean", "FP32": "number", "FP64": "number", "FP16": "number", "BF16": "number"}
+
+
+class PlainRequest(JsonRequest):
+    """A request of plain JSON for a model; `is_one` if it has single items."""
+
+    spec: ModelSpec
+    is_one: bool
+
+
+def plain_routes(services: Services) -> APIRouter:
+    """Returns the route."""
+    router = APIRouter(tags=["inference"])
+
+    @router.post("/models/{model}", name="plain", **_PLAIN)
+    async def plain(request: Request) -> HttpResponse:
+        """Runs the highest ready version of a model on the members of a JSON object: its inputs, as items."""
+        sink = StreamSink()
+        pending, asked = await submit_json(services, target_of(request), request, sink, read_plain)
+        encode = partial(_encoded, asked)
+        if asked.spec.decoupled:
+            return await stream(services, request, sink, pending, partial(as_data, encode))
+        return await one_reply(services, request, sink, pending, encode)
+
+    return router
+
+
+async def _encoded(asked: PlainRequest, response: Response) -> HttpReply:
+    return await reply_of(response, asked.request.endpoint, partial(encode_plain, asked, response))
+
+
+def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> PlainRequest:
+    """Decodes a body, or raises `InvalidRequest`, whose message names the field."""
+    read = Document(text, bounds)
+    document, left = read.value, bounds.nbytes
+    if not isinstance(document, dict):
+        raise InvalidRequest(f"the body must be a JSON object, such as {_example(spec)}")
+    if _may_repeat(read.rest, document) and (twice := repeated_key(read.rest, "")) is not None:
+        raise InvalidRequest(f"field '{twice}' is given twice")
+    inputs = {expected.name: expected for expected in spec.inputs}
+    flags = {key: document[key] for key in SEQUENCE_KEYS if key in document and spec.sequences is not None}
+    given = {key: value for key, value in document.items() if value is not None and key not in flags}
+    for name in given:
+        if name not in inputs:
+            raise InvalidRequest(f"unknown field '{name[:100]}'; model '{spec.name}' takes {', '.join(inputs)}")
+    for expected in spec.inputs:
+        if expected.name not in given and not expected.optional:
+            raise InvalidRequest(f"field '{expected.name}' is missing; send, for example, {_example(spec)}")
+    shapes = {name: _shape(inputs[name], value, spec) for name, value in given.items()}
+    ones = {is_one for _, is_one in shapes.values()}
+    if len(ones) > 1:
+        one = next(name for name, (_, is_one) in shapes.items() if is_one)
+        raise InvalidRequest(f"field '{one}' is one item and others are lists of items; send lists, or one item each")
+    tensors = []
+    for name, value in given.items():
+        tensor = _tensor(inputs[name], value, shapes[name][0], left, spec)
+        left -= tensor.nbytes
+        tensors.append(tensor)
+    read.check()
+    fields: dict[str, Any] = {}
+    form = apply_parameters(flags, fields)
+    request = OutgoingRequest(model=model, inputs=tuple(tensors), version=version, **fields)
+    return PlainRequest(request, form.strict, spec, ones == {True} and spec.max_batch_size > 0)
+
+
+def _may_repeat(text: bytes, names: Iterable[str]) -> bool:
+    return b"\\" in text or any(text.count(b'"%b"' % name.encode(errors="replace")) > 1 for name in names)
+
+
+def _shape(expected: TensorSpec, value: Any, spec: ModelSpec) -> tuple[tuple[int, ...], bool]:
+    """Returns the shape of a value, and whether it is one item of a model that takes batches."""
+    nested = _nested(expected, value)
+    rank = len(_plain_dims(expected))
+    is_one = len(nested) == rank
+    if not is_one and (len(nested) != rank + 1 or not spec.max_batch_size):
+        raise InvalidRequest(f"field '{expected.name}' must be {_said(expected, spec)}, got {_depth(len(nested))}")
+    if 0 in nested:
+        raise InvalidRequest(f"field '{expected.name}' is empty; it must be {_said(expected, spec)}")
+    item = nested if is_one else nested[1:]
+    if any(want not in (-1, size) for want, size in zip(_plain_dims(expected), item, strict=True)):
+        raise InvalidRequest(f"field '{expected.name}' must be {_said(expected, spec)}, got items of {list(item)}")
+    rows = () if not spec.max_batch_size else (1,) if is_one else nested[:1]
+    return (*rows, *(item or (1,))), is_one
+
+
+def _nested(expected: TensorSpec, value: Any) -> tuple[int, ...]:
+    """Returns the lengths of a value's nested lists, which must be even."""
+    if isinstance(value, LongArray):
+        return _nested_long(expected, value)
+    if not isinstance(value, list):
+        return ()
+    inner = {_nested(expected, each) for each in value}
+    if len(inner) > 1:
+        raise InvalidRequest(f"field '{expected.name}' has lists of different lengths, or lists beside values")
+    return (len(value), *(inner.pop() if inner else ()))
+
+
+def _nested_long(expected: TensorSpec, value: LongArray) -> tuple[int, ...]:
+    if value.is_text:
+        return ()
+    if value.least == value.most:
+        return (value.top,)
+    if expected.datatype == "BYTES":
+        raise InvalidRequest(f"field '{expected.name}' is too long for lists of strings in plain JSON; send it to /v2")
+    skeleton = value.skeleton
+    depth = len(skeleton) - len(skeleton.lstrip(b"["))
+    row = skeleton[depth - 1 : skeleton.find(b"]") + 1]
+    shape: tuple[int, ...] = (row.count(b",") + 1,)
+    while len(shape) < depth:
+        level = len(shape)
+        end = skeleton.find(b"]" * (level + 1)) + level
+        count = max((end - (depth - level) + 1) // (len(row) + 1), 0)
+        row, shape = b"[%b]" % b",".join([row] * count), (count, *shape)
+    if row != skeleton:
+        raise InvalidRequest(f"field '{expected.name}' has lists of different lengths, or lists beside values")
+    return shape
+
+
+def _tensor(expected: TensorSpec, value: Any, shape: Sequence[int], most: int, spec: ModelSpec) -> Tensor:
+    name, datatype = expected.name, expected.datatype
+    data = value if isinstance(value, list | LongArray) else [value]
+    try:
+        if isinstance(value, LongArray) and value.is_text and datatype == "BYTES":
+            packed: Bytes = pack(INPUTS[datatype](name, tuple(shape), InputParameters(), value), most)
+        else:
+            packed = pack(read_input({"name": name, "datatype": datatype, "shape": list(shape), "data": data}), most)
+    except QinferError as error:
+        reason = error.message.removeprefix("Unable to parse 'data': ")
+        raise InvalidRequest(f"field '{name}' must be {_said(expected, spec)}: {reason}") from None
+    if name in _base64(spec):
+        try:
+            packed = pack_bytes([b64decode(bytes(element), validate=True) for element in iter_bytes(packed)])
+        except binascii.Error as error:
+            raise InvalidRequest(f"field '{name}' must be base64: {error}") from None
+    return Tensor(name, datatype, tuple(shape), packed)
+
+
+def encode_plain(asked: PlainRequest, response: Response) -> bytes:
+    """Encodes the outputs of a response, or raises `QinferError`."""
+    spec = asked.spec
+    scalars = {output.name for output in spec.outputs if output.dims == (1,)}
+    coded = _base64(spec)
+    rendered = {}
+    for tensor in response.outputs:
+        shape = tensor.shape[:-1] if tensor.name in scalars and tensor.shape[-1:] == (1,) else tensor.shape
+        if asked.is_one and shape[:1] == (1,):
+            shape = shape[1:]
+        items = partial(_coded_rows if tensor.name in coded else _rows, tensor, strict=asked.strict)
+        rendered[tensor.name] = msgspec.Raw(_nest(items(shape[-1] if shape else 1), shape))
+    return msgspec.json.encode(rendered)
+
+
+def _rows(tensor: Tensor, size: int, *, strict: bool) -> list[bytes]:
+    """Returns the JSON of each innermost list of `size` elements."""
+    if 0 in tensor.shape:
+        return []
+    if tensor.datatype == "BYTES":
+        whole = elements(tensor, strict=strict)
+        if prod(tensor.shape) == size:
+            return [whole]
+        values = msgspec.json.decode(whole)
+        return [msgspec.json.encode(values[at : at + size]) for at in range(0, len(values), size)]
+    step = size * DATATYPES[tensor.datatype].itemsize
+    view = memoryview(tensor.data)
+    cut = (Tensor(tensor.name, tensor.datatype, (size,), view[at : at + step]) for at in range(0, len(view), step))
+    return [elements(row, strict=strict) for row in cut]
+
+
+def _coded_rows(tensor: Tensor, size: int, *, strict: bool) -> list[bytes]:
+    del strict
+    values = [b64encode(bytes(element)).decode() for element in iter_bytes(tensor.data)]
+    return [msgspec.json.encode(values[at : at + size]) for at in range(0, len(values), size or 1)]
+
+
+def _nest(rows: list[bytes], shape: Sequence[int]) -> bytes:
+    if not shape:
+        return rows[0][1:-1]
+    if 0 in shape:
+        return b"[%b]" % b",".join([_nest(rows, shape[1:])] * shape[0])
+    for size in reversed(shape[:-1]):
+        rows = [b"[%b]" % b",".join(rows[at : at + size]) for at in range(0, len(rows), size)]
+    return rows[0]
+
+
+def _plain_dims(tensor: TensorSpec) -> tuple[int, ...]:
+    return () if tensor.dims == (1,) else tensor.dims
+
+
+def _base64(spec: ModelSpec) -> frozenset[str]:
+    return frozenset(spec.parameters.get(BASE64, "").split(","))
+
+
+def _said(expected: TensorSpec, spec: ModelSpec) -> str:
+    kind = _kind(expected, spec)
+    dims = _plain_dims(expected)
+    article = "an" if kind == "integer" else "a"
+    item = f"a list of {kind}s of shape {list(dims)}" if dims else f"{article} {kind}"
+    return f"{item}, or a list of such items" if spec.max_batch_size else item
+
+
+def _kind(tensor: TensorSpec, spec: ModelSpec) -> str:
+    if tensor.datatype == "BYTES":
+        return "base64 string" if tensor.name in _base64(spec) else "string"
+    return _NUMBERS.get(tensor.datatype, "integer")
+
+
+def _depth(depth: int) -> str:
+    return "a single value" if not depth else "a list" if depth == 1 else f"lists nested {depth} deep"
+
+
+def _example(spec: ModelSpec) -> str:
+    return msgspec.json.encode(_example_of(spec.inputs, spec)).decode()
+
+
+def _example_of(tensors: Iterable[TensorSpec], spec: ModelSpec) -> Json:
+    """Returns short items; an optional input is left out."""
+    known = {"base64 string": "YQ==", "string": "a", "boolean": True, "integer": 1, "number": 0.5}
+
+    def item(tensor: TensorSpec) -> Any:
+        value: Any = known[_kind(tensor, spec)]
+        for size in reversed(_plain_dims(tensor)):
+            value = [value] * (2 if size == -1 else min(size, 4))
+        return [value] if spec.max_batch_size else value
+
+    return {tensor.name: item(tensor) for tensor in tensors if not tensor.optional}
+
+
+def with_models(document: Callable[[], Json], specs: Callable[[], Mapping[str, ModelSpec]]) -> Callable[[], Json]:
+    """Returns `app.openapi` with the plain JSON of each model, as far as they are known now."""
+
+    def openapi() -> Json:
+        whole = document()
+        known = sorted(specs().items())[:_MOST_DOCUMENTED]
+        paths = {f"/models/{name}": {"post": _documented(spec)} for name, spec in known}
+        return whole | {"paths": whole["paths"] | paths}
+
+    return openapi
+
+
+def _documented(spec: ModelSpec) -> Json:
+    kind = "text/event-stream" if spec.decoupled else "application/json"
+    answer = {"type": "string"} if spec.decoupled else _schema(spec.outputs, spec)
+    responses = {200: describe_response("The outputs.", answer, kind=kind), **errors(400)}
+    for response in responses.values():
+        for one in response["content"].values():
+            if not isinstance(one["schema"], dict):
+                one["schema"] = {"$ref": "#/components/schemas/ErrorBody"}
+    return {
+        "tags": ["models"],
+        "summary": f"Run model {spec.name}",
+        "operationId": f"plain_{spec.name}",
+        "requestBody": body(_schema(spec.inputs, spec) | {"example": _example_of(spec.inputs, spec)}),
+        "responses": {str(status): response for status, response in responses.items()},
+    }
+
+
+def _schema(tensors: Sequence[TensorSpec], spec: ModelSpec) -> Json:
+    properties = {tensor.name: _property(tensor, spec) for tensor in tensors}
+    needed = [tensor.name for tensor in tensors if not tensor.optional]
+    return {"type": "object", "properties": properties, "required": needed}
+
+
+def _property(tensor: TensorSpec, spec: ModelSpec) -> Json:
+    kind = _kind(tensor, spec)
+    found: Json = {"type": "string", "contentEncoding": "base64"} if kind == "base64 string" else {"type": kind}
+    for size in reversed(_plain_dims(tensor)):
+        found = {"type": "array", "items": found} | ({} if size == -1 else {"minItems": size, "maxItems": size})
+    if not spec.max_batch_size:
+        return found
+    return {"anyOf": [{"type": "array", "items": found, "minItems": 1}, found]}

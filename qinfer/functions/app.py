@@ -1,0 +1,66 @@
+"""Apps: the files, modules and packages that declare models."""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.functions.declare import options_of
+
+_QINFER = Path(__file__).parents[1]
+
+
+def import_app(path: Path) -> ModuleType:
+    """Imports a file, or a package's directory, with its own folder among the import paths, as `python app.py` does.
+
+    Raises `ModelLoadFailed` if there is no such file; the app's own errors pass.
+    """
+    file = path / "__init__.py" if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".py":
+        what = (
+            "has no __init__.py" if path.is_dir() else "is not there" if not path.exists() else "does not end with .py"
+        )
+        raise ModelLoadFailed(f"app '{path}' {what}; give a Python file, such as app.py or app.py:Embed, or a package")
+    name = path.stem
+    if name in sys.modules or name in sys.stdlib_module_names:
+        name = f"app_{name}"
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def models_of(module: ModuleType, only: str = "") -> dict[str, Any]:
+    """Returns the decorated functions and classes of a module by their names there; `only` needs no decorator."""
+    if only:
+        target = getattr(module, only, None)
+        if not (inspect.isclass(target) or inspect.isfunction(target)):
+            known = ", ".join(models_of(module)) if target is None else ""
+            raise ModelLoadFailed(
+                f"the app has no function or class '{only}'; it has {known or 'no others with @qinfer.model'}"
+            )
+        return {only: target}
+    found = {name: each for name, each in vars(module).items() if options_of(each) is not None}
+    if not found:
+        raise ModelLoadFailed("the app declares no model; write @qinfer.model above a function or a class")
+    return found
+
+
+def short_trace(error: BaseException) -> str:
+    """Returns a traceback from the app's first frame on."""
+    frame = error.__traceback__
+    while frame is not None and _is_foreign(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frame)))
+
+
+def _is_foreign(file: str) -> bool:
+    return file.startswith("<frozen importlib") or _QINFER in Path(file).parents

@@ -1,0 +1,201 @@
+"""The model of a host process that runs a function of an app: Triton's `initialize` and `execute`, by a `Runner`."""
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from qinfer.backends.python_host import utils as pb_utils
+from qinfer.backends.python_host.errors import code_of, message_of
+from qinfer.backends.python_host.inference import InferenceRequest
+from qinfer.backends.python_host.telemetry import emit
+from qinfer.errors import QinferError
+from qinfer.functions.app import import_app, models_of, short_trace
+from qinfer.functions.declare import State
+from qinfer.functions.hints import read_function
+from qinfer.functions.runner import Arguments, Items, Runner, joined
+from qinfer.functions.values import Array
+from qinfer.models.spec import Device
+
+Call = Callable[[], Any]
+Responses = list[pb_utils.InferenceResponse]
+
+
+class Hosted:
+    """What `model.py` calls `TritonPythonModel`; a subclass names the app and the object in it."""
+
+    path = ""
+    name = ""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Imports the app and sets up the model."""
+        function = read_function(models_of(import_app(Path(self.path)), self.name)[self.name])
+        kind: Any = args["model_instance_kind"].lower()
+        self._runner = Runner(function, Device(kind, int(args["model_instance_device_id"])))
+        self._function = function
+        self._states: dict[int | str, State] = {}
+
+    def execute(self, requests: list[InferenceRequest]) -> Any:
+        """Answers requests; of an `async` function and a stream, on the host's loop."""
+        if self._function.is_decoupled:
+            return self._stream_all(requests) if self._function.is_async else self._stream(requests)
+        steps = self._batched(requests) if self._function.is_batched else self._single(requests)
+        return self._run_async(steps) if self._function.is_async else _run(steps)
+
+    def _batched(self, requests: Sequence[InferenceRequest]) -> "Generator[list[Call], list[Any], Responses]":
+        """One call for all requests; if it fails, the worker executes halves of the batch."""
+        responses: list[Any] = [None] * len(requests)
+        good: list[tuple[int, Arguments, int]] = []
+        for at, request in enumerate(requests):
+            try:
+                items, count = self._items(request)
+                good.append((at, self._runner.batch_arguments(items), count))
+            except QinferError as error:
+                responses[at] = _failed(error)
+        if not good:
+            return responses
+        arguments = joined([each for _, each, _ in good])
+        (result,) = yield [partial(self._runner.call, **arguments)]
+        if isinstance(result, BaseException):
+            raise result
+        ends = list(accumulate(count for _, _, count in good))
+        outputs = self._runner.outputs(result, ends[-1])
+        for (at, _, count), end in zip(good, ends, strict=True):
+            responses[at] = self._response([array[end - count : end] for array in outputs])
+        return responses
+
+    def _single(self, requests: Sequence[InferenceRequest]) -> "Generator[list[Call], list[Any], Responses]":
+        """One call for each item; a failure concerns its request only."""
+        responses: list[Any] = [None] * len(requests)
+        calls: list[Call] = []
+        spans: dict[int, slice] = {}
+        for at, request in enumerate(requests):
+            try:
+                items, count = self._items(request)
+                each = [self._runner.item_arguments(items, row) | self._state(request) for row in range(count)]
+            except QinferError as error:
+                responses[at] = _failed(error)
+                continue
+            spans[at] = slice(len(calls), len(calls) + count)
+            calls += [partial(self._runner.call, **one) for one in each]
+        results = yield calls
+        for at, span in spans.items():
+            responses[at] = self._answer(requests[at], results[span])
+        return responses
+
+    def _answer(self, request: InferenceRequest, results: Sequence[Any]) -> pb_utils.InferenceResponse:
+        failed = next((result for result in results if isinstance(result, BaseException)), None)
+        try:
+            if failed is None:
+                return self._response(self._runner.item_outputs(results))
+        except QinferError as error:
+            failed = error
+        _report(failed, request)
+        return _failed(failed)
+
+    def _items(self, request: InferenceRequest) -> tuple[Items, int]:
+        arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if self._function.is_decoupled:  # it has no batch dimension
+            arrays = {name: array[None] for name, array in arrays.items()}
+        items = self._runner.read(arrays)
+        return items, len(next(iter(arrays.values()))) if arrays else 1
+
+    def _state(self, request: InferenceRequest) -> Arguments:
+        if not self._function.state:
+            return {}
+        key, flags = request.correlation_id(), request.flags()
+        if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+            self._states[key] = State()
+        state = self._states.setdefault(key, State())
+        if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+            del self._states[key]
+        return {self._function.state: state}
+
+    def _response(self, outputs: Sequence[Array]) -> pb_utils.InferenceResponse:
+        named = zip(self._function.result.ports, outputs, strict=True)
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor(port.name, array, "BF16" if port.datatype == "BF16" else None) for port, array in named]
+        )
+
+    def _part(self, result: Any) -> pb_utils.InferenceResponse:
+        return self._response([array[0] for array in self._runner.item_outputs([result])])
+
+    async def _run_async(self, steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
+        async def attempt(call: Call) -> Any:
+            try:
+                return await call()
+            except Exception as error:  # noqa: BLE001  the boundary to the app's code
+                return error
+
+        try:
+            calls = next(steps)
+            while True:
+                calls = steps.send(list(await asyncio.gather(*map(attempt, calls))))
+        except StopIteration as end:
+            done: Responses = end.value
+            return done
+
+    def _stream(self, requests: Sequence[InferenceRequest]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            last = None
+            try:
+                for result in self._runner.call(**self._runner.item_arguments(self._items(request)[0], 0)):
+                    sender.send(self._part(result))
+                    if request.is_cancelled():
+                        break
+            except Exception as error:  # noqa: BLE001  the boundary to the app's code
+                _report(error, request)
+                last = _failed(error)
+            sender.send(last, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    async def _stream_all(self, requests: Sequence[InferenceRequest]) -> None:
+        await asyncio.gather(*map(self._stream_async, requests))
+
+    async def _stream_async(self, request: InferenceRequest) -> None:
+        sender = request.get_response_sender()
+        last = None
+        try:
+            async for result in self._runner.call(**self._runner.item_arguments(self._items(request)[0], 0)):
+                # It waits while the reader is behind, which must not stop the other streams.
+                await asyncio.to_thread(sender.send, self._part(result))
+                if await asyncio.to_thread(request.is_cancelled):
+                    break
+        except Exception as error:  # noqa: BLE001  the boundary to the app's code
+            _report(error, request)
+            last = _failed(error)
+        await asyncio.to_thread(sender.send, last, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def serves(path: str, name: str) -> type[Hosted]:
+    """Returns the model that runs the object `name` of the app at `path`."""
+    return type("TritonPythonModel", (Hosted,), {"path": path, "name": name})
+
+
+def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
+    def attempt(call: Call) -> Any:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001  the boundary to the app's code
+            return error
+
+    try:
+        calls = next(steps)
+        while True:
+            calls = steps.send([attempt(call) for call in calls])
+    except StopIteration as end:
+        done: Responses = end.value
+        return done
+
+
+def _failed(error: BaseException) -> pb_utils.InferenceResponse:
+    is_ours = isinstance(error, QinferError)
+    text = message_of(error) if is_ours else f"{type(error).__name__}: {message_of(error)}"
+    code = code_of(error) if isinstance(error, QinferError) else pb_utils.TritonError.INTERNAL
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
+
+
+def _report(error: BaseException, request: InferenceRequest) -> None:
+    emit("ERROR", "the function failed", short_trace(error), [request._server_id])

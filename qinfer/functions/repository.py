@@ -1,0 +1,94 @@
+"""The models of apps as a model repository: a configuration for each, and a `model.py` that names app and object."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.functions.examine import Declared, examine
+from qinfer.models.config.message import ModelConfig
+from qinfer.models.config.to_spec import BASE64, DEFAULT_TIMEOUT, SPLIT
+from qinfer.tensors import DATATYPES
+
+_MODEL = '''"""Runs {name} of {file} (SHA-256 {digest}); generated."""
+
+from qinfer.functions.hosted import serves
+
+TritonPythonModel = serves({path!r}, {name!r})
+'''
+
+
+def configuration(declared: Declared) -> ModelConfig:
+    """Returns the configuration that the hints and options of a function say."""
+    options, ports = declared.options, declared.ports
+    config = ModelConfig(name=options.name, backend="python")
+    for of, given in ((config.input, ports.inputs), (config.output, ports.outputs)):
+        for port in given:
+            added = of.add(name=port.name, dims=port.dims)
+            added.data_type = (
+                ModelConfig.DESCRIPTOR.file.enum_types_by_name["DataType"]
+                .values_by_name[DATATYPES[port.datatype].config]
+                .number
+            )
+            if port.optional:
+                added.optional = True
+    config.instance_group.add(count=options.instances)
+    if ports.is_decoupled:
+        config.model_transaction_policy.decoupled = True
+    else:
+        config.max_batch_size = options.max_batch_size
+        if ports.has_state:
+            config.sequence_batching.direct.SetInParent()
+        else:
+            config.parameters[SPLIT].string_value = "true"
+            config.dynamic_batching.max_queue_delay_microseconds = round(options.max_delay_ms * 1000)
+    binary = [port.name for port in (*ports.inputs, *ports.outputs) if port.kind in ("bytes", "image")]
+    if binary:
+        config.parameters[BASE64].string_value = ",".join(dict.fromkeys(binary))
+    if options.timeout_s:
+        config.parameters[DEFAULT_TIMEOUT].string_value = f"{options.timeout_s:g}"
+    return config
+
+
+def write_repository(apps: Iterable[str], root: Path, environment: Mapping[str, str]) -> Sequence[Declared]:
+    """Makes `root` the repository of the models of apps, and returns them; unchanged files are not touched.
+
+    Raises `ModelLoadFailed`.
+    """
+    declared = [model for app in apps for model in examine(app, environment)]
+    names = [model.options.name for model in declared]
+    for model in declared:
+        if names.count(model.options.name) > 1:
+            raise ModelLoadFailed(
+                f"two models of the apps are named '{model.options.name}'; name one by @qinfer.model(name=…)"
+            )
+    root.mkdir(parents=True, exist_ok=True)
+    for old in root.iterdir():
+        if old.name not in names:
+            shutil.rmtree(old, ignore_errors=True)
+    for model in declared:
+        write_model(model, root / model.options.name)
+    return declared
+
+
+def write_model(declared: Declared, directory: Path) -> None:
+    """Writes a model's directory."""
+    app = Path(declared.path)
+    source = app / "__init__.py" if app.is_dir() else app
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    model = _MODEL.format(name=declared.name, file=app.name, digest=digest, path=declared.path)
+    _write(directory / "config.pbtxt", text_format.MessageToString(configuration(declared)))
+    _write(directory / "1" / "model.py", model)
+
+
+def _write(path: Path, text: str) -> None:
+    if path.is_file() and path.read_text() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(text)
+    os.replace(draft, path)
