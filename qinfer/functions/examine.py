@@ -12,7 +12,7 @@ from qinfer.core.processes import model_environment
 from qinfer.errors import ModelLoadFailed
 from qinfer.functions.app import import_app, models_of, short_trace
 from qinfer.functions.declare import ModelOptions
-from qinfer.functions.hints import Ports, read_function
+from qinfer.functions.hints import Signature, read_function
 
 EXAMINE_S = 300.0
 """Limits the import of an app, which may import a whole framework."""
@@ -24,7 +24,7 @@ class Declared(msgspec.Struct, frozen=True):
     path: str
     name: str
     options: ModelOptions
-    ports: Ports
+    signature: Signature
 
 
 class Examined(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,7 +65,7 @@ def examined_here(app: str) -> Examined:
     except BaseException as error:  # noqa: BLE001  the boundary to the app's code, which may even call `sys.exit`
         return Examined(error=f"app '{app}' can't be imported:\n{short_trace(error).rstrip()}")
     absolute = str(Path(path).absolute())
-    return Examined(tuple(Declared(absolute, name, f.options, f.ports) for name, f in functions))
+    return Examined(tuple(Declared(absolute, name, f.options, f.signature) for name, f in functions))
 
 
 def main(app: str) -> int:

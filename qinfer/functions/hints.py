@@ -1,7 +1,7 @@
 """Type hints as ports: the inputs and outputs of a function that is a model.
 
-`list[…]` is the batch and a bare type is one item; an array follows the other inputs, and is a batch beside none. What
-hints do not say is a `HintError`, which shows the line and the remedy.
+`list[…]` is the batch and a bare type is one item; an array follows the other inputs, and is a batch if there are no
+others. Hints that leave something open are a `HintError`, which shows the line and the remedy.
 """
 
 import ast
@@ -43,7 +43,7 @@ class HintError(ModelLoadFailed):
     """Hints do not say what a model needs; the message begins with file and line."""
 
 
-class Port(msgspec.Struct, frozen=True, kw_only=True):
+class TensorPort(msgspec.Struct, frozen=True, kw_only=True):
     """An input or output: a tensor of items of `shape`, () for scalars, which are [1] on the wire."""
 
     name: str
@@ -58,20 +58,20 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape or (1,)
 
 
-class Ports(msgspec.Struct, frozen=True, kw_only=True):
+class Signature(msgspec.Struct, frozen=True, kw_only=True):
     """All that a configuration says of a function."""
 
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[TensorPort, ...]
+    outputs: tuple[TensorPort, ...]
     is_decoupled: bool = False
     has_state: bool = False
 
 
-class Value(NamedTuple):
+class ValueSpec(NamedTuple):
     """An argument or result: one port, or the ports of a `record`'s fields."""
 
     name: str
-    ports: tuple[Port, ...]
+    ports: tuple[TensorPort, ...]
     record: type | None = None
     is_columns: bool = False
     """Whether the fields of the record hold a whole batch each."""
@@ -82,17 +82,17 @@ class Function(NamedTuple):
 
     target: Any
     options: ModelOptions
-    arguments: tuple[Value, ...]
-    result: Value
+    arguments: tuple[ValueSpec, ...]
+    result: ValueSpec
     is_batched: bool
     is_async: bool
     is_decoupled: bool
     state: str = ""
 
     @property
-    def ports(self) -> Ports:
+    def signature(self) -> Signature:
         """The inputs and outputs."""
-        return Ports(
+        return Signature(
             inputs=tuple(port for value in self.arguments for port in value.ports),
             outputs=self.result.ports,
             is_decoupled=self.is_decoupled,
@@ -181,19 +181,19 @@ class _Reader:
             )
         return not items
 
-    def _argument(self, parameter: inspect.Parameter, hint: Any, *, is_batched: bool) -> Value:
+    def _argument(self, parameter: inspect.Parameter, hint: Any, *, is_batched: bool) -> ValueSpec:
         name, has_default = parameter.name, parameter.default is not parameter.empty
         if _required(hint) is not _plain(hint) and parameter.default is not None:
             raise self._error(name, f"'{name}' may be None; give it the default None, or remove None from its type")
         item = _item_of(_required(hint)) if is_batched and not _is_array(_required(hint)) else _required(hint)
         if (fields := _fields_of(item)) is None:
-            return Value(name, (self._port(name, name, item, optional=has_default),))
+            return ValueSpec(name, (self._port(name, name, item, optional=has_default),))
         if has_default:
             raise self._error(name, f"'{name}' is a class of fields; give the fields defaults in place of '{name}'")
         ports = tuple(self._port(name, field, inner, optional=may_miss) for field, inner, may_miss in fields)
-        return Value(name, ports, item)
+        return ValueSpec(name, ports, item)
 
-    def _result(self, hint: Any, *, is_batched: bool) -> Value:
+    def _result(self, hint: Any, *, is_batched: bool) -> ValueSpec:
         output, item = self._options.output, _item_of(hint)
         if is_batched and item is None and not _is_array(hint):
             fields = _fields_of(hint)
@@ -207,19 +207,21 @@ class _Reader:
                     raise self._error(
                         "return", f"field '{name}' of the result of a batch is one item; write {name}: list[…]"
                     )
-            return Value(output, tuple(self._port("return", name, of) for name, of in columns), hint, is_columns=True)
+            return ValueSpec(
+                output, tuple(self._port("return", name, of) for name, of in columns), hint, is_columns=True
+            )
         item = item if is_batched and item is not None else hint
         if (fields := _fields_of(item)) is None:
-            return Value(output, (self._port("return", output, item),))
-        return Value(output, tuple(self._port("return", name, of) for name, of, _ in fields), item)
+            return ValueSpec(output, (self._port("return", output, item),))
+        return ValueSpec(output, tuple(self._port("return", name, of) for name, of, _ in fields), item)
 
-    def _port(self, where: str, name: str, hint: Any, *, optional: bool = False) -> Port:
+    def _port(self, where: str, name: str, hint: Any, *, optional: bool = False) -> TensorPort:
         of = _required(hint) if optional else _plain(hint)
         if of in _DATATYPES:
             kind, datatype = _DATATYPES[of]
-            return Port(name=name, datatype=datatype, kind=kind, optional=optional)
+            return TensorPort(name=name, datatype=datatype, kind=kind, optional=optional)
         if _is_image(of):
-            return Port(name=name, datatype="BYTES", kind="image", optional=optional)
+            return TensorPort(name=name, datatype="BYTES", kind="image", optional=optional)
         if _is_array(of):
             return self._array(where, name, of, optional=optional)
         if _item_of(of) is not None:
@@ -228,7 +230,7 @@ class _Reader:
             raise self._error(where, f"'{name}' has a module as its type; write {_shown(of).rpartition('.')[2]}.Image")
         raise self._error(where, f"'{name}' has the type {_shown(of)}; a model takes and gives {_KNOWN}")
 
-    def _array(self, where: str, name: str, hint: Any, *, optional: bool) -> Port:
+    def _array(self, where: str, name: str, hint: Any, *, optional: bool) -> TensorPort:
         datatype, *shape = getattr(hint, "__metadata__", ()) or ("",)
         if datatype not in DATATYPES:
             raise self._error(where, f"the array '{name}' needs a datatype; write {_ARRAY}")
@@ -236,10 +238,10 @@ class _Reader:
             raise self._error(
                 where, f"the array '{name}' has dimensions {shape}; each is 1 or more, or -1 where it varies"
             )
-        return Port(name=name, datatype=datatype, kind="array", shape=tuple(shape), optional=optional)
+        return TensorPort(name=name, datatype=datatype, kind="array", shape=tuple(shape), optional=optional)
 
     def _check_names(self, found: Function) -> None:
-        for ports in (found.ports.inputs, found.ports.outputs):
+        for ports in (found.signature.inputs, found.signature.outputs):
             names = [port.name for port in ports]
             twice = [name for name in names if names.count(name) > 1]
             if twice:

@@ -24,7 +24,7 @@ Responses = list[pb_utils.InferenceResponse]
 
 
 class Hosted:
-    """What `model.py` calls `TritonPythonModel`; a subclass names the app and the object in it."""
+    """The class that `model.py` calls `TritonPythonModel`; a subclass names the app and the object in it."""
 
     path = ""
     name = ""

@@ -24,9 +24,9 @@ TritonPythonModel = serves({path!r}, {name!r})
 
 def configuration(declared: Declared) -> ModelConfig:
     """Returns the configuration that the hints and options of a function say."""
-    options, ports = declared.options, declared.ports
+    options, signature = declared.options, declared.signature
     config = ModelConfig(name=options.name, backend="python")
-    for of, given in ((config.input, ports.inputs), (config.output, ports.outputs)):
+    for of, given in ((config.input, signature.inputs), (config.output, signature.outputs)):
         for port in given:
             added = of.add(name=port.name, dims=port.dims)
             added.data_type = (
@@ -37,16 +37,16 @@ def configuration(declared: Declared) -> ModelConfig:
             if port.optional:
                 added.optional = True
     config.instance_group.add(count=options.instances)
-    if ports.is_decoupled:
+    if signature.is_decoupled:
         config.model_transaction_policy.decoupled = True
     else:
         config.max_batch_size = options.max_batch_size
-        if ports.has_state:
+        if signature.has_state:
             config.sequence_batching.direct.SetInParent()
         else:
             config.parameters[SPLIT].string_value = "true"
             config.dynamic_batching.max_queue_delay_microseconds = round(options.max_delay_ms * 1000)
-    binary = [port.name for port in (*ports.inputs, *ports.outputs) if port.kind in ("bytes", "image")]
+    binary = [port.name for port in (*signature.inputs, *signature.outputs) if port.kind in ("bytes", "image")]
     if binary:
         config.parameters[BASE64].string_value = ",".join(dict.fromkeys(binary))
     if options.timeout_s:

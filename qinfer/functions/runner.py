@@ -10,7 +10,7 @@ import numpy as np
 
 from qinfer.errors import InferenceFailed
 from qinfer.functions.declare import State
-from qinfer.functions.hints import Function, Port, Value, read_function
+from qinfer.functions.hints import Function, TensorPort, ValueSpec, read_function
 from qinfer.functions.values import Array, decode, encode, make, parts
 from qinfer.models.spec import Device
 
@@ -35,7 +35,7 @@ class Runner:
 
     def read(self, inputs: Mapping[str, Array]) -> Items:
         """Returns the items of a request, or raises `InvalidRequest`; each array is `[items, …]`."""
-        ports = {port.name: port for port in self.function.ports.inputs}
+        ports = {port.name: port for port in self.function.signature.inputs}
         return {name: decode(ports[name], array) for name, array in inputs.items() if name in ports}
 
     def item_arguments(self, items: Items, row: int) -> Arguments:
@@ -133,7 +133,7 @@ class Local:
         runner.item_outputs([result])
         return result
 
-    def _tensors(self, value: Value, given: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+    def _tensors(self, value: ValueSpec, given: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
         if value.name not in given:
             return
         items = given[value.name] if self._function.is_batched else [given[value.name]]
@@ -165,7 +165,7 @@ def local(target: Any) -> Local:
     return Local(target)
 
 
-def _is_left_out(port: Port, column: Any) -> bool:
+def _is_left_out(port: TensorPort, column: Any) -> bool:
     return port.optional and (column is None or all(item is None for item in column))
 
 

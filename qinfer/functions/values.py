@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.errors import InferenceFailed, InvalidRequest
-from qinfer.functions.hints import Port, Value
+from qinfer.functions.hints import TensorPort, ValueSpec
 from qinfer.tensors import DATATYPES
 
 Array = npt.NDArray[Any]
@@ -24,7 +24,7 @@ MAX_PIXELS = 64 * 10**6
 _IMAGES = ("JPEG", "PNG")
 
 
-def decode(port: Port, array: Array) -> Sequence[Any] | Array:
+def decode(port: TensorPort, array: Array) -> Sequence[Any] | Array:
     """Returns the items of an input, or raises `InvalidRequest`; those of an array port are an array."""
     if port.kind == "array":
         return array if port.shape else array.reshape(-1)
@@ -36,7 +36,7 @@ def decode(port: Port, array: Array) -> Sequence[Any] | Array:
     return elements
 
 
-def encode(port: Port, items: Sequence[Any] | Array, what: str = "output") -> Array:
+def encode(port: TensorPort, items: Sequence[Any] | Array, what: str = "output") -> Array:
     """Returns the tensor of a port's items, or raises `InferenceFailed` for values that are not of the port."""
     if port.datatype == "BYTES" and port.kind != "array":
         found = np.empty((len(items), 1), dtype=object)
@@ -66,7 +66,7 @@ def encode(port: Port, items: Sequence[Any] | Array, what: str = "output") -> Ar
     return array if port.shape else array.reshape(-1, 1)
 
 
-def make(value: Value, fields: Mapping[str, Any]) -> Any:
+def make(value: ValueSpec, fields: Mapping[str, Any]) -> Any:
     """Returns an argument from the items of its ports; raises `InvalidRequest` if its class refuses them."""
     record: Any = value.record
     if record is None:
@@ -79,7 +79,7 @@ def make(value: Value, fields: Mapping[str, Any]) -> Any:
         raise InvalidRequest(f"'{value.name}' is not valid: {error}") from None
 
 
-def parts(value: Value, result: Any) -> list[Any]:
+def parts(value: ValueSpec, result: Any) -> list[Any]:
     """Returns the value of each port of a result, or raises `InferenceFailed`."""
     if value.record is None:
         return [result]
@@ -98,7 +98,7 @@ def _in_range(array: Array, dtype: Any) -> bool:
     return bool(int(array.min()) >= limits.min and int(array.max()) <= limits.max)
 
 
-def _is_of(port: Port, item: Any) -> bool:
+def _is_of(port: TensorPort, item: Any) -> bool:
     if port.kind == "bool":
         return isinstance(item, bool | np.bool_)
     if isinstance(item, bool | np.bool_):
@@ -113,7 +113,7 @@ def _text(name: str, element: Any) -> str:
         raise InvalidRequest(f"input '{name}' has text that is not UTF-8 at byte {error.start}") from None
 
 
-def _bytes(port: Port, item: Any, what: str) -> bytes:
+def _bytes(port: TensorPort, item: Any, what: str) -> bytes:
     if port.kind == "image":
         if not hasattr(item, "save"):
             raise _unfit(port, what, type(item).__name__)
@@ -143,6 +143,6 @@ def _image(name: str, content: bytes) -> Any:
     return image
 
 
-def _unfit(port: Port, what: str, got: str) -> InferenceFailed:
+def _unfit(port: TensorPort, what: str, got: str) -> InferenceFailed:
     kind = f"{port.datatype}{list(port.shape)}" if port.kind == "array" else port.kind
     return InferenceFailed(f"{what} '{port.name}' has items of {kind}, got {got}")

@@ -228,6 +228,8 @@ def _coded_rows(tensor: Tensor, size: int, *, strict: bool) -> list[bytes]:
 def _nest(rows: list[bytes], shape: Sequence[int]) -> bytes:
     if not shape:
         return rows[0][1:-1]
+    if not shape[0]:
+        return b"[]"
     if 0 in shape:
         return b"[%b]" % b",".join([_nest(rows, shape[1:])] * shape[0])
     for size in reversed(shape[:-1]):

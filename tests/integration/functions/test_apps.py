@@ -132,7 +132,7 @@ def test_serve_shows_why_a_model_does_not_start(tmp_path: Path) -> None:
         """,
     )
 
-    with pytest.raises(TimeoutError, match="no weights"), serve(app, timeout_s=5):
+    with pytest.raises(TimeoutError, match="no weights"), serve(app, timeout_s=50):
         pytest.fail("it served")
 
 

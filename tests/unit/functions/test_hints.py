@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import qinfer
-from qinfer.functions.hints import HintError, Port, Ports, read_function
+from qinfer.functions.hints import HintError, Signature, TensorPort, read_function
 
 
 class Row(msgspec.Struct):
@@ -42,8 +42,8 @@ class Partial(TypedDict):
     stars: NotRequired[int]
 
 
-def ports(call: Any) -> Ports:
-    return read_function(call).ports
+def ports(call: Any) -> Signature:
+    return read_function(call).signature
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_hint_is_a_port_of_an_item_and_of_a_batch(
     def one(x: hint, y: str) -> hint: ...
     def batch(x: many, y: list[str]) -> many: ...
 
-    expected = Port(name="x", datatype=datatype, kind=kind, shape=shape)
+    expected = TensorPort(name="x", datatype=datatype, kind=kind, shape=shape)
     assert (ports(one).inputs[0], read_function(one).is_batched) == (expected, False)
     assert (ports(batch).inputs[0], read_function(batch).is_batched) == (expected, True)
     assert ports(one).outputs == ports(batch).outputs == (msgspec.structs.replace(expected, name="output"),)

@@ -15,7 +15,7 @@ from PIL import Image
 
 import qinfer
 from qinfer.errors import InferenceFailed, InvalidRequest
-from qinfer.functions.hints import Port
+from qinfer.functions.hints import TensorPort
 from qinfer.functions.values import MAX_PIXELS, decode, encode
 
 
@@ -164,7 +164,7 @@ def test_streams_coroutines_and_states() -> None:
     assert [total(2), total(3)] == [2, 5]
 
 
-IMAGE = Port(name="x", datatype="BYTES", kind="image")
+IMAGE = TensorPort(name="x", datatype="BYTES", kind="image")
 
 
 def png(width: int, height: int) -> bytes:
@@ -207,4 +207,4 @@ def test_text_that_is_not_utf_8_is_refused() -> None:
     array = np.array([[b"ok"], [b"a\xff"]], object)
 
     with pytest.raises(InvalidRequest, match="input 'x' has text that is not UTF-8 at byte 1"):
-        decode(Port(name="x", datatype="BYTES", kind="str"), array)
+        decode(TensorPort(name="x", datatype="BYTES", kind="str"), array)

@@ -4,6 +4,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,17 @@ def test_each_public_name_is_listed_and_exists(name: str) -> None:
     assert [each for each in LISTED[name] if not hasattr(module, each)] == []
 
 
-def test_qinfer_exports_what_the_client_exports() -> None:
-    assert set(LISTED["qinfer"]) == {*public_names("qinfer.client"), "__version__"}
+def test_qinfer_exports_what_the_client_exports_and_what_apps_need() -> None:
+    for_apps = {"Device", "State", "local", "model"}
+
+    assert set(LISTED["qinfer"]) == {*public_names("qinfer.client"), "__version__", *for_apps}
+
+
+def test_apps_import_nothing_heavy() -> None:
+    """Each app imports `qinfer.model`, in a process that may need nothing else of qinfer."""
+    code = "import qinfer, sys; qinfer.model; print({'numpy', 'httpx', 'redis', 'pydantic'} & set(sys.modules))"
+
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_documents_and_examples_import_public_names_only() -> None:
