@@ -54,6 +54,11 @@ def models_of(module: ModuleType, only: str = "") -> dict[str, Any]:
     return found
 
 
+def sources_of(path: Path) -> list[Path]:
+    """Returns the files whose change may change an app: all of a package, or those beside a file, sorted."""
+    return sorted(path.rglob("*.py") if path.is_dir() else path.parent.glob("*.py"))
+
+
 def short_trace(error: BaseException) -> str:
     """Returns a traceback from the app's first frame on."""
     frame = error.__traceback__

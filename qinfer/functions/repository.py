@@ -3,18 +3,20 @@
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from google.protobuf import text_format
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.functions.app import sources_of
 from qinfer.functions.examine import Declared, examine
 from qinfer.models.config.message import ModelConfig
 from qinfer.models.config.to_spec import BASE64, DEFAULT_TIMEOUT, SPLIT
 from qinfer.tensors import DATATYPES
 
-_MODEL = '''"""Runs {name} of {file} (SHA-256 {digest}); generated."""
+_MODEL = '''"""Runs {name} of {file}; generated. The SHA-256 of its sources is {digest}."""
 
 from qinfer.functions.hosted import serves
 
@@ -78,9 +80,10 @@ def write_repository(apps: Iterable[str], root: Path, environment: Mapping[str, 
 def write_model(declared: Declared, directory: Path) -> None:
     """Writes a model's directory."""
     app = Path(declared.path)
-    source = app / "__init__.py" if app.is_dir() else app
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    model = _MODEL.format(name=declared.name, file=app.name, digest=digest, path=declared.path)
+    digest = hashlib.sha256()
+    for source in sources_of(app):
+        digest.update(b"%d\n%b" % (source.stat().st_size, source.read_bytes()))
+    model = _MODEL.format(name=declared.name, file=app.name, digest=digest.hexdigest(), path=declared.path)
     _write(directory / "config.pbtxt", text_format.MessageToString(configuration(declared)))
     _write(directory / "1" / "model.py", model)
 
@@ -92,3 +95,17 @@ def _write(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.new")
     draft.write_text(text)
     os.replace(draft, path)
+
+
+def main(root: str, *apps: str) -> int:
+    """Writes the repository again; an error goes to stdout."""
+    try:
+        write_repository(apps, Path(root), os.environ)
+    except ModelLoadFailed as error:
+        sys.stdout.write(error.message)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

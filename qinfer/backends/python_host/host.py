@@ -81,7 +81,7 @@ CALLS_AT_ONCE = 64
 _batch: ContextVar[int] = ContextVar("batch", default=0)
 """The batch of a decoupled model's call; 0 = unknown."""
 
-_HERE = Path(__file__).parent
+_OURS = (Path(__file__).parent, Path(__file__).parents[2] / "functions")
 _WITHIN_EXECUTE = "other models can be called within `execute` only"
 
 
@@ -598,7 +598,7 @@ async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseExc
 def _trace(error: BaseException) -> str:
     """Returns the traceback from the model's first frame on."""
     frame = error.__traceback__
-    while frame is not None and Path(frame.tb_frame.f_code.co_filename).parent == _HERE:
+    while frame is not None and Path(frame.tb_frame.f_code.co_filename).parent in _OURS:
         frame = frame.tb_next
     return "".join(traceback.format_exception(error.with_traceback(frame)))
 

@@ -114,13 +114,14 @@ Sections = Mapping[str, Mapping[str, Any]]
 class UpOptions:
     """The options of `qinfer up`.
 
-    `apps` declare models by `@qinfer.model`. `settings` replace those of the environment; empty settings of the
-    repository replace nothing. Without `redis_url` a private Redis runs, with at most `redis_memory_bytes` (0 = half of
-    the memory).
+    `apps` declare models by `@qinfer.model`; `reload` follows their files. `settings` replace those of the environment;
+    empty settings of the repository replace nothing. Without `redis_url` a private Redis runs, with at most
+    `redis_memory_bytes` (0 = half of the memory).
     """
 
     settings: Sections
     apps: Sequence[str] = ()
+    reload: bool = False
     allow_client_shm: bool
     data_dir: Path
     redis_url: str
@@ -128,6 +129,11 @@ class UpOptions:
     workers: int
     autoscale: tuple[int, int] | None
     ready_timeout_s: float
+
+    @property
+    def functions(self) -> Path:
+        """The repository of the models of apps."""
+        return self.data_dir.resolve() / "functions"
 
 
 class Ports(NamedTuple):
@@ -352,13 +358,22 @@ class LocalDeployment:
                 self._messages.show(lines)
             if not (launch.no_bulk or supervisor.stop_asked):
                 supervisor.add(bulk, WORKER_POLICY, stop_s=self._plan.worker_drain_s + KILL_MARGIN_S)
-            supervisor.run(pool.step)
+            with self._watch():
+                supervisor.run(pool.step)
             self._messages.say("stopping; accepted requests are answered first")
         finally:
             # the last requests may need a new worker
             supervisor.stop([gateway], meanwhile=pool.step)
             pool.close()
             supervisor.stop([*pool.processes, bulk])
+
+    def _watch(self) -> AbstractContextManager[object]:
+        options = self._options
+        if not options.reload:
+            return nullcontext()
+        from qinfer.functions.watch import AppWatch
+
+        return AppWatch(options.apps, options.functions, os.environ, self._messages.say)
 
     def _worker_pool(self, env: Mapping[str, str], redis_url: str) -> WorkerPool:
         if self._options.autoscale is None:

@@ -56,7 +56,7 @@ class Preparation:
         if self._options.apps:
             from qinfer.functions.repository import write_repository
 
-            write_repository(self._options.apps, functions_directory(self._options), os.environ)
+            write_repository(self._options.apps, self._options.functions, os.environ)
         for place in settings.repository.path.split(","):
             check_repository(place)
         check_exposure(settings.auth, settings.http.host)
@@ -163,7 +163,7 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     if options.apps:
         if repository["path"] == given.path and "path" not in given.model_fields_set:  # the default is none of theirs
             places = [place for place in places if Path(place).is_dir()]
-        places = list(dict.fromkeys([*places, str(functions_directory(options))]))
+        places = list(dict.fromkeys([*places, str(options.functions)]))
     repository["path"] = ",".join(places)
     if not repository["overlay"] and not options.redis_url and repository["control_mode"] == "explicit":
         repository["overlay"] = str((options.data_dir / "overlay").resolve())
@@ -183,11 +183,6 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     segments = {"directory": settings.segments.directory or here}
     more = {"repository": repository, "stores": stores, "rate_limit": limit, "limits": limits, "segments": segments}
     return {**options.settings, **more}
-
-
-def functions_directory(options: UpOptions) -> Path:
-    """Returns the repository of the models of apps."""
-    return options.data_dir.resolve() / "functions"
 
 
 def payload_store(options: UpOptions, settings: Settings) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from qinfer.errors import QinferError
 EXAMPLE = "Example: qinfer up app.py --model-repository ./models --workers 2"
 
 _MOST = 256
+RELOAD_POLL_S = 0.5
 
 _text, _texts = partial(option, str), partial(option, list[str] | None, None)
 _port = partial(option, int, min=0, max=65535)
@@ -24,6 +25,13 @@ _APPS = typer.Argument(
 )
 UP_OPTIONS: Options = {
     "apps": (Annotated[list[str] | None, _APPS], None),
+    "reload": option(
+        bool,
+        False,
+        "Load the models of the apps again when one of their files is saved; the old models serve meanwhile. Implies "
+        "--model-control-mode poll.",
+        "--reload",
+    ),
     "model_repository": (RepositoryOption, None),
     "model_control_mode": option(
         Literal["none", "poll", "explicit"],
@@ -140,6 +148,7 @@ def up(**given: Any) -> None:
             "log": {"format": given["log_format"], "level": given["log_level"], "model_output": given["model_output"]},
         },
         apps=tuple(given["apps"] or ()),
+        reload=given["reload"],
         allow_client_shm=given["allow_client_shm"],
         data_dir=given["data_dir"],
         redis_url=given["redis"],
@@ -163,11 +172,18 @@ def _repository(given: Mapping[str, Any]) -> dict[str, Any]:
     mode, models = given["model_control_mode"], tuple(given["load_model"] or ())
     if models and mode != "explicit":
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
+    poll_s = given["repository_poll_secs"]
+    if given["reload"]:
+        if not given["apps"]:
+            raise typer.BadParameter("it needs an app, such as app.py", param_hint="--reload")
+        if mode == "explicit":
+            raise typer.BadParameter("it polls, and can't be used with explicit", param_hint="--reload")
+        mode, poll_s = "poll", min(poll_s, RELOAD_POLL_S)
     return {
         "path": ",".join(given["model_repository"] or ()),
         "control_mode": mode,
         "load_models": models,
-        "poll_s": given["repository_poll_secs"],
+        "poll_s": poll_s,
         "strict_readiness": given["strict_readiness"],
     }
 
