@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "AsyncModelFunction",
     "AsyncSequence",
     "Client",
     "Device",
@@ -19,6 +20,7 @@ __all__ = [
     "JobEstimate",
     "JobLogLine",
     "JobStatus",
+    "ModelFunction",
     "ModelIndexEntry",
     "ModelMetadata",
     "ModelStatistics",
@@ -28,6 +30,7 @@ __all__ = [
     "State",
     "TensorMetadata",
     "__version__",
+    "call",
     "local",
     "model",
 ]
@@ -36,6 +39,7 @@ _MODULES = ("errors", "tensors")
 _ELSEWHERE = {
     "Device": "qinfer.models.spec",
     "State": "qinfer.functions.declare",
+    "call": "qinfer.functions.calls",
     "local": "qinfer.functions.runner",
     "model": "qinfer.functions.declare",
 }
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from qinfer.client import (
         AsyncClient,
         AsyncJob,
+        AsyncModelFunction,
         AsyncSequence,
         Client,
         InferResult,
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
         JobEstimate,
         JobLogLine,
         JobStatus,
+        ModelFunction,
         ModelIndexEntry,
         ModelMetadata,
         ModelStatistics,
@@ -62,6 +68,7 @@ if TYPE_CHECKING:
         Sequence,
         TensorMetadata,
     )
+    from qinfer.functions.calls import call
     from qinfer.functions.declare import State, model
     from qinfer.functions.runner import local
     from qinfer.models.spec import Device

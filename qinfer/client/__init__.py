@@ -6,9 +6,9 @@ one and threads in the other. The client knows only the protocol, no queues, bro
 """
 
 from qinfer.client._async.client import AsyncClient
-from qinfer.client._async.handles import AsyncJob, AsyncSequence
+from qinfer.client._async.handles import AsyncJob, AsyncModelFunction, AsyncSequence
 from qinfer.client._sync.client import Client
-from qinfer.client._sync.handles import Job, Sequence
+from qinfer.client._sync.handles import Job, ModelFunction, Sequence
 from qinfer.client.job_flows import JobStatus
 from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus
 from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelIndexEntry, ModelMetadata, TensorMetadata
@@ -16,6 +16,7 @@ from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelIndexEntry, ModelMe
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "AsyncModelFunction",
     "AsyncSequence",
     "Client",
     "InferResult",
@@ -23,6 +24,7 @@ __all__ = [
     "JobEstimate",
     "JobLogLine",
     "JobStatus",
+    "ModelFunction",
     "ModelIndexEntry",
     "ModelMetadata",
     "ModelStatistics",

@@ -65,3 +65,11 @@ def total(number: int, state: qinfer.State) -> int:
 @qinfer.model(max_batch_size=2)
 def size(image: Image.Image, thumbnail: bool = False) -> bytes:  # noqa: FBT001, FBT002  an input
     return f"{image.width}x{image.height} {thumbnail}".encode()
+
+
+@qinfer.model
+def longest(texts: str) -> str:
+    """Asks another model for the lengths of the words."""
+    words = texts.split()
+    lengths = qinfer.call("embed", text=[[word] for word in words])["embedding"][:, 0]
+    return words[int(lengths.argmax())]

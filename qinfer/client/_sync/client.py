@@ -379,6 +379,15 @@ class Client:
 
         return stream_in_threads(inputs, plan, self._run_flow, concurrency=concurrency, ordered=ordered)
 
+    def model(self, name: str, *, version: int | None = None) -> handles.ModelFunction:
+        """Returns a model as a function of Python values: `client.model("embed")(text=["hi"])`.
+
+        Args:
+            name: The model's name.
+            version: The version; `None` = the highest ready one.
+        """
+        return handles.ModelFunction(self._run_flow, self._policy, name, version)
+
     def sequence(
         self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
     ) -> handles.Sequence:

@@ -16,7 +16,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from qinfer.client import job_flows
+from qinfer.client import flows, job_flows, model_flows, values
 from qinfer.client.flows import StepFlags
 from qinfer.client.job_flows import JobStatus, OnStatus, completed, progress_observer
 from qinfer.client.model_flows import Inputs
@@ -148,6 +148,40 @@ class Job:
 
         table = self.to_arrow(columns=columns, partial=partial, storage_options=storage_options)
         return as_pandas(table)
+
+
+class ModelFunction:
+    """A model, called as a function; made by `Client.model`."""
+
+    def __init__(self, run: FlowRunner, policy: Policy, name: str, version: int | None) -> None:
+        self._run, self._policy = run, policy
+        self._name, self._version = name, version
+        self._config: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<ModelFunction {self._name}>"
+
+    def __call__(self, **inputs: Any) -> dict[str, Any]:
+        """Runs the model: `embed(text=["hi"])` gives `{"embedding": array([[…]])}`.
+
+        The first call reads the model's configuration, which later calls use.
+
+        Args:
+            **inputs: Each a list or an array of items, or each one item; `None` leaves an optional input out.
+
+        Returns:
+            The outputs by name: texts as `str`, others as arrays; of one item, without the dimension of the batch.
+
+        Raises:
+            InvalidRequest: An input is unknown, or does not fit the model.
+            QinferError: As `Client.infer`.
+        """
+        if self._config is None:
+            self._config = self._run(model_flows.config(self._policy, self._name, self._version))
+        tensors, is_one = values.to_tensors(self._config, inputs)
+        ask = flows.Ask(self._name, tensors, self._version)
+        result = self._run(flows.infer(self._policy, ask))
+        return values.from_tensors(self._config, result.tensors, is_one=is_one)
 
 
 class Sequence:

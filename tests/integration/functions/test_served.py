@@ -11,6 +11,7 @@ import pytest
 import tritonclient.grpc
 from PIL import Image
 
+import qinfer
 from qinfer.errors import InvalidRequest
 from qinfer.testing import Served, serve
 from tests.support import functions_app
@@ -133,3 +134,40 @@ def test_a_stored_request_runs_a_function(served: Served) -> None:
 def test_input_that_is_not_text_is_refused(served: Served) -> None:
     with pytest.raises(InvalidRequest, match="input 'text' has text that is not UTF-8"):
         served.client.infer("embed", {"text": np.array([[b"\xff"]], object)})
+
+
+def test_a_function_calls_another_model(served: Served, post: Any) -> None:
+    assert post("longest", texts="a longer word") == {"output": "longer"}
+    assert post("longest", texts="")[0] == 500
+
+
+def test_the_client_calls_a_model_as_a_function(served: Served) -> None:
+    embed, rate, size = (served.client.model(name) for name in ("embed", "rate", "size"))
+
+    assert embed(text=["h\u00e9", "a"])["embedding"].tolist() == [[2, 0], [1, 1]]
+    assert embed(text="a")["embedding"].tolist() == [1, 1]
+    assert rate(title="\u00e9", stars=None) == {"label": "\u00c9", "score": 1.5}
+    assert rate(title=["a", "b"], stars=[2, 4])["score"].tolist() == [1, 2]
+    assert size(image=png(3, 2)) == {"output": b"3x2 False"}
+
+
+async def test_the_client_of_an_event_loop_does_so_too(served: Served) -> None:
+    async with qinfer.AsyncClient(served.url) as client:
+        assert await client.model("upper")(text="\u00e9") == {"output": "\u00c9"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"nothing": 1}, "has no input 'nothing'; it has title, stars"),
+        ({"title": "a", "stars": "b"}, "input 'stars' has values that are no INT64"),
+        ({"title": "a", "stars": 1.5}, "input 'stars' has values that are no INT64"),
+        ({"title": ["a"], "stars": 1}, "some inputs of model 'rate' are one item"),
+        ({"title": [["a"]]}, "input 'title' has 2 dimensions; it has 0 for one item, or 1 for a batch"),
+    ],
+)
+def test_the_client_names_an_input_that_does_not_fit(served: Served, inputs: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        served.client.model("rate")(**inputs)
+
+    assert text in caught.value.message
