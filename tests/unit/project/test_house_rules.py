@@ -31,11 +31,13 @@ SMALL_FILES: dict[str, str] = {
     "examples/python_model/writer/1/writer.py": "an example: the code of one model",
     # Files that another program runs or imports by their names.
     "qinfer/backends/python_host/modules/triton_python_backend_utils.py": "models import it by Triton's name",
+    "workers/triton_python_backend_utils/__init__.py": "models import it by Triton's name",
     "qinfer/backends/python_host/start.py": "a program, run as a file by an environment without qinfer",
     "workers/qinfer_workers/jobs/beat.py": "a program that old deployments start",
     "qinfer/cli/local/child.py": "a program, which `qinfer up` starts",
     "qinfer/integrations/airflow/trigger.py": "Airflow's triggerer imports it without the operator",
     # Small subjects of the library with several users.
+    "qinfer/functions/calls.py": "what served functions call, apart from those who run them",
     "qinfer/core/call_chain.py": "pure rules of calls between models, for batching and workers",
     "qinfer/core/clock.py": "everything that reads the time imports it",
     "qinfer/storage/hive.py": "pure; jobs write and the client reads such folders",
@@ -50,6 +52,7 @@ COMPOSITION_ROOTS = {"app.py", "__main__.py"}
 READS_ENVIRONMENT = {
     "qinfer/core/settings.py",
     # Programs.
+    "qinfer/functions/repository.py",
     "qinfer/jobs/examiner.py",
     "qinfer/backends/python_host/packed.py",
     "qinfer/backends/python_host/start.py",
