@@ -31,7 +31,6 @@ SMALL_FILES: dict[str, str] = {
     "examples/python_model/writer/1/writer.py": "an example: the code of one model",
     # Files that another program runs or imports by their names.
     "qinfer/backends/python_host/modules/triton_python_backend_utils.py": "models import it by Triton's name",
-    "workers/triton_python_backend_utils/__init__.py": "models import it by Triton's name",
     "qinfer/backends/python_host/start.py": "a program, run as a file by an environment without qinfer",
     "workers/qinfer_workers/jobs/beat.py": "a program that old deployments start",
     "qinfer/cli/local/child.py": "a program, which `qinfer up` starts",
