@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import Repositories, open_repositories
+from qinfer.models.spec import ModelSpec
 from qinfer.models.state import GATEWAY as PROGRAM
 from qinfer.models.store import ControlStore, report_liveness
 from qinfer.models.sync import SyncedModel, start, sync
@@ -185,7 +186,9 @@ class Gateway:
         self.started, self._stopping, self._listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
-        app = self._application(services, shows_models=auth is None)
+        # The document needs no key, and would tell everybody the models' names.
+        specs = self.catalog.specs if auth is None else dict
+        app = build_app(services, self.jobs, self._labeling, self._endpoint_service(), specs)
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
@@ -193,13 +196,6 @@ class Gateway:
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
-
-    def _application(self, services: Services, *, shows_models: bool) -> FastAPI:
-        """Builds the application; its document, which needs no key, `shows_models` to everybody."""
-        app = build_app(services, self.jobs, self._labeling, self._endpoint_service())
-        if shows_models:
-            app.openapi = with_models(app.openapi, self.catalog.specs)  # type: ignore[method-assign]
-        return app
 
     async def _lend(self, pending: PendingCall, nbytes: int) -> Reservation:
         """Without keys, each request counts as an owner."""
@@ -508,8 +504,17 @@ Errors are always `{"error": "<what happened, the value, what to do>"}`.
 """
 
 
-def build_app(services: Services, jobs: BulkJobs, labeling: Labeling, endpoints: EndpointService) -> FastAPI:
-    """Builds the application; paths match exactly, as with Triton (reference §1.1)."""
+def build_app(
+    services: Services,
+    jobs: BulkJobs,
+    labeling: Labeling,
+    endpoints: EndpointService,
+    specs: Callable[[], Mapping[str, ModelSpec]] = dict,
+) -> FastAPI:
+    """Builds the application; paths match exactly, as with Triton (reference §1.1).
+
+    The document shows the models of `specs`.
+    """
     app = FastAPI(
         title="qinfer",
         version=qinfer.__version__,
@@ -529,5 +534,6 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling, endpoints:
     for router, dependencies in routers:
         app.include_router(router, dependencies=dependencies)
     app.include_router(docs_routes())
-    app.openapi = document_of(app, [router for router, _ in routers])  # type: ignore[method-assign]  # as FastAPI documents it
+    document = document_of(app, [router for router, _ in routers])
+    app.openapi = with_models(document, specs)  # type: ignore[method-assign]  # as FastAPI documents it
     return app
