@@ -3,9 +3,10 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 STAMP := .venv/.setup-stamp
 DEMO := .demo/venv/.setup-stamp
+FRAMEWORKS := .venv/.frameworks-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix lint e2e chaos fuzz bench bench-bulk docs test-gpu bench-gpu
+.PHONY: help setup demo test test-matrix lint e2e chaos fuzz bench bench-bulk docs test-gpu bench-gpu test-frameworks
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
@@ -15,6 +16,9 @@ $(STAMP): pyproject.toml requirements/dev.txt requirements/torch.txt scripts/set
 
 $(DEMO): pyproject.toml requirements/demo.txt scripts/setup
 	@scripts/setup demo
+
+$(FRAMEWORKS): pyproject.toml requirements/dev.txt requirements/frameworks.txt requirements/torch.txt scripts/setup
+	@scripts/setup frameworks
 
 setup: ## Make .venv and install everything for development
 	@scripts/setup
@@ -48,6 +52,9 @@ bench-bulk: $(STAMP) ## Score data sets beside a hand-written loop and Ray Data;
 
 test-gpu: $(STAMP) ## Models on a GPU against the CPU's answers (skipped where there is none)
 	@$(PYTHON) -m pytest tests/gpu -v -rs
+
+test-frameworks: $(FRAMEWORKS) ## Models of TensorFlow, LiteRT, treelite, JAX and MLflow (downloads 600 MB)
+	@$(PYTHON) -m pytest tests/integration/frameworks -v -rs
 
 bench-gpu: $(STAMP) ## Throughput on a GPU as a share of the raw backend; writes benchmarks/GPU.md
 	@$(PYTHON) -m benchmarks.gpu $(ARGS)

@@ -67,6 +67,12 @@ LOCKS = (
         purpose="tools of `scripts/release`, and the uv of this script",
         wanted=("build>=1.2", "cyclonedx-bom>=7", "uv>=0.13", *BUILD),
     ),
+    Lock(
+        path="requirements/frameworks.txt",
+        purpose="`make test-frameworks` installs it into the environment of `make setup`",
+        wanted=(".[tensorflow,litert,forest,jax,mlflow]", "lightgbm>=4.6", "xgboost>=3.1", "scikit-learn>=1.5"),
+        after=DEV,
+    ),
     Lock(path="requirements/demo.txt", purpose="`make demo` installs it", wanted=(".[demo]", *BUILD)),
     Lock(path=f"{IMAGES}.txt", purpose="all images contain it", wanted=(IMAGE,)),
     Lock(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -63,6 +64,7 @@ TRIES = 5
 """The number of deaths before a batch after which its requests fail as retryable."""
 
 M = TypeVar("M", bound=Message)
+_NO_REMEDIES: Mapping[str, str] = {}
 COMPLETE_S = 120.0
 """Limits importing the model and `auto_complete_config`."""
 
@@ -84,7 +86,7 @@ class HostedModel(NamedTuple):
 
     message: LoadModel
     environment: Path | None = None
-    variables: Mapping[str, str] = {}
+    variables: Mapping[str, str] = MappingProxyType({})
     release: Callable[[], object] = bool
 
 
@@ -111,24 +113,25 @@ class PythonBackend:
     ) -> None:
         self._models = models
         self._host = host
+        self._hosted: HostedModel | None = None
         # The watchdog reads these during the load.
         self._probe: ReadinessProbe | None = None
         self._interrupt: Callable[[], bool] = lambda: False
+        self._instance_name = ""
+        self._is_decoupled = self._is_stateful = self._keeps_state = False
+        self._longest_s = 0.0
+        self._memory: HostProcess | None = None
+        self._streams: HostStreams | None = None
+        self._numbers = count(1)
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Starts the process and initialises the model."""
         hosted = self._hosted = self._host(spec, version_dir, device)
-        self._model = spec.name
-        self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
-        self._ragged = frozenset(i.name for i in spec.inputs if i.ragged)
         self._is_decoupled = spec.decoupled
         self._is_stateful = spec.is_stateful
         self._keeps_state = spec.sequences is not None
-        self._memory: HostProcess | None = None
         self._longest_s = spec.max_timeout_s
-        self._streams: HostStreams | None = None
         self._instance_name = _names.allocate(spec, device)
-        self._numbers = count(1)
         args = {
             "model_config": spec.config_json,
             "model_instance_kind": device.kind.upper(),
@@ -140,26 +143,43 @@ class PythonBackend:
         }
         message = msgspec.structs.replace(hosted.message, args={**args, **hosted.message.args})
 
-        managing = self._managing = Managing(self._models, spec.name)
-        too_long = TOO_LONG.format(spec.name, spec.load_timeout_s)
-
-        def load(process: HostProcess) -> None:
-            with killed_after(spec.load_timeout_s or math.inf, process, too_long):
-                prepare(process, spec.name)
-                has_loaded = ask(process, message, ModelLoaded, spec.name, managing)
+        def initialise(process: HostProcess) -> None:
+            has_loaded = ask(process, message, ModelLoaded, spec.name, self._managing)
             if has_loaded.has_is_ready:
                 probe = ReadinessProbe(process.asks, lambda: self._instance.is_busy, self.unready())
                 probe.first()
                 self._probe = probe
 
-        self._instance = HostInstance(spec.name, version_dir.name, load, hosted.environment, hosted.variables)
-        limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
-        self._interrupt = partial(self._instance.interrupt, limit_s)
         try:
-            self._instance.start()
+            self._start(spec, version_dir, hosted.environment, initialise, hosted.variables)
         except BaseException:
             self._release()
             raise
+
+    def _start(
+        self,
+        spec: ModelSpec,
+        version_dir: Path,
+        environment: Path | None,
+        initialise: Callable[[HostProcess], None],
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Starts the process, which `initialise` loads, now and after a death."""
+        self._model = spec.name
+        self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
+        self._ragged = frozenset(i.name for i in spec.inputs if i.ragged)
+        self._managing = Managing(self._models, spec.name)
+        too_long = TOO_LONG.format(spec.name, spec.load_timeout_s)
+
+        def load(process: HostProcess) -> None:
+            with killed_after(spec.load_timeout_s or math.inf, process, too_long):
+                prepare(process, spec.name)
+                initialise(process)
+
+        self._instance = HostInstance(spec.name, version_dir.name, load, environment, variables)
+        limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
+        self._interrupt = partial(self._instance.interrupt, limit_s)
+        self._instance.start()
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Sends the batch and passes answers on."""
@@ -179,17 +199,10 @@ class PythonBackend:
             ctx.window_bytes,
             shapes,
         )
-        executed = self._executed(message, buffers, ctx)
-        if executed is None:
-            # Bisecting would not help.
-            error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
-            for item in range(len(batch.requests)):
-                ctx.respond(item, error)
+        answered = self._answered(message, buffers, ctx)
+        if answered is None:
             return
-        self._instance.well()
-        outcome, data = executed
-        if isinstance(outcome, HostFailure):
-            raise InferenceFailed(failed_text(self._model, outcome))
+        outcome, data = answered
         if isinstance(outcome, ExecutedRows):
             columns = [cut_rows(tensor, outcome.rows) for tensor in tensors(outcome.outputs, data)]
             for item, outputs in enumerate(zip(*columns, strict=True)):
@@ -239,7 +252,8 @@ class PythonBackend:
 
     def _release(self) -> None:
         _names.release(self._instance_name)
-        self._hosted.release()
+        if self._hosted is not None:
+            self._hosted.release()
 
     def _inputs(self, batch: Batch) -> tuple[list[TensorMeta], list[Bytes]]:
         metas, buffers = [], []
@@ -248,6 +262,23 @@ class PythonBackend:
             metas.append(TensorMeta(name, datatype, array.shape))
             buffers.append(from_numpy(name, array).data if array.dtype.kind == "O" else raw(array))
         return metas, buffers
+
+    def _answered(
+        self, message: Execute, buffers: Sequence[Bytes], ctx: Context
+    ) -> tuple[Message, list[Buffer]] | None:
+        """Returns the outcome of a batch, unless it failed; `None` if the requests have an error."""
+        executed = self._executed(message, buffers, ctx)
+        if executed is None:
+            # Bisecting would not help.
+            error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
+            for item in range(len(message.ids)):
+                ctx.respond(item, error)
+            return None
+        self._instance.well()
+        outcome, _ = executed
+        if isinstance(outcome, HostFailure):
+            raise InferenceFailed(failed_text(self._model, outcome))
+        return executed
 
     def _executed(
         self, message: Execute, buffers: Sequence[Bytes], ctx: Context
@@ -380,9 +411,14 @@ def prepare(process: HostProcess, model: str) -> None:
 
 
 def ask(
-    process: HostProcess, message: Message | None, expected: type[M], model: str, managing: Managing | None = None
+    process: HostProcess,
+    message: Message | None,
+    expected: type[M],
+    model: str,
+    managing: Managing | None = None,
+    remedies: Mapping[str, str] = _NO_REMEDIES,
 ) -> M:
-    """Sends a command to a process; returns the reply."""
+    """Sends a command to a process; returns the reply. `remedies`: missing module → the command that installs it."""
     try:
         if message is not None:
             process.channel.send(message)
@@ -399,6 +435,8 @@ def ask(
     if isinstance(answer, HostFailure) and answer.missing:
         where = "the worker's environment" if process.environment is None else f"its environment ({ENVIRONMENT})"
         hint = f"; install what provides '{answer.missing}' in {where}"
+        if remedy := remedies.get(answer.missing.partition(".")[0]):
+            hint += f": {remedy}"
     raise ModelLoadFailed(f"model '{model}' failed to load: {text}{hint}")
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 from qinfer.backends.base import Backend, BackendFactory, ManagesModels
 from qinfer.errors import BackendUnavailable
 from qinfer.models.config.message import ModelConfig
+from qinfer.models.spec import FRAMEWORKS
 
 ENTRY_POINT_GROUP = "qinfer.backends"
 
@@ -29,6 +30,7 @@ class _BuiltIn(NamedTuple):
 _BUILT_IN = {
     "onnxruntime": _BuiltIn("qinfer.backends.onnx", "OnnxBackend", "onnx"),
     "openvino": _BuiltIn("qinfer.backends.openvino", "OpenvinoBackend", "openvino"),
+    **{name: _BuiltIn("qinfer.backends.isolated", "FrameworkBackend", name) for name in FRAMEWORKS},
     "python": _BuiltIn("qinfer.backends.python", "PythonBackend", "worker"),
     "pytorch": _BuiltIn("qinfer.backends.torch", "TorchBackend", "torch"),
     "tensorrt": _BuiltIn("qinfer.backends.tensorrt", "TensorrtBackend", "tensorrt"),
@@ -43,6 +45,8 @@ def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
         made = cast("Callable[..., Backend]", _imported(name, built_in))
+        if name in FRAMEWORKS:
+            return partial(made, name)
         return made if name != "python" else partial(made, models)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
@@ -74,9 +78,12 @@ def listed() -> list[tuple[str, str, str]]:
 
 def completer(name: str) -> CompleteConfig:
     """Returns the completer of a backend's configurations."""
-    if name != "python":
+    if name != "python" and name not in FRAMEWORKS:
         raise BackendUnavailable(f"models of backend '{name}' can't complete their configurations")
-    return cast("CompleteConfig", _imported(name, _BUILT_IN[name]._replace(attribute="complete_config")))
+    complete = cast(
+        "Callable[..., ModelConfig]", _imported(name, _BUILT_IN[name]._replace(attribute="complete_config"))
+    )
+    return complete if name == "python" else partial(complete, name)
 
 
 def _imported(name: str, built_in: _BuiltIn) -> object:

@@ -12,6 +12,9 @@ Dims = tuple[int, ...]
 
 MAX_PARTS = 64
 
+FRAMEWORKS = frozenset(("tensorflow", "litert", "forest", "jax", "mlflow"))
+"""Backends whose runtime only the process of an instance imports; a worker completes their configurations by it."""
+
 
 class BatchInputKind(StrEnum):
     """Kinds of batch inputs (`model_config.proto`; Triton's docs/user_guide/ragged_batching.md)."""
@@ -303,6 +306,11 @@ class ModelSpec:
     load_timeout_s: float = 0.0
     warmup_timeout_s: float = 0.0
     max_strings: int = 1_000_000
+
+    @property
+    def has_process(self) -> bool:
+        """Tells whether each instance is a process of its own."""
+        return self.backend == "python" or self.backend in FRAMEWORKS
 
     @property
     def max_request_rows(self) -> int:

@@ -39,10 +39,12 @@ from qinfer.backends.python_host.messages import (
     ExecutedAnswers,
     ExecutedRows,
     Finalize,
+    FrameworkLoaded,
     HostAnswer,
     HostCall,
     HostFailure,
     IsCancelled,
+    LoadFramework,
     LoadModel,
     Manage,
     ManageReply,
@@ -66,12 +68,14 @@ from qinfer.backends.python_host.responses import (
 )
 from qinfer.backends.python_host.telemetry import emit
 from qinfer.backends.python_host.tensor import Array, Tensor
-from qinfer.errors import QinferError
+from qinfer.errors import InferenceFailed, ModelLoadFailed, QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
 
 if TYPE_CHECKING:
     import asyncio
+
+    from qinfer.backends.frameworks.base import LoadedFramework
 
 T = TypeVar("T")
 
@@ -95,6 +99,7 @@ class ModelHost:
         """Held while `execute` or `is_ready` runs."""
         self._inbox = ChannelInbox(channel, self._unwanted)
         self._model: Any = None
+        self._framework: LoadedFramework | None = None
         self._name = ""
         self._directory = ""
         self._datatypes: Mapping[str, str] = {}
@@ -124,11 +129,13 @@ class ModelHost:
             except EOFError:
                 return
             if isinstance(message, Execute):
-                (self._execute_decoupled if self._is_decoupled else self._execute)(message, buffers)
+                self._execute_any(message, buffers)
             elif isinstance(message, LoadModel):
                 self._guarded(self._load, message)
             elif isinstance(message, Complete):
                 self._guarded(self._complete, message)
+            elif isinstance(message, LoadFramework):
+                self._guarded(self._load_framework, message)
             elif isinstance(message, Finalize):
                 self._finalize()
                 return
@@ -315,7 +322,7 @@ class ModelHost:
                 else:
                     self._channel.send(message)
 
-    def _guarded(self, work: Any, message: LoadModel | Complete) -> None:
+    def _guarded(self, work: Any, message: LoadModel | Complete | LoadFramework) -> None:
         try:
             answer = work(message)
         except BaseException as error:  # noqa: BLE001  the boundary to the model's code, which may even call `sys.exit`
@@ -380,6 +387,30 @@ class ModelHost:
         if not hasattr(module, "TritonPythonModel"):
             raise TritonModelException(f"{filename} has no class TritonPythonModel")
         return module.TritonPythonModel
+
+    def _load_framework(self, message: LoadFramework) -> FrameworkLoaded:
+        from qinfer.backends.frameworks.base import LoadedFramework
+
+        self._name, self._directory = message.model, str(Path(message.path).parent)
+        self._framework = LoadedFramework(message)
+        return self._framework.declared
+
+    def _execute_any(self, message: Execute, buffers: Sequence[Buffer]) -> None:
+        if self._framework is not None:
+            self._execute_framework(self._framework, message, buffers)
+        elif self._is_decoupled:
+            self._execute_decoupled(message, buffers)
+        else:
+            self._execute(message, buffers)
+
+    def _execute_framework(self, model: "LoadedFramework", message: Execute, buffers: Sequence[Buffer]) -> None:
+        try:
+            arrays = {meta.name: _array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)}
+            self._channel.send(*model.execute(arrays, message.asked(0).outputs))
+        except OSError:
+            raise
+        except BaseException as error:  # noqa: BLE001  as in `_guarded`
+            self._channel.send(HostFailure(self._log_error(error, "execute failed", message.ids)))
 
     def _execute(self, message: Execute, buffers: Sequence[Buffer]) -> None:
         self._batch = message.number
@@ -584,6 +615,8 @@ class ModelHost:
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
+        if isinstance(error, ModelLoadFailed | InferenceFailed):  # of a framework's adapter
+            return text
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

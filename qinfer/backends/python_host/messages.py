@@ -51,6 +51,46 @@ class CompletedConfig(msgspec.Struct, array_like=True, tag=True):
     config: str
 
 
+class LoadFramework(msgspec.Struct, array_like=True, tag=True):
+    """To the host: load a version's file by an adapter of `qinfer.backends.frameworks`.
+
+    Attributes:
+        path: The model's file or directory.
+        inputs: The configured tensors with the shapes of the file; empty = the configuration is to be completed.
+        outputs: Likewise.
+        graph_level: `optimization.graph.level`; `None` = the default.
+    """
+
+    framework: str
+    model: str
+    path: str
+    parameters: Mapping[str, str]
+    threads: int
+    inputs: list[TensorMeta] = []
+    outputs: list[TensorMeta] = []
+    max_batch_size: int = 0
+    graph_level: int | None = None
+
+
+class DeclaredTensor(msgspec.Struct, array_like=True, frozen=True):
+    """An input or output of a file; dims include the batch dimension; -1 is variable, `None` = even their number is.
+
+    `others` are further datatypes that the adapter converts from and to.
+    """
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...] | None
+    others: tuple[str, ...] = ()
+
+
+class FrameworkLoaded(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: the file is loaded, and has these tensors."""
+
+    inputs: list[DeclaredTensor]
+    outputs: list[DeclaredTensor]
+
+
 class EnvironmentReady(msgspec.Struct, array_like=True, tag=True):
     """To the worker, first: the environment is ready."""
 
@@ -258,6 +298,8 @@ Message = (
     | ModelLoaded
     | Complete
     | CompletedConfig
+    | LoadFramework
+    | FrameworkLoaded
     | EnvironmentReady
     | HostFailure
     | Execute

@@ -389,6 +389,11 @@ RUNTIMES: Mapping[str, Runtime] = {
     ),
     "tensorrt": Runtime("tensorrt", "tensorrt", "[]"),
     "openvino": Runtime("openvino", "openvino", "list(openvino.Core().available_devices)"),
+    "tensorflow": Runtime("tensorflow", "tensorflow", "['CPU']"),
+    "litert": Runtime("ai_edge_litert", "litert", "['CPU']"),
+    "forest": Runtime("treelite", "forest", "['CPU']"),
+    "jax": Runtime("jax", "jax", "['CPU']"),
+    "mlflow": Runtime("mlflow", "mlflow", "['CPU']"),
 }
 
 

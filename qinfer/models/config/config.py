@@ -162,7 +162,18 @@ _BACKENDS = (
     _KnownBackend("pytorch", "torch_aoti", "model.pt2"),
     _KnownBackend("openvino", "", "model.xml"),
     _KnownBackend("python", "", "model.py"),
+    _KnownBackend("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    _KnownBackend("litert", "", "model.tflite"),
+    _KnownBackend("forest", "", "xgboost.json"),
+    _KnownBackend("forest", "", "xgboost.ubj"),
+    _KnownBackend("forest", "", "checkpoint.tl"),
+    _KnownBackend("jax", "", "model.jax"),
+    _KnownBackend("mlflow", "", "MLmodel"),
+    _KnownBackend("forest", "", "model.txt"),
 )
+_RENAMED = {"fil": "forest"}
+"""Triton's name of a backend → ours."""
+
 _BACKEND_OF_PLATFORM = {known.platform: known.backend for known in _BACKENDS if known.platform}
 _ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # KIND_AUTO puts these backends on a GPU
 
@@ -218,6 +229,7 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
 def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
     if config.platform == ENSEMBLE:
         return
+    config.backend = _RENAMED.get(config.backend, config.backend)
     of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
     if config.platform and of_platform is None and not config.backend:
         known = ", ".join(sorted(_BACKEND_OF_PLATFORM))

@@ -45,6 +45,7 @@ from qinfer.models.config.to_spec import FILES_OF, executed_samples
 from qinfer.models.dependents import uses_of
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Blob, Files, Listing, LocalFiles, RemoteFiles, TooFarSpreadError
+from qinfer.models.spec import FRAMEWORKS
 from qinfer.models.state import ErrorKind, StoredModel
 
 logger = logging.getLogger(__name__)
@@ -218,7 +219,9 @@ class _ModelReader(NamedTuple):
         return tensors
 
     def _pending(self, known: ModelConfig, version: int) -> str:
-        """Returns the backend that completes the configuration, because `model.py` is not executed here."""
+        """Returns the backend that completes the configuration, because no model is executed here."""
+        if self.how.autocomplete and known.backend in FRAMEWORKS and not (known.input and known.output):
+            return str(known.backend)
         path = f"{version}/{known.default_model_filename}"
         if not self.how.autocomplete or known.backend != "python" or path not in self.listing.files:
             return ""

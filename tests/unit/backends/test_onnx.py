@@ -166,7 +166,8 @@ def test_registry_knows_the_backend() -> None:
 
 def test_registry_lists_what_it_has() -> None:
     """An unknown name is answered with the known ones."""
-    with pytest.raises(BackendUnavailable, match="has onnxruntime, openvino, python, pytorch, tensorrt: correct"):
+    known = "forest, jax, litert, mlflow, onnxruntime, openvino, python, pytorch, tensorflow, tensorrt"
+    with pytest.raises(BackendUnavailable, match=f"has {known}: correct"):
         factory("nothing")
 
 

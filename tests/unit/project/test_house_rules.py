@@ -55,6 +55,9 @@ READS_ENVIRONMENT = {
     "qinfer/jobs/examiner.py",
     "qinfer/backends/python_host/packed.py",
     "qinfer/backends/python_host/start.py",
+    # What frameworks read when they are imported, in the process of their model.
+    "qinfer/backends/frameworks/jax.py",
+    "qinfer/backends/frameworks/tensorflow.py",
     "scripts/demo.py",
     "scripts/unchanged_tests.py",
     "workers/qinfer_workers/renewer.py",

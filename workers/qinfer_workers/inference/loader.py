@@ -3,8 +3,8 @@
 Loads are compared by files' size and modification time; the *executed hash* is that of their content, on any machine.
 
 The samples of `model_warmup` must succeed before READY, as in Triton. Models of built-in runtimes also run a row of
-zeros twice, which may fail; the second run teaches the latency model t(1). Python models and custom backends get no
-made-up data: they may count or send it. A call of another model ends a run without a failure.
+zeros twice, which may fail; the second run teaches the latency model t(1). Models that are code (Python, MLflow) and
+custom backends get no made-up data: they may count or send it. A call of another model ends a run without a failure.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ from qinfer.models.readiness import EXECUTED, is_executed
 from qinfer.models.repository.cache import MANIFEST
 from qinfer.models.repository.files import IGNORED
 from qinfer.models.sequence_spec import DirectSpec
-from qinfer.models.spec import Device, ModelSpec, WarmupInput
+from qinfer.models.spec import FRAMEWORKS, Device, ModelSpec, WarmupInput
 from qinfer.models.state import StepVersion, StoredModel
 from qinfer.tensors import Tensor, to_numpy
 from qinfer_workers.inference.devices import devices_of
@@ -51,7 +51,7 @@ from qinfer_workers.inference.watchdog import ExecutionWatchdog
 
 logger = logging.getLogger(__name__)
 
-_AUTOMATIC = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt", "stub"))
+_AUTOMATIC = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt", "stub")) | (FRAMEWORKS - {"mlflow"})
 
 _Inputs = Mapping[str, WarmupInput]
 
