@@ -70,7 +70,11 @@ LOCKS = (
     Lock(
         path="requirements/frameworks.txt",
         purpose="`make test-frameworks` installs it into the environment of `make setup`",
-        wanted=(".[tensorflow,litert,forest,jax,mlflow]", "lightgbm>=4.6", "xgboost>=3.1", "scikit-learn>=1.5"),
+        wanted=(
+            ".[tensorflow,litert,forest,jax,mlflow]",
+            *("lightgbm>=4.6", "xgboost>=3.1", "scikit-learn>=1.5"),
+            "backports-strenum<1.3",  # LiteRT needs it everywhere, and 1.3 is for Python 3.10 and older
+        ),
         after=DEV,
     ),
     Lock(path="requirements/demo.txt", purpose="`make demo` installs it", wanted=(".[demo]", *BUILD)),

@@ -274,6 +274,13 @@ def forest(made: _Builder) -> None:
     unknown[:5, 5], unknown[5:10, 5] = np.nan, 77
     put("light", light.save_model, "model.txt", {}, light.predict(unknown), unknown)
 
+    codes = {"feature_types": ["float"] * 5 + ["c"], "enable_categorical": True}
+    labelled = xgboost.DMatrix(kinds, (kinds[:, 5] % 3 == 0).astype(int), **codes)
+    coded = xgboost.train({"objective": "binary:logistic", "max_depth": 4, "nthread": 1}, labelled, 20)
+    known = kinds[:40].copy()
+    known[:5, 5] = np.nan
+    put("coded", coded.save_model, "xgboost.ubj", {}, coded.predict(xgboost.DMatrix(known, **codes)), known)
+
     for name, model, labels in (
         ("forest", RandomForestClassifier(10, random_state=SEED), three),
         ("extra", ExtraTreesClassifier(10, random_state=SEED), two),

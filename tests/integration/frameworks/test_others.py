@@ -98,7 +98,7 @@ async def test_litert_refuses(scene: ServedModels, config: str, told: str) -> No
 @of("forest")
 async def test_forests_answer_as_their_libraries(scene: ServedModels) -> None:
     """Equal to a relative 1e-5, with missing values and categories."""
-    for model in ("binary", "chosen", "strict", "multi", "best", "price", "light", "forest", "extra", "mean"):
+    for model in ("binary", "chosen", "strict", "multi", "best", "price", "light", "coded", "forest", "extra", "mean"):
         await load(scene, model)
         await scene_in_batches(scene, model)
 
