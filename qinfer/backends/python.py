@@ -153,7 +153,7 @@ class PythonBackend:
         try:
             self._start(spec, version_dir, hosted.environment, initialise, hosted.variables)
         except BaseException:
-            self._release()
+            self._release_hosted()
             raise
 
     def _start(
@@ -248,9 +248,9 @@ class PythonBackend:
         if self._streams is not None:
             self._streams.drain(self._longest_s)
         self._instance.stop()
-        self._release()
+        self._release_hosted()
 
-    def _release(self) -> None:
+    def _release_hosted(self) -> None:
         _names.release(self._instance_name)
         if self._hosted is not None:
             self._hosted.release()

@@ -76,7 +76,7 @@ def write_model(repository: Path, backend: str, name: str = "m", **options: obje
 @contextmanager
 def loaded(repository: Path, backends: Path, backend: str, **options: object) -> Iterator[TritonBackend]:
     """Writes and loads a model."""
-    directory = write_model(repository, backend, **options)
+    directory = write_model(repository, backend, "m", **options)
     use_triton_files(TritonFiles(str(triton()), str(backends)))
     model = TritonBackend()
     model.load(spec_of(directory), directory, Device())

@@ -22,7 +22,7 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """A value of a counter or gauge."""
 
     name: str
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     value: float
 
 
-def samples(text: str) -> Iterator[Sample]:
+def samples(text: str) -> Iterator[MetricSample]:
     """Yields the counters and gauges of Prometheus' text format; histograms and summaries are left out."""
     helps: dict[str, str] = {}
     kinds: dict[str, MetricKind] = {}
@@ -46,7 +46,7 @@ def samples(text: str) -> Iterator[Sample]:
         elif (found := _SAMPLE.fullmatch(line)) is not None and found[1] in kinds and not found[1].startswith(_OWN):
             name, labels, value = found.groups()
             told = {key: _ESCAPED.sub(_unescaped, of) for key, of in _LABEL.findall(labels or "")}
-            yield Sample(name, helps.get(name, ""), kinds[name], told, float(value))
+            yield MetricSample(name, helps.get(name, ""), kinds[name], told, float(value))
 
 
 def _unescaped(found: re.Match[str]) -> str:
@@ -72,14 +72,14 @@ class BackendMetrics:
             with suppress(TritonModelException):
                 self._copy(sample)
 
-    def _copy(self, sample: Sample) -> None:
+    def _copy(self, sample: MetricSample) -> None:
         metric = self._metric(sample)
         if sample.kind is MetricKind.GAUGE:
             metric.set(sample.value)
         elif sample.value > (before := metric.value()):
             metric.increment(sample.value - before)
 
-    def _metric(self, sample: Sample) -> Metric:
+    def _metric(self, sample: MetricSample) -> Metric:
         key = (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items())))
         metric = self._metrics.get(key)
         if metric is None:
