@@ -186,8 +186,7 @@ class Gateway:
         self.started, self._stopping, self._listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
-        # The document needs no key, and would tell everybody the models' names.
-        specs = self.catalog.specs if auth is None else dict
+        specs = self.catalog.specs if auth is None else dict  # the document needs no key
         app = build_app(services, self.jobs, self._labeling, self._endpoint_service(), specs)
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc

@@ -43,7 +43,8 @@ async def routes_of(client: httpx.AsyncClient) -> list[tuple[str, str]]:
     hidden = [("POST", "/v2/repository/{r}/index")]
     hidden += [("POST", f"/v2/repository/{{r}}/models/{{model}}/{what}") for what in ("load", "unload")]
     values = {"{model}": "echo", "{version}": "1"}
-    return [(m, re.sub(r"{\w+}", lambda found: values.get(found[0], "x"), path)) for m, path in (*named, *hidden)]
+    filled = [(m, re.sub(r"{\w+}", lambda found: values.get(found[0], "x"), path)) for m, path in (*named, *hidden)]
+    return list(dict.fromkeys(filled))  # the document also has the plain JSON of each model
 
 
 async def refused(client: httpx.AsyncClient, status: int) -> tuple[set[str], int]:
