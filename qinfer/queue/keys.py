@@ -161,6 +161,16 @@ def sequence_owned(model: str, partition: int, worker_id: str) -> str:
     return f"{prefix(model, partition)}sequence-owned:{worker_id}"
 
 
+def sequence_lanes(model: str, partition: int) -> str:
+    """Set of the lanes to which gateways append steps."""
+    return f"{prefix(model, partition)}sequence-lanes"
+
+
+def sequence_closed(model: str, partition: int) -> str:
+    """Set of closed lanes with unanswered steps."""
+    return f"{prefix(model, partition)}sequence-closed"
+
+
 def sequence_counts(model: str, partition: int) -> str:
     """Hash of counts."""
     return f"{prefix(model, partition)}sequence-counts"

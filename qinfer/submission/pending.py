@@ -97,6 +97,7 @@ class OfStep(msgspec.Struct, eq=False):
     is_numbered: bool
     place: StepPlace | None = None
     failure: Failure | None = None
+    entry: Entry | None = None
 
 
 class SharedExecution(Protocol):
@@ -457,7 +458,9 @@ class PendingRequests:
                 assert step.place is not None, "only steps with a place are in the list"
                 assert step.failure is not None, "and only steps with a failure"
                 try:
-                    if await step.sequences.fail(step.place, step.failure):
+                    if step.place.number == 0 and step.entry is not None:
+                        await step.sequences.cancel(step.place, step.entry, step.failure)
+                    elif await step.sequences.fail(step.place, step.failure):
                         await answer_rest(self._queue, step.sequences)
                 except QinferError as error:
                     logger.warning("a sequence goes on until its step expires", extra={"error": error.message})

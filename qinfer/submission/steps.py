@@ -102,7 +102,7 @@ class SequenceSteps:
         if isinstance(outcome, QinferError):
             self._pending.submitted(pending, outcome)
             return
-        of_step.place = outcome.place
+        of_step.place, of_step.entry = outcome.place, outcome.entry
         if outcome.entry is not None:
             self._pending.submitted(pending, outcome.entry)
             return

@@ -220,7 +220,7 @@ _LANE = re.compile(r"qinfer:\{.+#\d+\}:\d+:(p[1-8](\.delayed)?|bulk[123]?|seq(\.
 _EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+|sequences|sequence-endings)|qinfer:jobs:open")
 # The lane of shadows may keep what a gateway left that died together with the declaration (decision 0026).
 _PERMANENT = re.compile(
-    r"qinfer:(\{.+#\d+\}:(\d+:shadow|dlq|config|stats:\d+|sequence-owners|sequence-counts|declared|trials)"
+    r"qinfer:(\{.+#\d+\}:(\d+:shadow|dlq|config|stats:\d+|sequence-(owners|lanes|counts)|declared|trials)"
     r"|installation|segment-secret|desired|control|workers|scaler-counts|jobs(:places)?|\{counts\}:(asked|added))"
 )
 

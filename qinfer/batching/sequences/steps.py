@@ -32,6 +32,7 @@ class PendingStep(WorkItem, kw_only=True, eq=False, gc=False):
         token: The owner's fencing token; a commit with an older token has no effect.
         state: The states after it, by input name; empty = unchanged.
         changes_failing: `state` holds although the step failed.
+        is_direct: Its entry is in the owner's lane.
     """
 
     place: StepPlace
@@ -40,6 +41,7 @@ class PendingStep(WorkItem, kw_only=True, eq=False, gc=False):
     end: bool = False
     state: tuple[Tensor, ...] = ()
     changes_failing: bool = False
+    is_direct: bool = False
 
 
 class SequenceStep(msgspec.Struct, Generic[T], kw_only=True, eq=False):

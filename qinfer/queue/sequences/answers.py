@@ -7,12 +7,20 @@ failure that ended the life.
 import msgspec
 
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, Cancelled, CorruptEntry, QuotaExceeded, SequenceEnded
+from qinfer.errors import (
+    BACKLOG_TIMED_OUT,
+    LEFT,
+    Cancelled,
+    CorruptEntry,
+    QinferError,
+    QuotaExceeded,
+    SequenceEnded,
+)
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.ownership import Sequences
-from qinfer.queue.sequences.records import NOT_KEPT, StepPlace, UnansweredStep
+from qinfer.queue.sequences.records import NOBODYS, NOT_KEPT, StepPlace, UnansweredStep
 from qinfer.wire.frame import decode_responses, encode_responses
 
 
@@ -26,6 +34,9 @@ async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferReq
     failed: list[tuple[InferRequest, Failure]] = []
     while left := await sequences.unanswered():
         for each in left:
+            if each.place.number == 0:
+                failed += await answer_lost(queue, sequences, each)
+                continue
             request = await answer_step(queue, sequences, each)
             if request is not None and each.failure is not None:
                 failed.append((request, each.failure))
@@ -40,6 +51,27 @@ async def answer_step(queue: Queue, sequences: Sequences, step: UnansweredStep) 
         await _publish(queue, step, request.reply_to, response)
     await sequences.finish([(step.place, step.entry)])
     return request
+
+
+async def answer_lost(
+    queue: Queue, sequences: Sequences, step: UnansweredStep, token: int = NOBODYS
+) -> list[tuple[InferRequest, Failure]]:
+    """Submits a step anew whose life the owner of its lane does not own, or answers it; returns the failed request.
+
+    `token` is that of `Sequences.move`.
+    """
+    request = head_of(step.frame)
+    if request is None or request.sequence is None:
+        await sequences.finish([(step.place, step.entry)])
+        return []
+    outcome = await sequences.move(step, request, token)
+    if isinstance(outcome, QinferError):
+        failure = Failure.from_error(outcome)
+        await answer_step(queue, sequences, msgspec.structs.replace(step, failure=failure))
+        return [(request, failure)]
+    if outcome is not None and outcome.entry is None:
+        await answer_step(queue, sequences, msgspec.structs.replace(step, place=outcome.place))
+    return []
 
 
 async def stored_response(sequences: Sequences, place: StepPlace, request_id: str) -> Response:

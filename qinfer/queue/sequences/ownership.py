@@ -1,8 +1,9 @@
 """Sequences in the queue: ownership, committed steps, and hand-over when an owner dies.
 
     submit ──▶ steps ──ticket──▶ own ──▶ take_steps ──▶ execute ──▶ commit ──▶ publish ──▶ finish
-                                  ▲
-                                  └── hand_over (a draining worker's sequences), reap (a dead worker's)
+       │                          ▲          ▲
+       │                          └──────────┼── hand_over (a draining worker's sequences), reap (a dead worker's)
+       └──▶ lane of an owner of explicit sequences (ADR 0042)
 
 A *sequence* is a tenant's correlation id at a model. The *life* of a sequence begins with START and ends with END, by
 idle time, or by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
@@ -20,33 +21,34 @@ idle time, or by an error; a START while it runs begins the next life behind it.
    one wait for its first, and refuses a gap.
 7. Where Redis may lose confirmed writes, a sequence does not survive its restart or failover.
 8. A sequence without an owner ends at its steps' deadline, or after a minute without waiting steps.
+9. A step in the lane of an owner that has died or left gets the error that ended its life, or its stored response.
 """
 
 import asyncio
+import os
+import time
 from collections.abc import Awaitable, Iterable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from qinfer.core.messages import Failure
+from qinfer.core.messages import Failure, InferRequest
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import (
     BACKLOG_TIMED_OUT,
     BrokerUnavailable,
     Cancelled,
     DeadlineExceeded,
-    InvalidRequest,
     PayloadTooLarge,
     QinferError,
-    QueueFull,
     SequenceEnded,
     SequenceLost,
 )
 from qinfer.queue import keys
 from qinfer.queue.clients import Sentinels, parse_place
-from qinfer.queue.connection import packable
+from qinfer.queue.connection import Argument, packable
 from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -55,12 +57,15 @@ from qinfer.queue.router import Router, Script, ScriptArguments, load_script, ru
 from qinfer.queue.sequences.records import (
     MAX_STATE_BYTES,
     NO_LIMITS,
+    NOBODYS,
     NOT_KEPT,
     CommittedStep,
     DeliveredStep,
     DeliveredSteps,
+    Delivery,
     OwnedLife,
     Renaming,
+    Sender,
     SequenceCounts,
     SequenceId,
     SlotShare,
@@ -73,6 +78,9 @@ from qinfer.queue.sequences.records import (
     read_tenant,
     spell_tenant,
     start_missing,
+    step_gap,
+    step_old,
+    steps_full,
 )
 from qinfer.queue.values import StagedValue, Values
 
@@ -84,6 +92,9 @@ _WAITING = ("seq.handed", "seq")
 
 _KEPT_S = 7 * 86400.0
 """Object stores keep states and responses longer than any step waits."""
+
+_ROUTE_S = 10.0
+_MOST_ROUTES = 65_536
 
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
@@ -100,7 +111,7 @@ _GIVE_BACK = load_script("sequences/give_back", *_SHARED)
 _REAP = load_script("sequences/reap", *_SHARED)
 _SWEEP = load_script("sequences/sweep", *_SHARED)
 _UNANSWERED = load_script("sequences/unanswered", *_SHARED)
-_LEAVE = load_script("sequences/leave")
+_LEAVE = load_script("sequences/leave", *_SHARED)
 _SIZES = load_script("sequences/sizes")
 _BACKLOG = load_script("sequences/backlog", *_SHARED)
 
@@ -133,6 +144,9 @@ class Sequences:
         self._owners = keys.sequence_owners(model, partition).encode()
         self._orphans = keys.sequence_owned(model, partition, "").encode()
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
+        self._sender = Sender(os.urandom(8).hex(), 0)
+        self._routes: dict[SequenceId, _Route] = {}
+        """The owners that read their sequences' steps from their lanes."""
 
     async def submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits = NO_LIMITS) -> SubmittedStep:
         """Appends a step, in the order of calls; a `BrokerUnavailable` leaves it unknown whether it did."""
@@ -156,8 +170,6 @@ class Sequences:
 
         A sequence is free again once its last step is appended.
         """
-        call = partial(self._router.call, self._slot)
-        words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
         last = {sequence: position for position, (sequence, _) in enumerate(steps)}
         outcomes: list[SubmittedStep | QinferError] = []
         held: dict[SequenceId, asyncio.Lock] = {}
@@ -170,14 +182,9 @@ class Sequences:
                 if step.payload is not None:
                     key, payload = self._payload_key(step.payload.request_id), step.payload
                     await self._values.set(self._slot, key, payload.data, payload.ttl_s, tenant=sequence.tenant)
-            for start in range(0, len(words), AT_ONCE):
+            for start in range(0, len(steps), AT_ONCE):
                 end = start + AT_ONCE
-                replies = await run_each(call, _SUBMIT, words[start:end])
-                for (_, step), reply in zip(steps[start:end], replies, strict=True):
-                    if step.payload is not None and reply[0] != b"new":
-                        with suppress(BrokerUnavailable):  # it expires
-                            await self._values.remove(self._slot, self._payload_key(step.payload.request_id))
-                outcomes += [self._outcome(*of, reply) for of, reply in zip(steps[start:end], replies, strict=True)]
+                outcomes += await self._append(steps[start:end], limits)
                 for sequence, _ in steps[start:end]:
                     if sequence in held and last[sequence] < end:
                         held.pop(sequence).release()
@@ -203,22 +210,22 @@ class Sequences:
     async def end_lease(self, worker_id: str, versions: Items[int]) -> bool:
         """Ends the lease of a worker; returns false if the worker owns sequences."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
-        names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
-        return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
+        lanes = [f"{version}:seq@{worker_id}" for version in versions]
+        return bool(await self._run_script(_LEAVE, [self._owners, owned], worker_id, *lanes))
 
     async def own(
-        self, worker_id: str, version: int, count: int, *, told_bits: int | None = None
+        self, worker_id: str, version: int, count: int, *, told_bits: int | None = None, numbers: bool = False
     ) -> list[OwnedLife] | None:
         """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first.
 
         Returns `None` if the worker's lease has ended. `told_bits` is the `bits` of `assign_id`; `None` = the model
-        gets no ids.
+        gets no ids. A worker that `numbers` the steps of explicit sequences finds them in its lane.
         """
         if count <= 0:
             return []
         names = [*self._waiting(version), self._own_lane(version, worker_id)]
         bits = "" if told_bits is None else told_bits
-        is_alive, found = await self._run_script(_OWN, names, worker_id, min(count, AT_ONCE), bits)
+        is_alive, found, _ = await self._run_script(_OWN, names, worker_id, min(count, AT_ONCE), bits, int(numbers))
         return list(map(_owned, found)) if is_alive else None
 
     async def shares(self, version: int) -> list[SlotShare]:
@@ -242,17 +249,20 @@ class Sequences:
         return Renaming(bool(is_other), number)
 
     async def take_steps(
-        self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20
+        self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20, needed: str = ""
     ) -> DeliveredSteps | None:
         """Returns new steps of a worker's sequences in order, and ended lives; `None` if its lease has ended.
 
-        `after` is the previous `DeliveredSteps.ticket`. After a reconnect a step may come again.
+        `after` is the previous `DeliveredSteps.ticket`, `needed` the first unfinished step in its lane. After a
+        reconnect a step may come again.
         """
-        names = [self._own_lane(version, worker_id)]
-        is_alive, ticket, told = await self._run_script(_TAKE, names, worker_id, after, count, max_bytes)
+        lane = self._own_lane(version, worker_id)
+        words = (worker_id, after, count, max_bytes, needed)
+        is_alive, ticket, told, era = await self._run_script(_TAKE, [lane], *words)
         if not is_alive:
             return None
-        return DeliveredSteps(ticket.decode(), [self._taken(worker_id, each) for each in told])
+        of_worker = Lane(self._model, version, f"seq@{worker_id}", self._partition)
+        return DeliveredSteps(ticket.decode(), [self._taken(of_worker, worker_id, each) for each in told], era)
 
     def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
         """Returns a reader that waits until `take_steps` or `own` would return something; close it."""
@@ -301,6 +311,32 @@ class Sequences:
             for gone in await run_each(call, _FINISH, words[start : start + AT_ONCE]):
                 self._values.delete_objects(gone)
 
+    async def remove(self, entries: Items[Entry]) -> None:
+        """Removes answered steps of one owner's lane, of which nothing is stored; may be repeated."""
+        ids = [entry.entry_id for entry in entries]
+        await self._router.call(self._slot, b"XDEL", keys.lane(entries[0].lane), *ids)
+
+    async def move(self, step: UnansweredStep, request: InferRequest, token: int) -> SubmittedStep | QinferError | None:
+        """Submits a step of a lane anew, because the owner of that lane does not own its life; `None` = it is done.
+
+        The step is still in the lane after an error, or if its response is stored. `token` is the one that came with
+        it, or `NOBODYS` if the lane is closed or the life over: then the step may not go to another life.
+        """
+        flags, sequence, entry = request.sequence, step.place.sequence, step.entry
+        assert flags is not None, "only steps are in the lanes of owners"
+        timeout_s = request.timeout_s or _KEPT_S
+        anew = StepRequest(frame=step.frame, timeout_s=timeout_s, end=flags.end, number=flags.step)
+        of = (step.sender.gateway, step.sender.sent, keys.lane(entry.lane), entry.entry_id, step.place.life, token)
+        async with self._locks.setdefault(sequence, asyncio.Lock()):
+            words = self._submit_words(sequence, anew, NO_LIMITS, entry.payload_id, of)
+            (reply,) = await run_each(partial(self._router.call, self._slot), _SUBMIT, [words])
+        return None if reply[0] == b"moved" else self._outcome(sequence, anew, reply)
+
+    async def cancel(self, place: StepPlace, entry: Entry, failure: Failure) -> None:
+        """Tells the owner that the caller of a step in its lane no longer waits; the owner ends the life."""
+        about = (b"s", place.sequence.name, b"l", place.life, b"t", NOBODYS, b"x", entry.entry_id, b"c", failure.code)
+        await self._router.call(self._slot, b"XADD", keys.lane(entry.lane), b"NOMKSTREAM", b"*", *about)
+
     async def fail(self, place: StepPlace, failure: Failure, token: int | None = None) -> bool:
         """Ends a life with the failure of a step; returns whether it ends.
 
@@ -310,9 +346,12 @@ class Sequences:
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
-    async def end_idle(self, place: StepPlace, token: int) -> bool:
-        """Ends a life that is idle for too long by Redis' clock."""
-        return await self._fail(place, "", "", token)
+    async def end_idle(self, place: StepPlace, token: int, ticket: str = "") -> bool:
+        """Ends a life that is idle for too long by Redis' clock.
+
+        A life whose steps are in the owner's lane ends if its owner has read that lane, or if another life follows.
+        """
+        return await self._fail(place, "", "", token, ticket)
 
     async def hand_over(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
         """Hands over a draining worker's sequences without an executing step; `explicit` sequences are lost."""
@@ -327,7 +366,8 @@ class Sequences:
 
     async def reap(self, count: int = AT_ONCE) -> int:
         """Hands over up to `count` sequences of dead workers; returns how many it handed over."""
-        return await self._counted(_REAP, [self._owners, self._orphans], count)
+        lanes = keys.sequence_lanes(self._model, self._partition).encode()
+        return await self._counted(_REAP, [self._owners, self._orphans, lanes], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
         """Looks at `count` sequences without an owner, and ends the expired ones; returns how many."""
@@ -335,8 +375,9 @@ class Sequences:
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[UnansweredStep]:
         """Returns steps of ended lives to be answered and finished; unfinished steps come again after 10 s."""
-        name = keys.sequence_endings(self._model, self._partition).encode()
-        return [self._left(each) for each in await self._run_script(_UNANSWERED, [name], count, max_bytes)]
+        of = self._model, self._partition
+        names = [keys.sequence_endings(*of).encode(), keys.sequence_closed(*of).encode()]
+        return [self._left(each) for each in await self._run_script(_UNANSWERED, names, count, max_bytes)]
 
     async def sizes(self, versions: Items[int]) -> SequenceCounts:
         """Counts the sequences, and those of these versions without an owner."""
@@ -352,7 +393,77 @@ class Sequences:
         kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
         return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name, sequence.tenant)
 
-    def _submit_words(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits) -> ScriptArguments:
+    async def _append(
+        self, steps: Items[tuple[SequenceId, StepRequest]], limits: SubmitLimits
+    ) -> list[SubmittedStep | QinferError]:
+        """Appends steps to owners' lanes, each after the reply to the one before of its sequence; others by script."""
+        outcomes: list[SubmittedStep | QinferError | None] = [None] * len(steps)
+        left = list(range(len(steps)))
+        while left:
+            heads: dict[SequenceId, int] = {}
+            for position in left:
+                if steps[position][0] in self._routes:
+                    heads.setdefault(steps[position][0], position)
+            calls = [self._append_direct(*steps[position], limits) for position in heads.values()]
+            for position, outcome in zip(heads.values(), await asyncio.gather(*calls), strict=True):
+                outcomes[position] = outcome
+            rest = [position for position in left if steps[position][0] not in heads]
+            if rest:
+                by_script = await self._append_by_script([steps[position] for position in rest], limits)
+                for position, one in zip(rest, by_script, strict=True):
+                    outcomes[position] = one
+            left = [position for position in left if outcomes[position] is None]
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def _append_by_script(
+        self, steps: Items[tuple[SequenceId, StepRequest]], limits: SubmitLimits
+    ) -> list[SubmittedStep | QinferError]:
+        words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
+        try:
+            replies = await run_each(partial(self._router.call, self._slot), _SUBMIT, words)
+        except QinferError as error:
+            return [error] * len(steps)
+        for (_, step), reply in zip(steps, replies, strict=True):
+            if step.payload is not None and reply[0] not in (b"new", b"direct"):
+                with suppress(BrokerUnavailable):  # it expires
+                    await self._values.remove(self._slot, self._payload_key(step.payload.request_id))
+        return [self._outcome(*of, reply) for of, reply in zip(steps, replies, strict=True)]
+
+    def _count(self) -> Sender:
+        self._sender = Sender(self._sender.gateway, self._sender.sent + 1)
+        return self._sender
+
+    async def _append_direct(
+        self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits
+    ) -> SubmittedStep | QinferError | None:
+        """Returns `None`, and forgets the owner, if the step has to go by script."""
+        route = self._routes.get(sequence)
+        if route is None or step.start is not None or time.monotonic() >= route.until_s:
+            self._routes.pop(sequence, None)
+            return None
+        of_payload = (b"p", step.payload.request_id) if step.payload else ()
+        sender = self._count()
+        about = (b"s", sequence.name, b"l", route.life, b"t", route.token, b"m", limits.steps)
+        by = (b"g", sender.gateway, b"k", sender.sent, b"f", packable(step.frame), *of_payload)
+        try:
+            added = await self._router.call(self._slot, b"XADD", route.key, b"NOMKSTREAM", b"*", *about, *by)
+        except QinferError as error:
+            return error
+        if added is None or step.end:
+            self._routes.pop(sequence, None)
+        if added is None:
+            return None
+        payload_id = step.payload.request_id if step.payload else ""
+        return SubmittedStep(StepPlace(sequence, route.life, 0), Entry(route.lane, added.decode(), "", payload_id))
+
+    def _submit_words(
+        self,
+        sequence: SequenceId,
+        step: StepRequest,
+        limits: SubmitLimits,
+        payload_id: str = "",
+        moved: Items[Argument] = (),
+    ) -> ScriptArguments:
         pin = step.start
         about = ""
         if pin is not None:
@@ -360,36 +471,48 @@ class Sequences:
             about = f"{pin.version} {pin.generation} {kind} {ttl_ms(pin.idle_s)}"
         flags = ("S" if pin else "") + ("E" if step.end else "")
         numbers = (ttl_ms(step.timeout_s), limits.steps, limits.open, step.weight)
-        payload_id = step.payload.request_id if step.payload else ""
+        payload_id = step.payload.request_id if step.payload else payload_id
         of = (sequence.name, flags, step.number, step.digest, packable(step.frame), payload_id)
-        return ScriptArguments((self._record(sequence),), (*self._begin, *of, *numbers, about))
+        return ScriptArguments(
+            (self._record(sequence),), (*self._begin, *of, *numbers, about, *(moved or self._count()))
+        )
 
     def _outcome(self, sequence: SequenceId, step: StepRequest, reply: Items[Any]) -> SubmittedStep | QinferError:
         what = reply[0]
-        if what not in (b"new", b"stored"):
+        if what not in (b"new", b"stored", b"direct"):
             return self._refusal(sequence, step, what, reply[1:])
-        place = StepPlace(sequence, reply[1], reply[2])
         payload_id = step.payload.request_id if step.payload else ""
+        if what == b"direct":
+            _, life, entry_id, version, owner, token = reply
+            lane = Lane(self._model, int(version), f"seq@{owner.decode()}", self._partition)
+            self._learn(sequence, step, _Route(lane, keys.lane(lane), life, token, time.monotonic() + _ROUTE_S))
+            return SubmittedStep(StepPlace(sequence, life, 0), Entry(lane, entry_id.decode(), "", payload_id))
+        place = StepPlace(sequence, reply[1], reply[2])
         is_new = what == b"new"
         return SubmittedStep(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
+    def _learn(self, sequence: SequenceId, step: StepRequest, route: "_Route") -> None:
+        if step.end:
+            return
+        if len(self._routes) >= _MOST_ROUTES:
+            del self._routes[next(iter(self._routes))]
+        self._routes[sequence] = route
+
     def _refusal(self, sequence: SequenceId, step: StepRequest, what: bytes, about: Items[Any]) -> QinferError:
         """A missing START has Triton's text (reference §3.4)."""
-        of = f"sequence {sequence.correlation_id} to model '{self._model}'"
+        place = StepPlace(sequence, 0, step.number)
         if what == b"full":
-            return QueueFull(f"too many steps or sequences wait at model '{self._model}'; try again later")
+            return steps_full(self._model)
         if what == b"gap":
-            return InvalidRequest(f"step {step.number} of {of} leaves a gap: send step {about[0]} first")
+            return step_gap(self._model, place, about[0])
         if what == b"old":
-            return InvalidRequest(
-                f"the response to step {step.number} of {of} is no longer kept: step {about[0]} is committed"
-            )
+            return step_old(self._model, place, about[0])
         if what == b"ended":
             return self._ended_error(sequence, *about)
         return start_missing(self._model, sequence.correlation_id)
 
-    async def _fail(self, place: StepPlace, code: str, text: str, token: int | str) -> bool:
-        about = (place.sequence.name, token, place.life, place.number, code, text)
+    async def _fail(self, place: StepPlace, code: str, text: str, token: int | str, ticket: str = "") -> bool:
+        about = (place.sequence.name, token, place.life, place.number, code, text, ticket)
         return bool(await self._counted(_FAIL, [self._record(place.sequence)], *about))
 
     async def _counted(self, script: Script, names: Items[bytes], *arguments: Any) -> int:
@@ -410,43 +533,59 @@ class Sequences:
     def _commit_words(self, step: CommittedStep, values: Items[Any]) -> ScriptArguments:
         place = step.place
         about = (place.sequence.name, step.token, place.life, place.number)
-        return ScriptArguments((self._record(place.sequence),), (*self._begin, *about, *values))
+        flags = ("E" if step.ends else "") + ("K" if step.keeps_previous else "")
+        words = (*self._begin, *about, *values, flags, step.entry_id)
+        return ScriptArguments((self._record(place.sequence),), words)
 
     def _finish_words(self, place: StepPlace, entry: Entry) -> ScriptArguments:
         payload = self._payload_key(entry.payload_id) if entry.payload_id else ""
         about = (place.sequence.name, place.life, place.number, entry.entry_id, payload)
-        return ScriptArguments((self._record(place.sequence),), (*self._begin, *about))
+        names = (self._record(place.sequence), keys.lane(entry.lane))
+        return ScriptArguments(names, (*self._begin, *about))
 
-    def _taken(self, worker_id: str, told: Items[Any]) -> DeliveredStep:
-        name, life, number, token, entry_id, fields, deliveries = told
+    def _taken(self, lane: Lane, worker_id: str, told: Items[Any]) -> DeliveredStep:
+        name, life, number, token, entry_id, fields, deliveries, what = told
         place = StepPlace(SequenceId.parse(name.decode(errors="replace")), life, number)
+        delivery = Delivery(what.decode())
+        if delivery is Delivery.CANCEL:
+            code = fields[1].decode(errors="replace")
+            return DeliveredStep(place, token, None, delivery, entry_id=entry_id.decode(errors="replace"), code=code)
         if not fields:
-            return DeliveredStep(place, token, None, is_cancelled=number > 0)
-        entry, frame = self._parse_entry(place.sequence, entry_id, fields)
-        return DeliveredStep(place, token, Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1))
+            return DeliveredStep(place, token, None, delivery)
+        is_step = delivery is Delivery.STEP
+        entry, frame = _parse_entry(lane if is_step else self._steps(place.sequence), entry_id, fields)
+        limit = int(fields[5]) if is_step and fields[5].isdigit() else 0
+        sender = Sender(fields[7].decode(), int(fields[9])) if is_step and fields[9].isdigit() else Sender()
+        lease = Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1)
+        return DeliveredStep(place, token, lease, delivery, limit, sender=sender)
 
     def _left(self, told: Items[Any]) -> UnansweredStep:
-        name, life, number, entry_id, fields, is_stored, code, text, failed = told
+        name, life, number, entry_id, fields, is_stored, code, text, failed, closed = told
         place = StepPlace(SequenceId.parse(name.decode(errors="replace")), life, number)
-        entry, frame = self._parse_entry(place.sequence, entry_id, fields)
+        if closed:
+            lane = Lane(self._model, 0, closed.decode().removeprefix("0:"), self._partition)
+            return UnansweredStep(place, *_parse_entry(lane, entry_id, fields), None)
+        entry, frame = _parse_entry(self._steps(place.sequence), entry_id, fields)
         failure = None
         if not is_stored and not code:
             failure = Failure.from_error(SequenceEnded(NOT_KEPT))
-        elif not is_stored and number == failed and code != SequenceLost.code.encode():
-            failure = Failure(code.decode(errors="replace"), text.decode(errors="replace"))
-        elif not is_stored and text == BACKLOG_TIMED_OUT.encode():
-            failure = Failure.from_error(DeadlineExceeded(BACKLOG_TIMED_OUT))
         elif not is_stored:
-            ended = self._ended_error(place.sequence, code, text, failed)
-            # In Triton, cancelling one step cancels all waiting steps.
-            failure = Failure.from_error(Cancelled(ended.message) if code == Cancelled.code.encode() else ended)
+            of_life = Failure(code.decode(errors="replace"), text.decode(errors="replace"))
+            failure = self._failure_of(place, of_life, failed)
         return UnansweredStep(place, entry, frame, failure)
 
-    def _parse_entry(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
-        of = dict(zip(fields[::2], fields[1::2], strict=True))
-        return Entry(
-            self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")
-        ), of[b"f"]
+    def failed(self, step: UnansweredStep, of_life: Failure, failed: int) -> UnansweredStep:
+        """Returns a step with its failure, of a life that step `failed` has ended by `of_life`."""
+        return UnansweredStep(step.place, step.entry, step.frame, self._failure_of(step.place, of_life, failed))
+
+    def _failure_of(self, place: StepPlace, of_life: Failure, failed: int) -> Failure:
+        if place.number == failed and of_life.code != SequenceLost.code:
+            return of_life
+        if of_life.message == BACKLOG_TIMED_OUT:
+            return Failure.from_error(DeadlineExceeded(BACKLOG_TIMED_OUT))
+        ended = self._ended_error(place.sequence, of_life.code.encode(), of_life.message.encode(), failed)
+        # In Triton, cancelling one step cancels all waiting steps.
+        return Failure.from_error(Cancelled(ended.message) if of_life.code == Cancelled.code else ended)
 
     def _ended_error(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
         error = SequenceLost if code == SequenceLost.code.encode() else SequenceEnded
@@ -476,6 +615,21 @@ def may_lose(settings: RedisSettings) -> bool:
     """Tells whether Redis syncs later, or fails over without replicas."""
     fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
+
+
+class _Route(NamedTuple):
+    """An owner's lane for a sequence's steps; after `until_s` (monotonic) the record is read again."""
+
+    lane: Lane
+    key: bytes
+    life: int
+    token: int
+    until_s: float
+
+
+def _parse_entry(lane: Lane, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
+    of = dict(zip(fields[::2], fields[1::2], strict=True))
+    return Entry(lane, entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")), of[b"f"]
 
 
 def _words(value: StagedValue) -> Items[Any]:

@@ -1,5 +1,6 @@
 """Records of sequences in the queue."""
 
+import enum
 from collections.abc import Sequence as Items
 from functools import lru_cache
 from typing import Annotated, NamedTuple
@@ -7,7 +8,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from qinfer.core.messages import Failure
-from qinfer.errors import BEGIN_AGAIN, START_MISSING, InvalidRequest
+from qinfer.errors import BEGIN_AGAIN, START_MISSING, InvalidRequest, QueueFull
 from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.versions import Record
@@ -86,7 +87,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlace(msgspec.Struct, frozen=True):
-    """A step of a life, both counted from 1."""
+    """A step of a life, both counted from 1; number 0 = the owner numbers it."""
 
     sequence: SequenceId
     life: int
@@ -145,39 +146,88 @@ class SlotShare(NamedTuple):
     waited_s: float
 
 
+class Delivery(enum.Enum):
+    """The kinds of news for an owner.
+
+    A step by a ticket, or in the owner's lane; that a life is over, or another waits behind it; that a step's caller
+    has left, or has waited until its deadline.
+    """
+
+    TICKET = "ticket"
+    STEP = "step"
+    OVER = "over"
+    RESTART = "restart"
+    CANCEL = "cancel"
+
+
+class Sender(NamedTuple):
+    """The gateway of a step, and how many steps it had sent: which of two steps of one gateway was sent first."""
+
+    gateway: str = ""
+    sent: int = 0
+
+
 class DeliveredStep(msgspec.Struct, frozen=True):
-    """A step for the owner; without `lease` the life has ended, or only the caller has left."""
+    """News for the owner; only steps have a `lease`.
+
+    `limit` is the most waiting steps of its sequence (0 = unlimited), of a step in the owner's lane. `entry_id` and
+    `code` name a cancelled step of that lane, and why.
+    """
 
     place: StepPlace
     token: int
     lease: Lease | None
-    is_cancelled: bool = False
+    what: Delivery = Delivery.TICKET
+    limit: int = 0
+    entry_id: str = ""
+    code: str = ""
+    sender: Sender = Sender()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the caller of the step no longer waits."""
+        return self.what is Delivery.CANCEL
 
 
 class DeliveredSteps(msgspec.Struct, frozen=True):
-    """The outcome of `Sequences.take_steps`; pass `ticket` to the next call."""
+    """The outcome of `Sequences.take_steps`; pass `ticket` to the next call.
+
+    If Redis may have lost confirmed writes, `era` differs from that of the call before.
+    """
 
     ticket: str
     taken: Items[DeliveredStep]
+    era: bytes = b""
 
 
 class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """An executed step; `state` is `None` if it is unchanged, or in the model's memory."""
+    """An executed step; `state` is `None` if it is unchanged, or in the model's memory.
+
+    Of a step in the owner's lane the record does not know whether it `ends` the life, whether the response before it is
+    still needed (`keeps_previous`), and, without a number of its caller, its entry.
+    """
 
     place: StepPlace
     token: int
     response: Bytes
     state: Bytes | None = None
     idle_s: float = 0.0
+    ends: bool = False
+    keeps_previous: bool = False
+    entry_id: str = ""
 
 
 class UnansweredStep(msgspec.Struct, frozen=True):
-    """A step of an ended life: publish the failure, or its stored response, then `finish` it."""
+    """A step of an ended life: publish the failure, or its stored response, then `finish` it.
+
+    A step without a number, of a closed lane, is to be submitted anew (`Sequences.move`).
+    """
 
     place: StepPlace
     entry: Entry
     frame: bytes
     failure: Failure | None
+    sender: Sender = Sender()
 
 
 class SequenceCounts(NamedTuple):
@@ -211,6 +261,25 @@ NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN
 def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
     """Returns the error for a request that is no START of a sequence that is not open (reference §3.4)."""
     return InvalidRequest(f"inference request for sequence {correlation_id} to model '{model}' {START_MISSING}")
+
+
+def step_gap(model: str, place: StepPlace, expected: int) -> InvalidRequest:
+    """Returns the error for a numbered step that is sent before the one in front of it."""
+    of = f"sequence {place.sequence.correlation_id} to model '{model}'"
+    return InvalidRequest(f"step {place.number} of {of} leaves a gap: send step {expected} first")
+
+
+def step_old(model: str, place: StepPlace, committed: int) -> InvalidRequest:
+    """Returns the error for a repeated step whose response is no longer kept."""
+    of = f"sequence {place.sequence.correlation_id} to model '{model}'"
+    return InvalidRequest(
+        f"the response to step {place.number} of {of} is no longer kept: step {committed} is committed"
+    )
+
+
+def steps_full(model: str) -> QueueFull:
+    """Returns the error for a step, or a START, behind too many others."""
+    return QueueFull(f"too many steps or sequences wait at model '{model}'; try again later")
 
 
 def ended_text(model: str, correlation_id: int | str, number: int, reason: str) -> str:

@@ -1,7 +1,8 @@
 -- Commits a step: stores state, response and number together if the worker still owns the sequence. The last step ends
 -- the life. The previous response is kept until it is answered. An explicit sequence commits only numbered steps.
 -- KEYS: record. ARGV: prefix, is_fragile, name, token, life, number, place of the state (none = unchanged | given |
---   staged), state or staged key, place and value of the response.
+--   staged), state or staged key, place and value of the response; of a step in the owner's lane flags (E = it ends the
+--   life, K = the response before it is still needed) and the entry of an unnumbered one.
 -- Returns {done | known (committed before) | lost (another owner) | gone (what was staged), unreferenced objects}.
 local function one(KEYS, ARGV)
 if not prefix then
@@ -10,7 +11,7 @@ if not prefix then
 end
 local name, token, life, n = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local staged_state, staged_answer = ARGV[7] == 'staged' and ARGV[8], ARGV[9] == 'staged' and ARGV[10]
-local gone = {}
+local flags, entry, gone = ARGV[11] or '', ARGV[12] or '', {}
 
 local function refuse(what)
   for _, staged in pairs({staged_state or nil, staged_answer or nil}) do drop(staged, gone) end
@@ -54,10 +55,17 @@ local function is_removed(step)
   end)
   return not is_there
 end
-if n > 1 and is_removed(n - 1) then drop_answer(name, life, n - 1, gone) end
+local is_last = string.find(flags, 'E') ~= nil
+if is_direct(of) then
+  if life == of.tail then of.accepted = math.max(of.accepted, n) end
+  if entry ~= '' then fields[#fields + 1], fields[#fields + 2] = 'done:' .. entry, life .. '.' .. n end
+  if n > 1 and not string.find(flags, 'K') then drop_answer(name, life, n - 1, gone) end
+elseif n > 1 and is_removed(n - 1) then
+  drop_answer(name, life, n - 1, gone)
+end
 write(of, {committed = n, deaths = 0, used = now}, unpack(fields))
 local last = life == of.tail and of.last or tonumber(redis.call('HGET', KEYS[1], 'last:' .. life) or 0)
-if last == n then
+if last == n or is_last then
   for _, object in ipairs(over(of, GRACE_MS)) do gone[#gone + 1] = object end
 end
 return {'done', gone}

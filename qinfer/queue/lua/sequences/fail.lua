@@ -1,6 +1,6 @@
 -- Ends a life by an error at one of its steps, or, without a code, because its idle time is over.
 -- KEYS: record. ARGV: prefix, is_fragile, name, token ('' = any caller, 0 = only without an owner), life, step, code
---   ('' = idle), text.
+--   ('' = idle, or another life waits behind it), text, last entry of the owner's lane that was told.
 -- An owner is told of a cancelled step, because it knows the executing steps; `fail:<life>` ends the life if the owner
 -- dies first.
 -- Returns {whether it ended, or will when it begins, unreferenced objects}.
@@ -15,13 +15,20 @@ elseif token ~= '' and (of.owner == '' or of.token ~= tonumber(token)) then
   return {0, {}}
 end
 
-if code == '' then
+if code == '' and is_direct(of) then
+  -- The owner judges; a step that it has not read goes on.
+  if of.life ~= life then return {0, {}} end
+  if of.tail > life then return {1, over(of, GRACE_MS)} end
+  local unread = redis.call('XRANGE', lane_of(of.version, of.owner), ARGV[9] == '' and '-' or '(' .. ARGV[9], '+', 'COUNT', 1)
+  if #unread > 0 or redis.call('XLEN', steps_of(name)) > 0 then return {0, {}} end
+elseif code == '' then
   local is_idle = of.life == life and of.tail == life and redis.call('XLEN', steps_of(name)) == 0
   if not is_idle or now - of.used < of.idle then return {0, {}} end
+end
+if code == '' then
   local gone = over(of, GRACE_MS)
   redis.call('ZREM', prefix .. 'sequence-endings', name)
-  redis.call('UNLINK', steps_of(name))
-  redis.call('PEXPIRE', KEYS[1], TOMBSTONE_MS)
+  forget(of)
   return {1, gone}
 end
 if life > of.life and life <= of.tail then

@@ -1,20 +1,22 @@
 -- Gives a worker waiting sequences and tells it their steps; next is the tenant with the fewest held by weight,
 -- handed-over ones first.
 -- KEYS: lanes of waiting sequences by priority, the worker's lane. ARGV: prefix, is_fragile, worker, count, bits (0 =
---   text, '' = the model gets no ids).
+--   text, '' = the model gets no ids), whether it reads steps from its lane (1).
 -- Returns {whether the lease is alive, {name, life, token, committed, generation, kind, idle ms, is_other, number (0 =
---   none)} of each}.
+--   none)} of each, era}.
 local MOST_TICKETS = 100 -- to look at, as some sequences have ended
 begin(ARGV[1], ARGV[2])
 make_room()
 local worker, left, bits = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local owned = {}
-if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now then return {0, {}} end
+if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now then return {0, {}, era} end
 
 local function take(of)
   local other, number = false, of.number
   if bits then other, number = tell_apart(of.name, number, bits, math.max(of.kept - now, TOMBSTONE_MS)) end
-  write(of, {number = number, owner = worker, token = of.token + 1, ticket = '', used = now})
+  write(of, {number = number, owner = worker, token = of.token + 1, ticket = '', used = now,
+    direct = ARGV[6] == '1' and of.token + 1 or 0})
+  if is_direct(of) then redis.call('SADD', prefix .. 'sequence-lanes', of.version .. ':seq@' .. worker) end
   redis.call('SADD', prefix .. 'sequence-owned:' .. worker, of.name)
   redis.call('ZADD', prefix .. 'sequences', now + LOOK_MS, of.name)
   each_step(of.name, function(id, step)
@@ -23,6 +25,7 @@ local function take(of)
       tell(of, id, of.life, n, n == of.committed + 1 and of.deaths + 1 or 1, n > of.committed and step.f, step.p or '')
     end
   end)
+  if is_direct(of) and of.tail > of.life then tell_restart(of) end
   owned[#owned + 1] = {of.name, of.life, of.token, of.committed, of.generation, of.kind, string.format('%.0f', of.idle),
     other and 1 or 0, number}
   left = left - 1
@@ -42,4 +45,4 @@ for _ = 1, MOST_TICKETS do
   share.since = look(share, lanes) and share.since
 end
 wake(shares, lanes)
-return {1, owned}
+return {1, owned, era}

@@ -1,5 +1,5 @@
--- Offers sequences of workers whose lease has ended.
--- KEYS: the owners, the orphaned sequences. ARGV: prefix, is_fragile, count. Returns {how many, unreferenced objects}.
+-- Offers sequences of workers whose lease has ended, and closes these workers' lanes.
+-- KEYS: the owners, the orphaned sequences, the lanes with steps. ARGV: prefix, is_fragile, count. Returns {how many, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local owners, orphans = KEYS[1], KEYS[2]
@@ -8,6 +8,10 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', now, 'LIMIT'
   redis.call('SUNIONSTORE', orphans, orphans, owned)
   redis.call('UNLINK', owned)
   redis.call('ZREM', owners, worker)
+end
+for _, lane in ipairs(redis.call('SMEMBERS', KEYS[3])) do
+  local worker = string.match(lane, ':seq@(.+)$')
+  if not (worker and redis.call('ZSCORE', owners, worker)) then close_lane(lane) end
 end
 
 local reaped, all = 0, {}

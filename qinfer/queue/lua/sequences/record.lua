@@ -4,10 +4,13 @@
 --   state (open | ended), number (see numbers.lua), weight (the tenant's), kept (until when the keys live, ms);
 --   of the executing life: life, version, generation, kind, idle (ms), owner, token (higher for each owner), ticket,
 --   committed, deaths (of workers during its next step), used (ms), era, apart (1 = the state has its own key);
---   of the last life: tail, accepted, hash (of its START), last (its last step; 0 = unknown);
---   of a life ended by an error: code, text, failed, failed_life.
+--   of the last life: tail, accepted, hash (of its START), last (its last step; 0 = unknown), by and sent (the
+--   gateway of its START, and how many steps that gateway had sent);
+--   of a life ended by an error: code, text, failed, failed_life;
+--   direct, the token of an owner that reads the steps of its explicit lives from its lane and numbers them itself: of
+--   these, `committed` and `accepted` know the committed steps only.
 -- Other fields: `at`, the life and the last committed step; `state`, `answer:<life>.<n>`, a response, both unless
--- staged; `last:<life>`, the last step of a life with a successor; `next:<life>`, version, generation, kind and idle
+-- staged; `done:<entry>`, life and number of a committed last step in the owner's lane; `last:<life>`, the last step of a life with a successor; `next:<life>`, version, generation, kind and idle
 -- time of a waiting life; `fail:<life>`, the error of a life that ends when it begins or its owner dies.
 local TOMBSTONE_MS = 300000 -- an ended sequence is known this long
 local LOOK_MS = 60000 -- the janitor's interval, and the idle time without owner
@@ -16,7 +19,7 @@ local DAY_MS = 86400000
 local SLACK_MS = 3600000 -- so that few steps extend the keys' life
 local SHORT_BYTES = 4096 -- larger frames do not travel with the ticket
 local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 0, tail = 0,
-  accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, number = 0, weight = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
+  accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, number = 0, weight = 0, direct = 0, sent = 0, by = '', state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
   era = '', hash = '', code = '', text = ''}
 local RECORD = {__index = EMPTY}
 local prefix, era, now
@@ -30,6 +33,7 @@ local function answer_field(life, n) return string.format('answer:%d.%d', life, 
 local function tenant_of(name) return string.match(name, '^([^:]*):') or '' end
 local function number_key(number) return prefix .. string.format('sequence-number:%.0f', number) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
+local function is_direct(of) return of.direct > 0 and of.direct == of.token and of.owner ~= '' and of.kind == 'explicit' end
 -- A damaged counter starts again.
 local function count(what)
   local counts = prefix .. 'sequence-counts'
@@ -130,6 +134,11 @@ local function tell(of, entry, life, n, times, frame, payload)
   redis.call('PEXPIRE', lane, DAY_MS)
 end
 
+-- Tells the owner that another life waits behind the one that it executes; returns false if its lane is closed.
+local function tell_restart(of)
+  return redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', 's', of.name, 'l', of.life, 't', of.token, 'r', 1)
+end
+
 local function tell_cancel(of, life, n)
   redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', 's', of.name, 'l', life, 'n', n, 't', of.token, 'c', 1)
 end
@@ -170,6 +179,25 @@ local function leave(of)
     local lane, id = string.match(of.ticket, '^(%S+) (%d+%-%d+)$')
     if lane then redis.call('XDEL', prefix .. of.version .. ':' .. lane, id) end
   end
+end
+
+-- Closes an owner's lane: appends to it fail from now on, and its steps are answered from where they are.
+local function close_lane(lane)
+  local has_steps = redis.call('SREM', prefix .. 'sequence-lanes', lane) == 1
+  if not has_steps or redis.call('EXISTS', prefix .. lane) == 0 or redis.call('XLEN', prefix .. lane) == 0 then
+    return redis.call('UNLINK', prefix .. lane)
+  end
+  local closed = string.format('0:closed:%s:%.0f', lane, now)
+  redis.call('RENAME', prefix .. lane, prefix .. closed)
+  redis.call('PEXPIRE', prefix .. closed, DAY_MS)
+  redis.call('SADD', prefix .. 'sequence-closed', closed)
+end
+
+-- Forgets an ended sequence without steps, in five minutes.
+local function forget(of)
+  redis.call('UNLINK', steps_of(of.name))
+  redis.call('PEXPIRE', record_of(of.name), TOMBSTONE_MS)
+  redis.call('PEXPIRE', answer_of(of.name, of.life, of.committed), TOMBSTONE_MS)
 end
 
 -- Calls `use(id, fields)` until it returns false; removes damaged steps.

@@ -1,9 +1,11 @@
--- Appends a step to a sequence. START begins a life behind the executing one. A repeated numbered step gets the stored
--- response, or waits behind the first of its number.
+-- Appends a step to a sequence, or to the lane of an owner that reads steps there. START begins a life behind the executing
+-- one. A repeated numbered step gets the stored response, or waits behind the first of its number.
 -- KEYS: record. ARGV: prefix, is_fragile, name, flags (S, E, SE or ''), number (0 = none), hash of a START's content,
 --   frame, request with the payload ('' = none), timeout (ms), limit of waiting steps and of open sequences (0 = none),
---   weight (0 = unknown), and of a START `<version> <generation> <kind> <idle ms>`.
--- Returns {new, life, number, entry id} | {stored, life, number} | {gap, next number} | {old, last number} | {ended,
+--   weight (0 = unknown), and of a START `<version> <generation> <kind> <idle ms>`; its gateway, and
+--   how many steps that one had sent; of a step that is moved its stream, entry, life, and the token that came with it
+--   (0 = the life is over).
+-- Returns {new, life, number, entry id} | {direct, life, entry id, version, owner, token} | {moved (before)} | {stored, life, number} | {gap, next number} | {old, last number} | {ended,
 --   code, text, step} | {unknown} | {full}.
 local function one(KEYS, ARGV)
 local record = KEYS[1]
@@ -14,17 +16,38 @@ local steps = steps_of(name)
 local is_start, is_end = string.find(flags, 'S') ~= nil, string.find(flags, 'E') ~= nil
 local of = load(name)
 local is_open = of and of.state == 'open'
+local by, sent = ARGV[14], tonumber(ARGV[15])
+local stream, moved, of_life, of_token = ARGV[16], ARGV[17], tonumber(ARGV[18]), tonumber(ARGV[19])
+
+if stream then
+  if #redis.call('XRANGE', stream, moved, moved) == 0 then return {'moved'} end
+  local life, n = string.match(redis.call('HGET', record, 'done:' .. moved) or '', '^(%d+)%.(%d+)$')
+  if life then return {'stored', tonumber(life), tonumber(n)} end
+  if of and of.tail ~= of_life and (of_token == 0 or (of.by == by and sent < of.sent)) then return {'unknown'} end
+end
 
 local function append(life, n)
   local fields = {'f', frame, 'l', life, 'n', n, 'd', string.format('%.0f', now + timeout)}
   if payload ~= '' then fields[9], fields[10] = 'p', payload end
   local entry = redis.call('XADD', steps, '*', unpack(fields))
+  if stream then redis.call('XDEL', stream, moved) end
   if is_end and of.last == 0 then of.last = n end
   keep(of, of.idle + timeout + DAY_MS)
   if of.state == 'open' and of.life == life and of.owner ~= '' then
     tell(of, entry, life, n, 1, frame, payload)
   end
   return {'new', life, n, entry}
+end
+
+-- Returns nil if the owner's lane is closed, or the owner does not know that it owns the life.
+local function append_direct()
+  if stream == lane_of(of.version, of.owner) and (of_token == of.token or of_token == 0) then return nil end
+  local fields = {'s', name, 'l', of.life, 't', of.token, 'm', limit, 'g', by, 'k', sent, 'f', frame}
+  if payload ~= '' then fields[15], fields[16] = 'p', payload end
+  local entry = redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', unpack(fields))
+  if not entry then return nil end
+  if stream then redis.call('XDEL', stream, moved) end
+  return {'direct', of.life, entry, of.version, of.owner, of.token}
 end
 
 local function is_repeated(n, committed)
@@ -56,7 +79,7 @@ if is_start and not is_again then
     local life, token, told = of and of.tail + 1 or 1, of and of.token or 0, of and of.number or 0
     of = fresh(name)
     for field, value in pairs({state = 'open', life = life, version = version, generation = generation, kind = kind,
-      idle = tonumber(idle), token = token, number = told, weight = weight, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
+      idle = tonumber(idle), token = token, number = told, by = by, sent = sent, weight = weight, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
     wait_for_owner(of, 'seq')
     return append(life, 1)
   end
@@ -64,14 +87,24 @@ if is_start and not is_again then
   local is_done = of.life == of.tail
     and (of.committed >= of.accepted or (of.kind == 'explicit' and not first_unanswered(of)))
   local life = of.tail + 1
-  of.tail, of.accepted, of.hash, of.last = life, 1, hash, 0
+  of.tail, of.accepted, of.hash, of.last, of.by, of.sent = life, 1, hash, 0, by, sent
   redis.call('HSET', record, 'next:' .. life, about)
   local answer = append(life, 1)
-  if is_done then over(of, GRACE_MS) end
+  if is_direct(of) then
+    if not tell_restart(of) then hand_over(of, true) end
+  elseif is_done then
+    over(of, GRACE_MS)
+  end
   return answer
 end
 
 if not of then return {'unknown'} end
+if is_open and of.life == of.tail and is_direct(of) then
+  local answer = append_direct()
+  if answer then return answer end
+  hand_over(of, true)
+  is_open = false
+end
 local committed = of.life == of.tail and of.committed or 0
 if is_repeated(number, committed) then return {'stored', of.tail, number} end
 if not is_open then

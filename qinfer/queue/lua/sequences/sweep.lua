@@ -28,6 +28,7 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT',
     close(name)
   elseif of.owner ~= '' and redis.call('ZSCORE', prefix .. 'sequence-owners', of.owner) then
     redis.call('ZADD', KEYS[1], now + LOOK_MS, name)
+    if is_direct(of) then keep(of, of.idle + DAY_MS) end -- whose steps do not
   else
     local gone = of.owner == '' and end_unowned(of) or of.owner ~= '' and hand_over(of, true)
     for _, object in ipairs(gone or {}) do all[#all + 1] = object end

@@ -1,6 +1,8 @@
--- Returns unanswered steps of ended lives; steps that are not finished are returned again later.
--- KEYS: the endings. ARGV: prefix, is_fragile, count, most bytes of frames.
--- Returns {name, life, number, entry id, fields, whether the response is stored, code, text, failed step} of each.
+-- Returns unanswered steps of ended lives; steps that are not finished are returned again later. Then steps of closed
+-- lanes, which are to be submitted anew.
+-- KEYS: the endings, the closed lanes. ARGV: prefix, is_fragile, count, most bytes of frames.
+-- Returns {name, life, number, entry id, fields, whether the response is stored, code, text, failed step, closed lane ('' =
+--   none)} of each.
 begin(ARGV[1], ARGV[2])
 make_room()
 local left, room, found = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
@@ -14,14 +16,35 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT',
     if left <= 0 or (room < 0 and #found > 0) then return false end
     local why = of and of.failed_life >= life and {of.code, of.text, of.failed} or {'', '', 0}
     found[#found + 1] = {name, life, n, id, {'f', step.f, 'p', step.p or ''},
-      has_answer(name, life, n) and 1 or 0, unpack(why)}
+      has_answer(name, life, n) and 1 or 0, why[1], why[2], why[3], ''}
     left = left - 1
   end)
   if is_any then
     redis.call('ZADD', KEYS[1], now + GRACE_MS, name)
   else
     redis.call('ZREM', KEYS[1], name)
+    if of and of.state ~= 'open' then forget(of) end
   end
   if left <= 0 or room < 0 then break end
+end
+for _, lane in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  if left <= 0 or room < 0 then break end
+  local page = redis.call('XRANGE', prefix .. lane, '-', '+', 'COUNT', left)
+  for _, entry in ipairs(page) do
+    local fields = {}
+    for f = 1, #entry[2], 2 do fields[entry[2][f]] = entry[2][f + 1] end
+    if fields.f and not fields.e and fields.s and tonumber(fields.l) then
+      room = room - #fields.f
+      if room < 0 and #found > 0 then break end
+      found[#found + 1] = {fields.s, tonumber(fields.l), 0, entry[1], {'f', fields.f, 'p', fields.p or ''}, 0, '', '', 0, lane}
+      left = left - 1
+    else
+      redis.call('XDEL', prefix .. lane, entry[1]) -- a ticket
+    end
+  end
+  if redis.call('XLEN', prefix .. lane) == 0 then
+    redis.call('UNLINK', prefix .. lane)
+    redis.call('SREM', KEYS[2], lane)
+  end
 end
 return found

@@ -17,8 +17,9 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Response
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.queue.entries import Entry
 from qinfer.queue.sequences.ownership import AT_ONCE, Sequences
-from qinfer.queue.sequences.records import CommittedStep, SequenceId, encode_states
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace, encode_states
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.publisher import Publisher
 
@@ -55,6 +56,10 @@ class StepPublisher:
         self._is_explicit = is_explicit
         self._settled = settled
         self._broken = broken
+        self.finished: Callable[[Entry], None] = lambda _: None
+        """Gets the entries that were removed."""
+        self._unfinished: set[StepPlace] = set()
+        """Committed steps whose response may not be published yet."""
         self._waiting: list[_ExecutedStep] = []
         self._work = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -78,6 +83,8 @@ class StepPublisher:
                 response=encode_responses([response]),
                 state=state,
                 idle_s=self._idle_s,
+                ends=step.end and step.is_direct,
+                entry_id="" if _number_of(step) or not step.is_direct else step.lease.entry.entry_id,
             )
             self._waiting.append(_ExecutedStep(step, response, committed))
         if steps:
@@ -100,8 +107,7 @@ class StepPublisher:
             await asyncio.wait(self._uncommitted)
 
     def _is_committed(self, step: PendingStep) -> bool:
-        flags = step.request.sequence
-        return not self._is_explicit or step.end or (flags is not None and flags.step > 0)
+        return not self._is_explicit or step.end or _number_of(step) > 0
 
     def _next(self) -> list[_ExecutedStep]:
         group: dict[SequenceId, _ExecutedStep] = {}
@@ -120,7 +126,7 @@ class StepPublisher:
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:
-                outcomes = await self._sequences.commit([executed.committed for executed in group])
+                outcomes = await self._sequences.commit([self._commitment(executed) for executed in group])
             except BrokerUnavailable as error:
                 self._outage.failed(error.message)
                 await asyncio.sleep(backoff.next_s())
@@ -131,10 +137,16 @@ class StepPublisher:
             self._outage.over()
             done = [executed for executed, is_committed in zip(group, outcomes, strict=True) if is_committed]
             if done:
+                self._unfinished.update(executed.step.place for executed in done)
                 self._publish([executed.step for executed in done], [executed.response for executed in done], begin_ns)
             for executed, is_committed in zip(group, outcomes, strict=True):
                 self._settled(executed.step, is_committed)
             return
+
+    def _commitment(self, executed: _ExecutedStep) -> CommittedStep:
+        place = executed.step.place
+        is_needed = StepPlace(place.sequence, place.life, place.number - 1) in self._unfinished
+        return msgspec.structs.replace(executed.committed, keeps_previous=True) if is_needed else executed.committed
 
     async def _commit_alone(self, group: list[_ExecutedStep], error: QinferError) -> None:
         """Finds a commit's refused step."""
@@ -160,6 +172,30 @@ class StepPublisher:
     ) -> "asyncio.Task[None] | None":
         async def work() -> None:
             await self._publisher.publish(steps, responses, begin_ns)
-            await self._sequences.finish([(step.place, step.lease.entry) for step in steps])
+            await self._finish(steps)
 
         return self._publisher.spawn(self._publisher.recorded(steps, work))
+
+    async def _finish(self, steps: Sequence[PendingStep]) -> None:
+        """Removes entries; those of which Redis keeps nothing else go together."""
+        bare: list[Entry] = []
+        others: list[tuple[StepPlace, Entry]] = []
+        for step in steps:
+            entry = step.lease.entry
+            if step.is_direct and not (self._is_committed(step) or entry.payload_id):
+                bare.append(entry)
+            else:
+                others.append((step.place, entry))
+        if bare:
+            await self._sequences.remove(bare)
+        if others:
+            await self._sequences.finish(others)
+        for step in steps:
+            self._unfinished.discard(step.place)
+            self.finished(step.lease.entry)
+
+
+def _number_of(step: PendingStep) -> int:
+    """Returns its caller's number; 0 = not numbered."""
+    flags = step.request.sequence
+    return flags.step if flags is not None else 0

@@ -10,6 +10,7 @@ returns. If its lease ends, the loop drops all. Idle, it gives up the lease unti
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,6 +27,7 @@ from qinfer.core.settings import WorkerSettings
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import (
     LEFT,
+    TIMED_OUT,
     BrokerUnavailable,
     Cancelled,
     CorruptEntry,
@@ -37,16 +39,22 @@ from qinfer.errors import (
 from qinfer.models.state import CALLERS
 from qinfer.models.store import ControlStore
 from qinfer.queue import readers
-from qinfer.queue.entries import Lease
+from qinfer.queue.entries import Entry, Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequences.answers import answer_rest, answer_step, is_callers
+from qinfer.queue.sequences.answers import answer_lost, answer_rest, answer_step, is_callers
 from qinfer.queue.sequences.records import (
+    NOBODYS,
     DeliveredStep,
+    Delivery,
     OwnedLife,
     SequenceId,
     StepPlace,
     UnansweredStep,
     decode_states,
+    start_missing,
+    step_gap,
+    step_old,
+    steps_full,
     told_id,
 )
 from qinfer.submission.validate import validate
@@ -58,6 +66,7 @@ from qinfer_workers.inference.sequences.publisher import StepPublisher
 
 logger = logging.getLogger(__name__)
 
+RESTARTED = "Redis was restarted or failed over, and may have lost steps of it"
 GIVEN_UP = "another tenant waited for a slot of the model, and this one had the most slots"
 RELOADED = "the model was loaded anew with another configuration"
 # The only partition, until models are spread over several.
@@ -66,6 +75,7 @@ _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
 _NEVER = 2**63
+_CORRUPT = "the step of the sequence can't be decoded"
 _MAX_WAITING = 2000
 
 
@@ -88,6 +98,10 @@ class _OwnedLife:
     `executed` is the last step that is or will be committed. From step `ends_at` on, nothing is executed; Redis gets
     the error `ending` once earlier steps are committed. `entries` are those of uncommitted steps, `repeated` duplicates
     that wait for the first response; `arriving` reads the last payload.
+
+    Of a life whose steps are in the owner's lane, `accepted` counts the steps, END is at `last` (0 = not there yet),
+    and `direct` has the unanswered ones. If another life waits behind it (`is_restarted`), it ends once they are
+    answered.
     """
 
     def __init__(self, owned: OwnedLife) -> None:
@@ -96,6 +110,11 @@ class _OwnedLife:
         self.ends_at = _NEVER
         self.ending: QinferError | None = None
         self.entries: dict[int, str] = {}
+        self.accepted = owned.committed
+        self.last = 0
+        self.is_restarted = False
+        self.error: QinferError | None = None
+        self.direct: dict[int, UnansweredStep] = {}
         self.repeated: list[UnansweredStep] = []
         self.arriving: asyncio.Task[None] | None = None
         self.since_s = time.monotonic()
@@ -135,14 +154,21 @@ class SequenceService:
         # an ensemble's models get other ids
         self._told_bits = None if model.spec.sequences.of_steps else model.spec.sequences.told_bits
         self._is_explicit = model.spec.sequences.is_explicit
+        # an ensemble's steps are numbered by the record
+        self._numbers = self._is_explicit and ensemble is None
         idle_s = model.spec.sequences.max_idle_s
         self._steps = StepPublisher(
             self._sequences, parts.publisher, idle_s, self._is_explicit, self._settled, self.broken
         )
+        self._steps.finished = self._finished
         self.generations = {model.generation}
         self._held: dict[SequenceId, _OwnedLife] = {}
         self._changed = asyncio.Event()
         self._tickets = self._sequences.reader(self._owner, self._version, parts.queue.doorbell)
+        self._unfinished: OrderedDict[str, None] = OrderedDict()
+        """The ids of unfinished entries in the lane, in order."""
+        self._ticket = ""
+        self._era = b""
         self._reader = RequestReader()
         self._is_draining = False
         self._look_at_s = 0.0
@@ -175,9 +201,8 @@ class SequenceService:
         """Ends sequences that are idle by Redis' clock."""
         for sequence in sequences:
             held = self._held.get(sequence)
-            if held is not None:
-                place = StepPlace(sequence, held.owned.life, held.committed)
-                self._spawn(partial(self._sequences.end_idle, place, held.owned.token))
+            if held is not None and not held.entries:
+                self._end_idle(held)
 
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
         """Ends sequences whose state in memory is lost."""
@@ -291,21 +316,23 @@ class SequenceService:
     async def _serve_sequences(self) -> bool:
         """Returns true when idle, false without a lease."""
         sequences, owner, version = self._sequences, self._owner, self._version
-        ticket, busy_s = "", time.monotonic()
+        self._ticket, busy_s = "", time.monotonic()
         while True:
             has_slots = not self._is_draining and self.batcher.free_slots > 0
             count = self.batcher.free_slots if has_slots else 0
-            owned = await sequences.own(owner, version, count, told_bits=self._told_bits)
+            owned = await sequences.own(owner, version, count, told_bits=self._told_bits, numbers=self._numbers)
             if owned is None:
                 return False
             for problem in await asyncio.gather(*map(self._adopt, owned)):
                 if problem is not None:
                     raise problem
-            news = await sequences.take_steps(owner, version, ticket)
+            needed = next(iter(self._unfinished), "")
+            news = await sequences.take_steps(owner, version, self._ticket, needed=needed)
             if news is None:
                 return False
             self._recover()
-            ticket = news.ticket
+            self._follow_era(news.era)
+            self._ticket = news.ticket
             for taken in news.taken:
                 self._take_in(taken)
             self.batcher.pump()
@@ -319,7 +346,14 @@ class SequenceService:
             is_idle = time.monotonic() - busy_s >= readers.AWAKE_S and not self._is_waited_for
             if is_idle and has_slots and not self._held:
                 return True
-            await self._wait(ticket, has_slots=has_slots, is_idle=is_idle)
+            await self._wait(self._ticket, has_slots=has_slots, is_idle=is_idle)
+
+    def _follow_era(self, era: bytes) -> None:
+        """Ends all lives whose steps are in the lane if Redis may have lost some of them."""
+        if self._numbers and self._era and era != self._era:
+            for held in list(self._held.values()):
+                self._end_life(_next_of(held), held.owned.token, SequenceLost(RESTARTED))
+        self._era = era
 
     async def _slow_down(self) -> None:
         if self.batcher.waiting > _MAX_WAITING:
@@ -397,40 +431,146 @@ class SequenceService:
         held = self._held.get(place.sequence)
         is_mine = held is not None and held.owned.token == taken.token and held.owned.life == place.life
         if lease is None:
-            if held is not None and is_mine and taken.is_cancelled:
-                self._cancel(held, place)
-            elif is_mine:
-                self._drop_sequence(place.sequence)
+            self._note(held if is_mine else None, taken)
             return
+        if taken.what is Delivery.STEP:
+            self._take_direct(held if is_mine else None, taken, lease)
+        else:
+            self._take_ticket(held, taken, lease, is_mine=is_mine)
+
+    def _take_direct(self, held: _OwnedLife | None, taken: DeliveredStep, lease: Lease) -> None:
+        self._unfinished[lease.entry.entry_id] = None
+        if held is None or held.is_restarted:
+            step = UnansweredStep(taken.place, lease.entry, lease.frame, None, taken.sender)
+            self._spawn(partial(self._move, step, taken.token))
+        else:
+            self._number(held, taken, lease)
+
+    def _take_ticket(self, held: _OwnedLife | None, taken: DeliveredStep, lease: Lease, *, is_mine: bool) -> None:
+        place = taken.place
         if held is None or not is_mine or place.number >= held.ends_at:
             if held is None:  # a reply was lost
                 self._spawn(partial(self._sequences.hand_over, self._owner, [place.sequence]))
             return
-        if place.number <= held.committed:
+        if self._numbers:
+            self._number(held, taken, lease)
+        elif place.number <= held.committed:
             self._publish_stored(UnansweredStep(place, lease.entry, lease.frame, None))
         elif place.number in held.entries:
             if held.entries[place.number] != lease.entry.entry_id:
                 held.repeated.append(UnansweredStep(place, lease.entry, lease.frame, None))
         else:
             held.entries[place.number] = lease.entry.entry_id
-            self._receive(held, taken.place, taken.token, lease)
+            request, is_apart = self._decode(lease)
+            if request is None:
+                self._end_life(place, taken.token, CorruptEntry(_CORRUPT))
+            else:
+                self._receive(held, place, lease, request, is_apart=is_apart)
 
-    def _cancel(self, held: _OwnedLife, place: StepPlace) -> None:
+    def _note(self, held: _OwnedLife | None, news: DeliveredStep) -> None:
+        place = news.place
+        if news.entry_id:  # of a step in the lane
+            found = self._held.get(place.sequence)
+            steps = found.direct.items() if found is not None else ()
+            number = next((number for number, step in steps if step.entry.entry_id == news.entry_id), 0)
+            if found is not None and number:
+                self._cancel(found, StepPlace(place.sequence, found.owned.life, number), news.code)
+        elif held is None:
+            return
+        elif news.what is Delivery.CANCEL:
+            self._cancel(held, place)
+        elif news.what is Delivery.RESTART:
+            held.is_restarted = True
+            self._make_way(held)
+        else:
+            self._drop_sequence(place.sequence)
+
+    def _cancel(self, held: _OwnedLife, place: StepPlace, code: str = Cancelled.code) -> None:
+        if code != Cancelled.code:
+            self._end_life(place, held.owned.token, DeadlineExceeded(TIMED_OUT))
+            return
         is_here = place.number in held.entries and place.number > held.executed
         if is_here and not self.batcher.cancel(place.sequence, place.number):
             self._end_life(place, held.owned.token, Cancelled(LEFT))
 
-    def _receive(self, held: _OwnedLife, place: StepPlace, token: int, lease: Lease) -> None:
-        is_apart = False
+    def _number(self, held: _OwnedLife, taken: DeliveredStep, lease: Lease) -> None:
+        """Gives a step its number, answers a repeated one, or refuses it; later steps go on."""
+        request, is_apart = self._decode(lease)
+        flags = request.sequence if request is not None else None
+        number = (flags.step if flags is not None else 0) or held.accepted + 1
+        place = StepPlace(taken.place.sequence, held.owned.life, number)
+        step = UnansweredStep(place, lease.entry, lease.frame, None)
+        if number <= held.accepted:
+            self._answer_again(held, step)
+        elif number > held.accepted + 1:
+            self._refuse_step(step, step_gap(self._model, place, held.accepted + 1))
+        elif held.last:
+            self._refuse_step(step, start_missing(self._model, place.sequence.correlation_id))
+        elif taken.limit and len(held.entries) >= taken.limit:
+            self._refuse_step(step, steps_full(self._model))
+        else:
+            held.accepted = number
+            held.last = number if flags is not None and flags.end else 0
+            held.entries[number] = lease.entry.entry_id
+            if taken.what is Delivery.STEP:
+                held.direct[number] = step
+            if number < held.ends_at and request is not None:
+                self._receive(held, place, lease, request, is_apart=is_apart)
+            elif request is None:
+                self._end_life(place, taken.token, CorruptEntry(_CORRUPT))
+
+    def _answer_again(self, held: _OwnedLife, step: UnansweredStep) -> None:
+        number = step.place.number
+        if number in held.entries:
+            held.repeated.append(step)
+        elif number < held.committed:
+            self._refuse_step(step, step_old(self._model, step.place, held.committed))
+        else:
+            self._publish_stored(step)
+
+    def _refuse_step(self, step: UnansweredStep, error: QinferError) -> None:
+        unnumbered = StepPlace(step.place.sequence, step.place.life, 0)  # another step has its number
+        self._answer(UnansweredStep(unnumbered, step.entry, step.frame, Failure.from_error(error)))
+
+    def _answer(self, step: UnansweredStep) -> None:
+        async def work() -> None:
+            await answer_step(self._parts.queue, self._sequences, step)
+            self._finished(step.entry)
+
+        self._spawn(work)
+
+    async def _move(self, step: UnansweredStep, token: int) -> None:
+        await answer_lost(self._parts.queue, self._sequences, step, token)
+        self._finished(step.entry)
+
+    def _finished(self, entry: Entry) -> None:
+        self._unfinished.pop(entry.entry_id, None)
+
+    def _end_idle(self, held: _OwnedLife) -> None:
+        place = StepPlace(held.owned.sequence, held.owned.life, held.committed)
+        self._spawn(partial(self._sequences.end_idle, place, held.owned.token, self._ticket))
+
+    def _make_way(self, held: _OwnedLife) -> None:
+        """Ends a life without steps for the one behind it."""
+        if held.is_restarted and not held.entries:
+            self._end_idle(held)
+
+    def _decode(self, lease: Lease) -> tuple[InferRequest | None, bool]:
+        """Returns a step's request, if it is readable, and whether its tensors are yet to be fetched."""
         try:
-            request = self._reader.decode(lease.frame)
+            return self._reader.decode(lease.frame), False
         except PayloadApart as apart:
-            request, is_apart = apart.request, True
+            return apart.request, True
         except CorruptEntry as error:
-            logger.error("corrupt step", extra={"model": self._model, "entry_id": lease.entry.entry_id})
-            self._end_life(place, token, error)
-            return
+            extra = {"model": self._model, "entry_id": lease.entry.entry_id, "error": error.message}
+            logger.error("corrupt step", extra=extra)
+            return None, False
+
+    def _receive(
+        self, held: _OwnedLife, place: StepPlace, lease: Lease, request: InferRequest, *, is_apart: bool
+    ) -> None:
         step = self._pending(held, place, lease, request)
+        step.is_direct = place.number in held.direct
         if lease.deliveries > 1:
             self.batcher.tally.redelivered()
         if lease.deliveries > max(self._parts.settings.max_deliveries, LEAST_DELIVERIES):
@@ -491,6 +631,9 @@ class SequenceService:
 
     def _settled(self, step: PendingStep, is_committed: bool) -> None:  # noqa: FBT001  the callback of a publisher
         self._changed.set()
+        if step.is_direct and not is_committed:
+            refused = UnansweredStep(step.place, step.lease.entry, step.lease.frame, None)
+            self._spawn(partial(self._move, refused, NOBODYS))
         held = self._held.get(step.place.sequence)
         if held is None or held.owned.token != step.token:
             return
@@ -499,10 +642,12 @@ class SequenceService:
             return
         held.committed = step.place.number
         held.entries.pop(step.place.number, None)
+        held.direct.pop(step.place.number, None)
         if held.repeated:
             self._answer_repeated(held)
         if held.ending is not None:
             self._end_if_due(held, held.ending)
+        self._make_way(held)
 
     def _answer_repeated(self, held: _OwnedLife) -> None:
         ready = [step for step in held.repeated if step.place.number <= held.committed]
@@ -511,9 +656,21 @@ class SequenceService:
             self._publish_stored(step)
 
     def _publish_stored(self, step: UnansweredStep) -> None:
-        self._spawn(partial(answer_step, self._parts.queue, self._sequences, step))
+        self._answer(step)
 
     def _drop_sequence(self, sequence: SequenceId) -> None:
+        held = self._held.get(sequence)
+        if held is None:
+            return
+        self._forget(sequence)
+        waiting = [step for number, step in held.direct.items() if number > held.executed]
+        for step in [*waiting, *held.repeated] if self._numbers else ():
+            if held.error is None:
+                self._spawn(partial(self._move, step, NOBODYS))
+            else:
+                self._answer(self._sequences.failed(step, Failure.from_error(held.error), held.ends_at))
+
+    def _forget(self, sequence: SequenceId) -> None:
         held = self._held.pop(sequence, None)
         if held is not None:
             self._answer_repeated(held)
@@ -522,8 +679,11 @@ class SequenceService:
             self._tickets.ring()
 
     def _forget_all(self) -> None:
+        """The lane is closed, and its steps are answered by others."""
         for sequence in list(self._held):
-            self._drop_sequence(sequence)
+            self._forget(sequence)
+        self._unfinished.clear()
+        self._era = b""
 
     def _end_life(self, place: StepPlace, token: int, error: QinferError) -> None:
         """Ends a life once earlier steps are committed; a deadline ends it at once."""
@@ -532,7 +692,7 @@ class SequenceService:
         if held is None or held.owned.token != token:
             self._end_now(place, token, error)
         elif place.number < held.ends_at:
-            held.ends_at, held.ending = place.number, error
+            held.ends_at, held.ending, held.error = place.number, error, error
             self._end_if_due(held, error)
 
     def _end_if_due(self, held: _OwnedLife, error: QinferError) -> None:
