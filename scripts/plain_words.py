@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("qinfer", "api", "workers")
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs", "benchmarks")
-MANY_MODULES, MAX_MANY = 8, 25
+MANY_MODULES, MAX_MANY = 8, 27
 """At most `MAX_MANY` function names may be defined in `MANY_MODULES` modules or more."""
 
 HEADLESS = re.compile(
@@ -34,6 +34,7 @@ ALLOWED_WORDS: dict[str, str] = {
 }
 """`PATH: the words` → why they stay."""
 ALLOWED_CLASSES: dict[str, str] = {
+    "State": "an argument of users' functions, and the desired state of models, which they never see",
     "ModelMetadata": "the schema of a reply in OpenAPI, and the client's own type for it",
     "ModelStatistics": "the schema of a reply in OpenAPI, and the client's own type for it",
     "TensorMetadata": "the schema of a reply in OpenAPI, and the client's own type for it",

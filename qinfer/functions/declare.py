@@ -72,7 +72,7 @@ def model(target: Any = None, /, **options: Any) -> Any:
         named = {"name": model_name(target)} | {
             key: value for key, value in options.items() if (key, value) != ("name", "")
         }
-        setattr(target, _MARK, _checked(ModelOptions(**named)))
+        setattr(target, _MARK, _validated(ModelOptions(**named)))
         return target
 
     return mark if target is None else mark(target)
@@ -90,7 +90,7 @@ def options_of(target: Any) -> ModelOptions | None:
     return found if isinstance(found, ModelOptions) else None
 
 
-def _checked(options: ModelOptions) -> ModelOptions:
+def _validated(options: ModelOptions) -> ModelOptions:
     for name in (options.name, options.output):
         if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
             raise ValueError(f"a name has letters, digits, '_', '-' and '.', and begins with no '.', got {name!r}")

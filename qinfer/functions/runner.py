@@ -11,7 +11,7 @@ import numpy as np
 from qinfer.errors import InferenceFailed
 from qinfer.functions.declare import State
 from qinfer.functions.hints import Function, TensorPort, ValueSpec, read_function
-from qinfer.functions.values import Array, decode, encode, make, parts
+from qinfer.functions.values import Array, decode, make, parts, to_array
 from qinfer.models.spec import Device
 
 Arguments = dict[str, Any]
@@ -64,7 +64,7 @@ class Runner:
         if value.record is not None and not value.is_columns:
             return self.item_outputs(_sized(value.name, result, count))
         return [
-            encode(port, _sized(port.name, items, count))
+            to_array(port, _sized(port.name, items, count))
             for port, items in zip(value.ports, parts(value, result), strict=True)
         ]
 
@@ -72,7 +72,7 @@ class Runner:
         """Returns the outputs of the results of single items, or raises `InferenceFailed`."""
         value = self.function.result
         rows = [parts(value, result) for result in results]
-        return [encode(port, [row[at] for row in rows]) for at, port in enumerate(value.ports)]
+        return [to_array(port, [row[at] for row in rows]) for at, port in enumerate(value.ports)]
 
 
 def joined(arguments: Sequence[Arguments]) -> Arguments:
@@ -129,7 +129,7 @@ class Local:
             return result
         result = self._called(runner.item_arguments(items, 0) | more)
         if function.is_decoupled:
-            return self._checked(_drained(result) if hasattr(result, "__aiter__") else iter(result))
+            return self._validated(_drained(result) if hasattr(result, "__aiter__") else iter(result))
         runner.item_outputs([result])
         return result
 
@@ -141,13 +141,13 @@ class Local:
         for at, port in enumerate(value.ports):
             column = items if rows is None else [row[at] for row in rows]
             if not _is_left_out(port, column):
-                yield port.name, encode(port, column, "input")
+                yield port.name, to_array(port, column, "input")
 
     def _called(self, arguments: Arguments) -> Any:
         result = self._runner.call(**arguments)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
-    def _checked(self, results: Iterator[Any]) -> Iterator[Any]:
+    def _validated(self, results: Iterator[Any]) -> Iterator[Any]:
         for result in results:
             self._runner.item_outputs([result])
             yield result

@@ -36,7 +36,7 @@ def decode(port: TensorPort, array: Array) -> Sequence[Any] | Array:
     return elements
 
 
-def encode(port: TensorPort, items: Sequence[Any] | Array, what: str = "output") -> Array:
+def to_array(port: TensorPort, items: Sequence[Any] | Array, what: str = "output") -> Array:
     """Returns the tensor of a port's items, or raises `InferenceFailed` for values that are not of the port."""
     if port.datatype == "BYTES" and port.kind != "array":
         found = np.empty((len(items), 1), dtype=object)

@@ -104,7 +104,7 @@ class TfliteModel:
             name: np.zeros((rows, *each["shape"][1:]), each["dtype"]) for name, each in self._details.inputs.items()
         }
         try:
-            self._run(zeros)
+            self._invoke(zeros)
         except InferenceFailed as error:
             raise ModelLoadFailed(
                 f"the file's first dimension can't be resized to max_batch_size {rows} ({error.message}); set "
@@ -114,10 +114,10 @@ class TfliteModel:
     def execute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
         """Runs the subgraph."""
         given = {name: self._stored(name, each, inputs) for name, each in self._details.inputs.items()}
-        outputs = self._run(given)
+        outputs = self._invoke(given)
         return {name: self._shown(name, array) for name, array in outputs.items() if name in wanted}
 
-    def _run(self, given: Mapping[str, Array]) -> Mapping[str, Array]:
+    def _invoke(self, given: Mapping[str, Array]) -> Mapping[str, Array]:
         try:
             if self._details.runner is not None:
                 outputs: Mapping[str, Array] = self._details.runner(**given)

@@ -189,7 +189,7 @@ class Core:
         self._model = model.encode()
         self._call("ServerLoadModel", self._server, self._model)
 
-    def infer(self, asked: CoreRequest, respond: Respond) -> int:
+    def start_request(self, asked: CoreRequest, respond: Respond) -> int:
         """Begins a request and returns its number; raises `CoreError` if the core refuses it."""
         request = self._made("InferenceRequestNew", self._server, self._model, -1)
         number = next(self._numbers)

@@ -71,7 +71,7 @@ class TritonPythonModel:
                 replies.take(item, CoreResponse(), True)
                 continue
             try:
-                self._core.infer(self._asked(request), partial(replies.take, item))
+                self._core.start_request(self._asked(request), partial(replies.take, item))
             except CoreError as error:
                 replies.take(item, CoreResponse(error=error), True)
         responses = replies.wait()
@@ -90,7 +90,7 @@ class TritonPythonModel:
             return
         passing = _Passing(sender)
         try:
-            number = self._core.infer(self._asked(request), passing.take)
+            number = self._core.start_request(self._asked(request), passing.take)
         except CoreError as error:
             passing.take(CoreResponse(error=error), True)
             return

@@ -16,7 +16,7 @@ from PIL import Image
 import qinfer
 from qinfer.errors import InferenceFailed, InvalidRequest
 from qinfer.functions.hints import TensorPort
-from qinfer.functions.values import MAX_PIXELS, decode, encode
+from qinfer.functions.values import MAX_PIXELS, decode, to_array
 
 
 def echo_of(hint: Any) -> Any:
@@ -188,7 +188,7 @@ def test_images_are_decoded_from_jpeg_and_png() -> None:
     Image.new("RGB", (3, 2), "red").save(jpeg, "JPEG")
 
     assert [images(jpeg.getvalue())[0].size, images(png(5, 4))[0].size] == [(3, 2), (5, 4)]
-    assert images(encode(IMAGE, images(png(5, 4)))[0, 0])[0].size == (5, 4)
+    assert images(to_array(IMAGE, images(png(5, 4)))[0, 0])[0].size == (5, 4)
 
 
 def test_images_that_are_huge_broken_or_of_another_kind_are_refused() -> None:
