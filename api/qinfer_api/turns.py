@@ -27,7 +27,7 @@ START_S = 0.0005
 """The part of a turn that the start of an application costs, or its end without an answer."""
 
 LEAST_S = 0.0002
-"""The part of a turn for connections that have waited."""
+"""The part of a turn for connections that have waited, and the time that periodic work has after it."""
 
 MOST_WAITING = 256
 """The callbacks of floods that may wait for a turn; further floods are to be cut."""
@@ -64,10 +64,12 @@ class Turns:
             await self._wait_for_turn(is_fresh=False)
 
     async def in_turns(self, items: Iterable[T]) -> AsyncIterator[T]:
-        """Yields items for periodic work on each, as many in a turn as its time allows."""
+        """Yields items for periodic work on each, as many in a turn as its time allows, and a few beside floods."""
+        ends_s = 0.0
         for item in items:
-            if not self.may_read():
+            if time.monotonic() >= ends_s and not self.may_read():
                 await self._wait_for_turn(is_fresh=True)
+                ends_s = time.monotonic() + LEAST_S
             yield item
 
     @property

@@ -8,6 +8,7 @@ when a request stalls, because one read may hold thousands of requests.
 import asyncio
 import logging
 import select
+import time
 from collections import deque
 from collections.abc import Iterable
 from email.utils import formatdate
@@ -159,12 +160,12 @@ class HttpPort:
             for connection in self.connections:
                 connection.read_into_buffers()
 
-    async def tick(self, now_s: float) -> None:
+    async def tick(self) -> None:
         """Renews the `date` header and checks timeouts."""
         self.common = [(b"date", formatdate(usegmt=True).encode())]
         async for connection in self.turns.in_turns(tuple(self.connections)):
             if connection in self.connections:
-                connection.check_timeouts(now_s)
+                connection.check_timeouts(time.monotonic())
 
 
 class HttpConnection(SwitchingConnection):

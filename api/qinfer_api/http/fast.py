@@ -289,10 +289,10 @@ class FastPath(HttpPort):
         """Creates the protocol of a connection."""
         return QinferHttpProtocol(self)
 
-    async def tick(self, now_s: float) -> None:
+    async def tick(self) -> None:
         """Checks timeouts, and gives up bodies that arrive too slowly."""
         self.receiving.second_passed()
-        await super().tick(now_s)
+        await super().tick()
 
 
 class QinferHttpProtocol(HttpConnection):

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -146,7 +145,7 @@ class HttpServer:
     async def _tick(self, listener: socket.socket) -> None:
         descriptors = OutageLog(logger, "file descriptors used up: new connections are closed", remind_s=REMIND_S)
         while True:
-            await self.port.tick(time.monotonic())
+            await self.port.tick()
             note_descriptors(descriptors, listener)
             await asyncio.sleep(1)
 

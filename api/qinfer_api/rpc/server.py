@@ -113,10 +113,10 @@ class RpcServer:
     async def _check_connections(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
-            now_s = asyncio.get_running_loop().time()
+            now_s = asyncio.get_running_loop().time
             async for connection in self._calls.turns.in_turns(tuple(self._calls.connections)):
                 if connection in self._calls.connections:
-                    connection.check(now_s)
+                    connection.check(now_s())
             self._infer.check_callers()
 
     async def turn_away(self) -> None:

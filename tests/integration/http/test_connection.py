@@ -10,6 +10,7 @@ import subprocess
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -23,6 +24,8 @@ from qinfer_api.http.connection import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
     MOST_HELD_BYTES,
+    HttpConnection,
+    HttpPort,
 )
 from qinfer_api.http.fast import QinferHttpProtocol
 from qinfer_api.turns import SMALL_BYTES, Turns
@@ -349,6 +352,30 @@ async def test_floods_are_cut_while_the_most_wait_and_others_are_not() -> None:
                 await flood.is_closed()  # perhaps behind the first reply
             assert (await other.reply())[0] == 200
             assert await uploading.client_id() == "a"
+
+
+async def test_a_check_of_timeouts_that_takes_turns_has_the_time_of_each_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connection that became idle during the check must not be closed as if it had been idle since its beginning."""
+    now_s = 100.0
+
+    class Checked:
+        def __init__(self) -> None:
+            self.times = list[float]()
+
+        def check_timeouts(self, at_s: float) -> None:
+            nonlocal now_s
+            self.times.append(at_s)
+            now_s += 50.0
+
+    monkeypatch.setattr("qinfer_api.http.connection.time", SimpleNamespace(monotonic=lambda: now_s))
+    port, checked = HttpPort(HttpSettings()), [Checked(), Checked()]
+    port.connections = cast(set[HttpConnection], set(checked))
+
+    await port.tick()
+
+    assert sorted(one.times for one in checked) == [[100.0], [150.0]]
 
 
 async def test_a_connection_makes_its_parser_when_it_needs_one() -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from qinfer_api import turns
-from qinfer_api.turns import MOST_WAITING, START_S, TURN_S, SharedLimit, Turns
+from qinfer_api.turns import LEAST_S, MOST_WAITING, START_S, TURN_S, SharedLimit, Turns
 
 
 class Clock:
@@ -190,6 +190,17 @@ async def test_periodic_work_on_many_connections_takes_turns(clock: Clock) -> No
 
     assert found == list(range(9))
     assert max(later - earlier for earlier, later in pairwise([0, *counts])) <= 4
+
+
+async def test_periodic_work_has_its_part_of_each_turn_beside_floods(clock: Clock) -> None:
+    """Else each connection would wait for a turn of its own: thousands would be checked in minutes."""
+    ours, served, count = Turns(), list[str](), 1000
+    ours.wait(Reader(ours, clock, served, "flood").read, is_fresh=False)
+
+    async for _ in ours.in_turns(range(count)):
+        clock.now_s += LEAST_S / 100
+
+    assert len(served) <= count / 100 + 2
 
 
 def taken(limit: SharedLimit, places: contextlib.ExitStack, tenant: str, most: int = 12) -> int:
