@@ -153,6 +153,7 @@ class LeaseIntake:
                 taken.external.append(item)
             elif memory is not None:
                 tensors = self._shared(batcher, item, in_place=copies_once)
+                near = "" if tensors is None else near  # it may be mapped no longer
                 if tensors is not None and self._complete(batcher, item, tensors, places):
                     taken.ready.append(item)
             elif self._is_ready(batcher, item):
