@@ -1,10 +1,14 @@
 """A connection of HTTP/2 that has sent much is read in slices, between others."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from qinfer_api.rpc import frames
+from qinfer_api.rpc.server import RpcServer
+from qinfer_api.turns import Turns
 from tests.support.http2 import DATA, GOAWAY, LIMITS, PING, Short, Wire, prefixed, settings_frame, window
 
 PINGS = 1800
@@ -150,3 +154,25 @@ async def test_large_heads_that_open_nothing_are_charged_by_their_size(*, is_mal
 
     assert is_open
     assert wire.is_closed
+
+
+async def test_a_check_that_takes_turns_has_the_time_of_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ping that is sent during the check must not count as sent at its beginning: its answer would be overdue."""
+    now_s, is_over = asyncio.get_running_loop().time, asyncio.Event()
+    checked = list[tuple[float, float]]()  # the time that it was told, and the real one
+
+    def check(told_s: float) -> None:
+        checked.append((told_s, now_s()))
+
+    monkeypatch.setattr("qinfer_api.rpc.server._CHECK_EVERY_S", 0)
+    server = RpcServer.__new__(RpcServer)
+    connections = [SimpleNamespace(check=check) for _ in range(2)]
+    server._calls = cast(Any, SimpleNamespace(turns=Turns(), connections=connections))
+    server._infer = cast(Any, SimpleNamespace(check_callers=is_over.set))
+    checks = asyncio.create_task(server._check_connections())
+
+    await is_over.wait()
+    checks.cancel()
+
+    (_, first_s), (told_s, _) = checked[:2]
+    assert told_s >= first_s
