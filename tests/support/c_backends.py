@@ -16,7 +16,7 @@ from tests.support.foreign import program, run, tool
 from tests.support.python_models import DECOUPLED, spec_of
 
 SOURCES = Path(__file__).parents[1] / "data" / "c_backends"
-SUBJECTS = ("identity", "square", "repeat", "crash", "leak", "errors", "sequence")
+SUBJECTS = ("identity", "square", "repeat", "crash", "leak", "errors", "sequence", "shapes")
 
 CONFIG = """
 name: "{name}" backend: "{backend}" max_batch_size: {max_batch_size}
@@ -30,6 +30,7 @@ sequence_batching {
   max_sequence_idle_microseconds: 60000000
   direct { }
   control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+  control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } }
   control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
 }
 """

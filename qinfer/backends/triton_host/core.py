@@ -26,6 +26,7 @@ _CPU = 0  # TRITONSERVER_MEMORY_CPU
 _FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _INTERNAL = 1  # TRITONSERVER_ERROR_INTERNAL
 _PROMETHEUS = 0  # TRITONSERVER_METRIC_PROMETHEUS
+_MAX_RANK = 32  # numpy's limit before version 2
 _DATATYPES = {number: name for name, number in NUMBERS.items()}
 
 _OUT = POINTER(c_void_p)
@@ -384,7 +385,8 @@ class Core:
         if size.value:
             data = pending.buffers.pop(base.value or 0)[: size.value].data
         itemsize = DATATYPES[datatype].itemsize if datatype else 0
-        if not datatype or (itemsize and itemsize * prod(shape) != size.value):
+        is_possible = datatype and len(shape) <= _MAX_RANK and min(shape, default=0) >= 0
+        if not is_possible or (itemsize and itemsize * prod(shape) != size.value):
             raise CoreError(
                 f"output '{title}' has {size.value} bytes, which are no {datatype or 'known datatype'} of shape {shape}"
             )

@@ -7,7 +7,8 @@
  * CRASH     copies; a negative first element of INPUT (INT32) ends the process
  * LEAK      copies, and keeps 8 MiB for each request
  * ERRORS    the first element of INPUT (INT32) is the code of the response's error; 0 copies; -1 fails the execution
- * SEQUENCE  OUTPUT is the sum of the sequence's INPUTs (INT32), by the control inputs START and CORRID */
+ * SEQUENCE  OUTPUT is the sum of the sequence's INPUTs (INT32), by the control inputs START, READY and CORRID
+ * SHAPES    the first element of INPUT (INT32) chooses the shape of OUTPUT: 1 [-1, -1], 2 of 100 dimensions; 0 copies */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,6 +25,7 @@
 #define LEAK 5
 #define ERRORS 6
 #define SEQUENCE 7
+#define SHAPES 8
 
 typedef struct {
   const char* name;
@@ -171,22 +173,19 @@ static struct {
 static void serve(TRITONBACKEND_Request* request) {
   TRITONBACKEND_Response* response;
   Input start = named_input(request, "START"), id = named_input(request, "CORRID");
-  Input input = named_input(request, "INPUT");
+  Input ready = named_input(request, "READY"), input = named_input(request, "INPUT");
   check(TRITONBACKEND_ResponseNew(&response, request));
-  if (id.data == NULL) { /* the batcher fills a row up that has no sequence now */
-    check(TRITONBACKEND_ResponseSend(response, RESPONSE_COMPLETE_FINAL, NULL));
-    free(start.data);
-    free(input.data);
-    return;
+  if (*(int32_t*)ready.data) { /* else the batcher fills a row up, whose other inputs are those of some request */
+    uint64_t correlation_id = *(uint64_t*)id.data;
+    int place = correlation_id % 64;
+    if (*(int32_t*)start.data) sums[place].sum = 0;
+    sums[place].id = correlation_id;
+    sums[place].sum += *(int32_t*)input.data;
+    write_output(response, "OUTPUT", input.datatype, input.shape, input.rank, &sums[place].sum, sizeof(int32_t));
   }
-  uint64_t correlation_id = *(uint64_t*)id.data;
-  int place = correlation_id % 64;
-  if (*(int32_t*)start.data) sums[place].sum = 0;
-  sums[place].id = correlation_id;
-  sums[place].sum += *(int32_t*)input.data;
-  write_output(response, "OUTPUT", input.datatype, input.shape, input.rank, &sums[place].sum, sizeof(int32_t));
   check(TRITONBACKEND_ResponseSend(response, RESPONSE_COMPLETE_FINAL, NULL));
   free(start.data);
+  free(ready.data);
   free(id.data);
   free(input.data);
 }
@@ -206,12 +205,20 @@ static void serve(TRITONBACKEND_Request* request) {
   static void* volatile kept; /* or the compiler leaves the block out */
   kept = malloc(8 << 20);
   memset(kept, 1, 8 << 20);
-#elif BEHAVIOUR == CRASH || BEHAVIOUR == ERRORS
+#elif BEHAVIOUR == CRASH || BEHAVIOUR == ERRORS || BEHAVIOUR == SHAPES
   Input input = named_input(request, "INPUT");
   int32_t first = *(int32_t*)input.data;
   free(input.data);
 #if BEHAVIOUR == CRASH
   if (first < 0) *(volatile int*)NULL = first;
+#elif BEHAVIOUR == SHAPES
+  if (first) {
+    int64_t shape[100];
+    for (int at = 0; at < 100; at++) shape[at] = first == 1 ? -1 : 1;
+    write_output(response, "OUTPUT", 8, shape, first == 1 ? 2 : 100, &first, sizeof first);
+    check(TRITONBACKEND_ResponseSend(response, RESPONSE_COMPLETE_FINAL, NULL));
+    return;
+  }
 #else
   if (first) error = TRITONSERVER_ErrorNew(first, "the input asks for this error");
 #endif

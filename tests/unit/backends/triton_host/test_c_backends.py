@@ -115,6 +115,15 @@ def test_a_failed_execution_fails_its_requests(tmp_path: Path, backends: Path) -
     assert then.array().item() == 0
 
 
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_an_impossible_shape_fails_its_request_only(tmp_path: Path, backends: Path, chosen: int) -> None:
+    with loaded(tmp_path, backends, "shapes") as model:
+        answers = run(model, ints(chosen, 0))
+
+    assert (type(answers.error(0)), answers.array(1).item()) == (InferenceFailed, 0)
+    assert answers.error(0).message.startswith("output 'OUTPUT' has 4 bytes")
+
+
 def test_a_crash_costs_the_process_only(tmp_path: Path, backends: Path) -> None:
     with loaded(tmp_path, backends, "crash") as model:
         with pytest.raises(InferenceFailed, match="signal 11: SIGSEGV"):
