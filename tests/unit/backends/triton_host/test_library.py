@@ -65,7 +65,7 @@ def test_an_unknown_backend_is_refused_with_those_that_are_there(tmp_path: Path)
     version = write_model(tmp_path, "nothing")
 
     with pytest.raises(
-        BackendUnavailable, match=r"no backend is called 'nothing'; this worker has onnxruntime, .*libtriton"
+        BackendUnavailable, match=r"no backend is called 'nothing'; this worker has .*onnxruntime, .*libtriton"
     ):
         registry.factory("nothing")().load(spec_of(version), version, Device())
 
