@@ -345,6 +345,9 @@ class Core:
                     answer = self._read(response, pending)
                 except CoreError as error:
                     answer = CoreResponse(error=error)
+                except Exception as error:  # noqa: BLE001  without an answer, its batch would wait until it is killed
+                    self._failed(error)
+                    answer = CoreResponse(error=CoreError(f"the backend's response can't be read: {error}"))
                 finally:
                     self._call("InferenceResponseDelete", response)
             if is_final:

@@ -74,6 +74,8 @@ def _in_directory(directory: Path, backend: str) -> Path | None:
 
 def find_backend(files: TritonFiles, backend: str, version_dir: Path) -> Path | None:
     """Returns a backend's library, as Triton searches it: in the version's, the model's and the backends' directory."""
+    if "/" in backend or backend.startswith("."):
+        return None
     name = f"libtriton_{backend}.so"
     beside = (path for directory in (version_dir, version_dir.parent) if (path := directory / name).is_file())
     shared = (_in_directory(directory / backend, backend) for directory in files.backend_directories()[:1])

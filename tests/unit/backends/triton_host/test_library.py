@@ -61,6 +61,14 @@ def test_the_version_comes_before_the_model_and_the_model_before_the_directory(t
     assert list(files.backends_there()) == [("x", shared / "libtriton_x.so")]
 
 
+def test_the_name_of_a_backend_is_no_path(tmp_path: Path) -> None:
+    version = tmp_path / "m" / "1"
+    (version / "libtriton_a").mkdir(parents=True)
+    (tmp_path / "other.so").touch()
+
+    assert find_backend(TritonFiles(), "a/../../../other", version) is None
+
+
 def test_an_unknown_backend_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
     version = write_model(tmp_path, "nothing")
 
