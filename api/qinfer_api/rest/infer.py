@@ -9,7 +9,7 @@ of `parameters`; the reply has each output under its name.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import repeated_key
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameters, custom_parameter, read_input
 from qinfer.wire.kserve_json import elements, pack
+from qinfer.wire.kserve_types import INPUTS, InputParameters
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.cycle import BORROWER
@@ -526,13 +527,20 @@ def _encode_elements(tensor: Tensor, *, strict: bool) -> bytes:
 
 
 def _parse_tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) -> Tensor:
-    data = value if isinstance(value, list | LongArray) else [value]
-    count = data.top if isinstance(data, LongArray) else len(data)
+    count = value.top if isinstance(value, LongArray) else len(value) if isinstance(value, list) else 1
     shape = _shape(expected, count, batched=spec.max_batch_size > 0)
-    if isinstance(data, LongArray):
+    if isinstance(value, LongArray):
         check_announced(expected.name, expected.datatype, shape, spec)
-    entry = read_input({"name": expected.name, "datatype": expected.datatype, "shape": shape, "data": data})
-    return Tensor(expected.name, expected.datatype, tuple(shape), pack(entry, most))
+    return Tensor(expected.name, expected.datatype, tuple(shape), pack_value(expected, value, shape, most))
+
+
+def pack_value(expected: TensorSpec, value: Any, shape: Sequence[int], most: int) -> Bytes:
+    """Packs the value of a member: a list of elements, or one element, which may be a giant string."""
+    name, datatype = expected.name, expected.datatype
+    if isinstance(value, LongArray) and value.is_text and datatype == "BYTES":
+        return pack(INPUTS[datatype](name, tuple(shape), InputParameters(), value), most)
+    data = value if isinstance(value, list | LongArray) else [value]
+    return pack(read_input({"name": name, "datatype": datatype, "shape": list(shape), "data": data}), most)
 
 
 def _shape(expected: TensorSpec, count: int, *, batched: bool) -> list[int]:

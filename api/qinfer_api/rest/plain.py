@@ -24,11 +24,10 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import repeated_key
-from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters, read_input
-from qinfer.wire.kserve_json import elements, pack
-from qinfer.wire.kserve_types import INPUTS, InputParameters
+from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters
+from qinfer.wire.kserve_json import elements
 from qinfer_api.http.infer import HttpReply
-from qinfer_api.rest.infer import JsonRequest, StreamSink, as_data, one_reply, reply_of, stream, submit_json
+from qinfer_api.rest.infer import JsonRequest, StreamSink, as_data, one_reply, pack_value, reply_of, stream, submit_json
 from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation
 from qinfer_api.rest.services import INFER_ERRORS, REQUEST_TIMEOUT, Services, target_of
 
@@ -171,12 +170,8 @@ def _nested_long(expected: TensorSpec, value: LongArray) -> tuple[int, ...]:
 
 def _tensor(expected: TensorSpec, value: Any, shape: Sequence[int], most: int, spec: ModelSpec) -> Tensor:
     name, datatype = expected.name, expected.datatype
-    data = value if isinstance(value, list | LongArray) else [value]
     try:
-        if isinstance(value, LongArray) and value.is_text and datatype == "BYTES":
-            packed: Bytes = pack(INPUTS[datatype](name, tuple(shape), InputParameters(), value), most)
-        else:
-            packed = pack(read_input({"name": name, "datatype": datatype, "shape": list(shape), "data": data}), most)
+        packed = pack_value(expected, value, shape, most)
     except QinferError as error:
         reason = error.message.removeprefix("Unable to parse 'data': ")
         raise InvalidRequest(f"field '{name}' must be {_said(expected, spec)}: {reason}") from None

@@ -10,7 +10,7 @@ from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InvalidRequest, MalformedJson
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
-from qinfer.wire.json_pieces import JsonBounds
+from qinfer.wire.json_pieces import GIANT_BYTES, JsonBounds
 from qinfer_api.rest.infer import encode_generate, read_generate
 
 INPUTS = (
@@ -125,3 +125,11 @@ def test_outputs_are_flat() -> None:
         b'{"id":"7","model_name":"m","model_version":"3","many":[1,2,3,4],"nan":NaN,"text":"hi","none":[],"stop":true}'
     )
     assert b'"id":9' in encode_generate(response, "")
+
+
+@pytest.mark.parametrize("size", [GIANT_BYTES, GIANT_BYTES + 2])
+def test_a_text_of_any_length_is_one_element(size: int) -> None:
+    text = "é" * (size // 2)
+
+    assert arrays(read({"text": text, "numbers": [1, 2]}, BATCHED))["text"] == [[text.encode()]]
+    assert arrays(read({"parameters": {"text": text}}))["text"] == [text.encode()]
