@@ -86,7 +86,12 @@ def hash_key(key: str) -> str:
 
 
 def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HTTP__HOST") -> None:
-    """Raises `SettingsError` without `auth.mode` if other machines reach the gateway."""
+    """Raises `SettingsError` without `auth.mode` if other machines reach the gateway, or a key file is named."""
+    if settings.mode == "" and settings.keys_file:
+        raise SettingsError(
+            "QINFER_AUTH__KEYS_FILE is set, but keys are not required; set QINFER_AUTH__MODE=keys to require them, or "
+            "QINFER_AUTH__MODE=none to let everyone"
+        )
     if settings.mode == "" and not is_loopback(host):
         raise SettingsError(
             f"{variable}={host} serves other machines, and authentication is not set; set QINFER_AUTH__MODE=keys "

@@ -372,7 +372,9 @@ class AuthSettings(Section):
     """Authentication and authorization."""
 
     mode: Literal["", "none", "keys"] = Field(
-        "", description="`none` = no keys, `keys` = an API key is required; unset = `none`, only on loopback addresses."
+        "",
+        description="`none` = no keys, `keys` = an API key is required; unset = `none`, only on loopback addresses and "
+        "without a key file.",
     )
     keys_file: str = Field("", description="JSON file of API keys, which gateways follow; `qinfer keys` writes it.")
 

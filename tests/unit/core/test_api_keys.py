@@ -280,3 +280,12 @@ def test_elsewhere_somebody_must_have_said_so(host: str) -> None:
 
     check_exposure(AuthSettings(mode="none"), host)
     check_exposure(AuthSettings(mode="keys"), host)
+
+
+def test_a_key_file_without_a_mode_is_no_open_server() -> None:
+    """The file alone would require no key, even on loopback."""
+    with pytest.raises(SettingsError, match=r"QINFER_AUTH__MODE=keys .* QINFER_AUTH__MODE=none"):
+        check_exposure(AuthSettings(keys_file="keys.json"), "127.0.0.1")
+
+    check_exposure(AuthSettings(mode="none", keys_file="keys.json"), "127.0.0.1")
+    check_exposure(AuthSettings(mode="keys", keys_file="keys.json"), "127.0.0.1")
