@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from qinfer.core.messages import OutgoingRequest, Response
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.config.to_spec import BASE64
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
@@ -50,6 +50,7 @@ _PLAIN = operation(
     takes=body(_FIELDS),
 )
 _MOST_DOCUMENTED = 200
+_FLAGS = {"'sequence_id'": "a string, or an integer of 0 or more"}
 _NUMBERS = {"BOOL": "boolean", "FP32": "number", "FP64": "number", "FP16": "number", "BF16": "number"}
 
 
@@ -110,7 +111,11 @@ def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: J
         tensors.append(tensor)
     read.check()
     fields: dict[str, Any] = {}
-    form = apply_parameters(flags, fields)
+    try:
+        form = apply_parameters(flags, fields)
+    except MalformedJson as error:
+        wrong = error.message.removeprefix("Unable to parse ").partition(":")[0]
+        raise InvalidRequest(f"field {wrong} must be {_FLAGS.get(wrong, 'true or false')}") from None
     request = OutgoingRequest(model=model, inputs=tuple(tensors), version=version, **fields)
     return PlainRequest(request, form.strict, spec, ones == {True} and spec.max_batch_size > 0)
 

@@ -1,6 +1,7 @@
 """`POST /models/<name>`: plain JSON in and out, and its errors, which name the field."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,16 @@ SPEC = ModelSpec(
     parameters={BASE64: "raw,n"},
 )
 ONE = ModelSpec(name="one", backend="b", inputs=SPEC.inputs[:1], outputs=SPEC.outputs, decoupled=True)
+
+
+SEQUENCE = ModelSpec(
+    name="m",
+    backend="b",
+    inputs=SPEC.inputs[:1],
+    outputs=(),
+    max_batch_size=1,
+    sequences=SequenceSpec(strategy=DirectSpec(), slots=1, max_rows=1),
+)
 
 
 def read(document: Any, spec: ModelSpec = SPEC) -> PlainRequest:
@@ -67,19 +78,22 @@ def test_a_model_without_batches_takes_one_item() -> None:
 
 
 def test_members_of_a_sequence_are_flags() -> None:
-    spec = ModelSpec(
-        name="m",
-        backend="b",
-        inputs=SPEC.inputs[:1],
-        outputs=(),
-        max_batch_size=1,
-        sequences=SequenceSpec(strategy=DirectSpec(), slots=1, max_rows=1),
-    )
-
-    sequence = read({"text": "a", "sequence_id": 7, "sequence_start": True}, spec).request.sequence
+    sequence = read({"text": "a", "sequence_id": 7, "sequence_start": True}, SEQUENCE).request.sequence
 
     assert sequence is not None
     assert (sequence.id, sequence.start, sequence.end) == (7, True, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"sequence_id": -7}, "field 'sequence_id' must be a string, or an integer of 0 or more"),
+        ({"sequence_id": 7, "sequence_start": "yes"}, "field 'sequence_start' must be true or false"),
+    ],
+)
+def test_a_wrong_member_of_a_sequence_is_named(flags: Mapping[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(text)):
+        read({"text": "a", **flags}, SEQUENCE)
 
 
 @pytest.mark.parametrize(
