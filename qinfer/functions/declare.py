@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import isclass
 from typing import Any, TypeVar, overload
 
@@ -62,9 +62,13 @@ def model(target: Any = None, /, **options: Any) -> Any:
         The function or class.
 
     Raises:
-        TypeError: An argument is unknown, or the target is neither a function nor a class.
+        TypeError: An option is unknown, or the target is neither a function nor a class.
         ValueError: A number is out of its range, or a name is not usable.
     """
+    known = [field.name for field in fields(ModelOptions)]
+    for key in options:
+        if key not in known:
+            raise TypeError(f"@qinfer.model has no option '{key}'; it has {', '.join(known)}")
 
     def mark(target: Any) -> Any:
         if not callable(target):
@@ -92,11 +96,17 @@ def options_of(target: Any) -> ModelOptions | None:
 
 def _validated(options: ModelOptions) -> ModelOptions:
     for name in (options.name, options.output):
-        if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
             raise ValueError(f"a name has letters, digits, '_', '-' and '.', and begins with no '.', got {name!r}")
-    for field, least in (("max_batch_size", 1), ("instances", 1), ("max_delay_ms", 0), ("timeout_s", 0)):
-        if not least <= getattr(options, field) < 2**31:
-            raise ValueError(
-                f"{field} of model '{options.name}' must be {least} or more, got {getattr(options, field)}"
-            )
+    numbers: tuple[tuple[str, float, Any], ...] = (
+        ("max_batch_size", 1, int),
+        ("instances", 1, int),
+        ("max_delay_ms", 0, int | float),
+        ("timeout_s", 0, int | float),
+    )
+    for field, least, kind in numbers:
+        value = getattr(options, field)
+        if not isinstance(value, kind) or isinstance(value, bool) or not least <= value < 2**31:
+            what = "an integer of " if kind is int else ""
+            raise ValueError(f"{field} of model '{options.name}' must be {what}{least} or more, got {value!r}")
     return options

@@ -38,6 +38,8 @@ _STREAMS = (
 _KNOWN = "str, bytes, int, float, bool, an Image, an Annotated[np.ndarray, …], or a class of such fields"
 _ARRAY = 'Annotated[np.ndarray, "FP32", 384]: datatype, and dimensions of one item, -1 where they vary'
 
+_LIST = "list[str], or list[…] of another type"
+
 
 class HintError(ModelLoadFailed):
     """Hints do not say what a model needs; the message begins with file and line."""
@@ -105,9 +107,7 @@ def read_function(target: Any) -> Function:
     options = options_of(target) or ModelOptions(name=model_name(target))
     call = getattr(target, "predict", None) if inspect.isclass(target) else target
     if not inspect.isfunction(call):
-        raise HintError(
-            f"class {target.__name__} has no method predict; write: def predict(self, text: list[str]) -> …"
-        )
+        raise _no_function(target)
     return _Reader(target, options, call).read()
 
 
@@ -129,6 +129,10 @@ class _Reader:
             raise self._error(states[1], "a model has one State; keep both values in one")
         given = [p for p in parameters if p.name not in states]
         is_decoupled = typing.get_origin(result) in _STREAMS
+        if result in _STREAMS or (is_decoupled and not typing.get_args(result)):
+            raise self._error(
+                "return", f"the stream has no type of values; write {_shown(result)}[str], or another type"
+            )
         is_batched = self._is_batched(given, hints)
         if is_batched and (is_decoupled or states):
             what = "streams its result" if is_decoupled else "has a State"
@@ -154,9 +158,9 @@ class _Reader:
         try:
             return typing.get_type_hints(self._call, include_extras=True)
         except NameError as error:
-            raise self._error(
-                "", f"the type '{error.name}' is not known here; import it at the top of the file"
-            ) from None
+            raise self._unknown("", error) from None
+        except SyntaxError as error:
+            raise self._error("", f"a type in quotes is no Python: {error.msg}") from None
 
     def _is_batched(self, given: list[inspect.Parameter], hints: Mapping[str, Any]) -> bool:
         if not given:
@@ -186,7 +190,7 @@ class _Reader:
         if _required(hint) is not _plain(hint) and parameter.default is not None:
             raise self._error(name, f"'{name}' may be None; give it the default None, or remove None from its type")
         item = _item_of(_required(hint)) if is_batched and not _is_array(_required(hint)) else _required(hint)
-        if (fields := _fields_of(item)) is None:
+        if (fields := self._fields(name, item)) is None:
             return ValueSpec(name, (self._port(name, name, item, optional=has_default),))
         if has_default:
             raise self._error(name, f"'{name}' is a class of fields; give the fields defaults in place of '{name}'")
@@ -195,8 +199,8 @@ class _Reader:
 
     def _result(self, hint: Any, *, is_batched: bool) -> ValueSpec:
         output, item = self._options.output, _item_of(hint)
-        if is_batched and item is None and not _is_array(hint):
-            fields = _fields_of(hint)
+        if is_batched and item is None and not _is_array(hint) and not _is_bare_list(hint):
+            fields = self._fields("return", hint)
             if fields is None:
                 raise self._error(
                     "return", f"the result of a batch is a batch, not {_shown(hint)}; write list[{_shown(hint)}]"
@@ -211,7 +215,7 @@ class _Reader:
                 output, tuple(self._port("return", name, of) for name, of in columns), hint, is_columns=True
             )
         item = item if is_batched and item is not None else hint
-        if (fields := _fields_of(item)) is None:
+        if (fields := self._fields("return", item)) is None:
             return ValueSpec(output, (self._port("return", output, item),))
         return ValueSpec(output, tuple(self._port("return", name, of) for name, of, _ in fields), item)
 
@@ -226,6 +230,8 @@ class _Reader:
             return self._array(where, name, of, optional=optional)
         if _item_of(of) is not None:
             raise self._error(where, f"'{name}' is a list within an item; write {name}: {_ARRAY}")
+        if _is_bare_list(of):
+            raise self._error(where, f"'{name}' is a list of no type; write {_LIST}")
         if isinstance(of, types.ModuleType):
             raise self._error(where, f"'{name}' has a module as its type; write {_shown(of).rpartition('.')[2]}.Image")
         raise self._error(where, f"'{name}' has the type {_shown(of)}; a model takes and gives {_KNOWN}")
@@ -240,6 +246,18 @@ class _Reader:
             )
         return TensorPort(name=name, datatype=datatype, kind="array", shape=tuple(shape), optional=optional)
 
+    def _fields(self, where: str, hint: Any) -> list[tuple[str, Any, bool]] | None:
+        try:
+            fields = _fields_of(hint)
+        except NameError as error:
+            raise self._unknown(where, error) from None
+        if fields == []:
+            raise self._error(where, f"class {_shown(hint)} has no fields; write one, such as label: str")
+        return fields
+
+    def _unknown(self, where: str, error: NameError) -> HintError:
+        return self._error(where, f"the type '{error.name}' is not known here; import it at the top of the file")
+
     def _check_names(self, found: Function) -> None:
         for ports in (found.signature.inputs, found.signature.outputs):
             names = [port.name for port in ports]
@@ -250,6 +268,25 @@ class _Reader:
     def _error(self, name: str, text: str) -> HintError:
         file, lines = self._where
         return HintError(f"{file}:{lines.get(name, lines[''])}: {self._options.name}: {text}")
+
+
+def _no_function(target: Any) -> HintError:
+    if not inspect.isclass(target):
+        inner = inspect.unwrap(getattr(target, "__func__", target))
+        text = f"it is a {type(target).__name__}; write @qinfer.model above a plain function"
+    else:
+        inner, text = (
+            target,
+            f"class {target.__name__} has no method predict; write: def predict(self, text: list[str]) -> …",
+        )
+    where = ""
+    with suppress(OSError, TypeError):
+        lines, first = inspect.getsourcelines(inner)
+        line = next(
+            at for at, each in enumerate(lines, first) if each.lstrip().startswith(("class ", "def ", "async "))
+        )
+        where = f"{inspect.getsourcefile(inner)}:{line}: "
+    return HintError(f"{where}{model_name(target)}: {text}")
 
 
 def _lines_of(call: Callable[..., Any]) -> tuple[str, dict[str, int]]:
@@ -285,9 +322,13 @@ def _plain(hint: Any) -> Any:
 
 def _item_of(hint: Any) -> Any:
     """Returns the type of the items of a list, or `None`."""
-    if typing.get_origin(hint) in (list, collections.abc.Sequence):
-        return typing.get_args(hint)[0]
+    if typing.get_origin(hint) in (list, collections.abc.Sequence) and (of := typing.get_args(hint)):
+        return of[0]
     return None
+
+
+def _is_bare_list(hint: Any) -> bool:
+    return (hint is list or typing.get_origin(hint) is list) and _item_of(hint) is None
 
 
 def _is_array(hint: Any) -> bool:

@@ -3,6 +3,8 @@
 # mypy: disable-error-code="empty-body, name-defined, no-untyped-def, valid-type"
 
 import dataclasses
+import functools
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -40,6 +42,15 @@ class Columns(TypedDict):
 class Partial(TypedDict):
     title: str
     stars: NotRequired[int]
+
+
+@dataclasses.dataclass
+class Empty: ...
+
+
+@dataclasses.dataclass
+class Unresolved:
+    title: "Nowhere"  # noqa: F821
 
 
 def ports(call: Any) -> Signature:
@@ -118,7 +129,7 @@ def test_names_come_from_the_object_or_the_decorator() -> None:
     assert (read_function(other).options.name, ports(other).outputs[0].name) == ("x", "vector")
 
 
-def bad_calls() -> Iterator[tuple[str, Any, str]]:  # noqa: C901  a table
+def bad_calls() -> Iterator[tuple[str, Any, str]]:  # noqa: C901, PLR0915  a table
     def untyped(text) -> str: ...
     def no_result(text: str): ...
     def no_inputs() -> str: ...
@@ -133,6 +144,12 @@ def bad_calls() -> Iterator[tuple[str, Any, str]]:  # noqa: C901  a table
     def may_be_none(x: str | None) -> str: ...
     def streamed(x: list[str]) -> Iterator[str]: ...
     def module(x: Image) -> str: ...
+    def bare_list(x: list) -> str: ...  # type: ignore[type-arg]
+    def bare_result(x: list[str]) -> list: ...  # type: ignore[type-arg]
+    def bare_stream(x: str) -> Iterator: ...  # type: ignore[type-arg]
+    def no_python(x: "str |") -> str: ...  # type: ignore[syntax]  # noqa: F722
+    def no_fields(x: str) -> Empty: ...
+    def unresolved_field(x: Unresolved) -> str: ...
 
     yield "untyped", untyped, "'text' has no type; write text: list[str]"
     yield "no_result", no_result, "its result has no type"
@@ -148,6 +165,12 @@ def bad_calls() -> Iterator[tuple[str, Any, str]]:  # noqa: C901  a table
     yield "may_be_none", may_be_none, "give it the default None"
     yield "streamed", streamed, "takes one item"
     yield "module", module, "Image.Image"
+    yield "bare_list", bare_list, "'x' is a list of no type; write list[str]"
+    yield "bare_result", bare_result, "'output' is a list of no type; write list[str]"
+    yield "bare_stream", bare_stream, "write Iterator[str]"
+    yield "no_python", no_python, "a type in quotes is no Python: "
+    yield "no_fields", no_fields, "class Empty has no fields"
+    yield "unresolved_field", unresolved_field, "the type 'Nowhere' is not known here"
 
 
 @pytest.mark.parametrize(("call", "text"), [case[1:] for case in bad_calls()], ids=[case[0] for case in bad_calls()])
@@ -171,13 +194,30 @@ def test_an_error_names_the_line_of_the_argument() -> None:
     assert f":{predict.__code__.co_firstlineno + 2}: " in caught.value.message
 
 
-def test_a_class_without_predict_and_wrong_options_are_refused() -> None:
+def test_an_object_that_is_no_plain_function_and_no_class_with_predict_is_refused_with_its_line() -> None:
     class Nothing: ...
 
-    with pytest.raises(HintError, match="has no method predict"):
-        read_function(Nothing)
-    with pytest.raises(ValueError, match="max_batch_size of model 'f' must be 1 or more, got 0"):
+    static = staticmethod(_named("f"))
+    cached = functools.lru_cache(_named("f"))
+
+    for target, text in (
+        (Nothing, "class Nothing has no method predict"),
+        (static, "it is a staticmethod; write @qinfer.model above a plain function"),
+        (cached, "it is a _lru_cache_wrapper"),
+    ):
+        with pytest.raises(HintError, match=rf"{re.escape(__file__)}:\d+: \w+: {text}"):
+            read_function(target)
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch_size of model 'f' must be an integer of 1 or more, got 0"):
         qinfer.model(max_batch_size=0)(_named("f"))
+    with pytest.raises(ValueError, match=r"instances of model 'f' must be an integer of 1 or more, got 1\.5"):
+        qinfer.model(instances=1.5)(_named("f"))  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="timeout_s of model 'f' must be 0 or more, got '3'"):
+        qinfer.model(timeout_s="3")(_named("f"))  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="has no option 'batch'; it has name, output, max_batch_size"):
+        qinfer.model(batch=3)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="a name has letters"):
         qinfer.model(name="a/b")(_named("f"))
     with pytest.raises(TypeError, match="stands above a function or a class, got int"):
