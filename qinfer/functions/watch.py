@@ -18,13 +18,19 @@ class AppWatch:
     """Follows the files of apps in a thread; a context manager.
 
     A child process reads the apps again, because this one, the supervisor, imports little. If it fails, the repository
-    stays as it is, and so do the served models.
+    stays as it is, and so do the served models. What was saved since `since_ns` (Unix time, 0 = now) is read
+    at once.
     """
 
     def __init__(
-        self, apps: Sequence[str], root: Path, environment: Mapping[str, str], say: Callable[[str], None]
+        self,
+        apps: Sequence[str],
+        root: Path,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+        since_ns: int = 0,
     ) -> None:
-        self._apps, self._say = apps, say
+        self._apps, self._say, self._since_ns = apps, say, since_ns
         self._command = [sys.executable, "-P", "-B", "-m", "qinfer.functions.repository", str(root), *apps]
         self._environment = model_environment(environment)
         self._has_ended = threading.Event()
@@ -32,7 +38,7 @@ class AppWatch:
 
     def __enter__(self) -> Self:
         """Starts to watch."""
-        self._seen = self._stamps()
+        self._seen = {path: ns for path, ns in self._stamps().items() if ns < self._since_ns or not self._since_ns}
         self._thread.start()
         return self
 

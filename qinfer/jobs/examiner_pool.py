@@ -279,6 +279,8 @@ class BorrowedExaminer:
 
     def __init__(self, child: "_ExaminerChild", free: Callable[["_ExaminerChild"], None]) -> None:
         self._child, self._free = child, free
+        # The child's own ends with it, perhaps while a thread reads.
+        self._rows = os.fdopen(os.dup(child.rows.fileno()), "rb", buffering=0)
 
     async def ask(self, work: examiner.ReadShard) -> bytes:
         """Has rows read."""
@@ -287,16 +289,18 @@ class BorrowedExaminer:
         except _ExaminerEnded:
             answer = None
         if answer is None:
+            self._rows.close()
             raise ExaminerDied(self._child.how, self._child.files)
         _raise(answer)
         return answer.result
 
     def read_rows(self, memory: mmap.mmap, begin: int) -> None:
         """Copies a part of the rows that were read last."""
-        os.preadv(self._child.rows.fileno(), [memory], begin)
+        os.preadv(self._rows.fileno(), [memory], begin)
 
     async def give_back(self) -> None:
         """Closes the shard."""
+        self._rows.close()
         with suppress(_ExaminerEnded):
             if await self._child.ask(packed(examiner.ExaminerRequest(examiner.CloseShard(), READ_S))) is not None:
                 self._free(self._child)

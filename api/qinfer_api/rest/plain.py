@@ -280,6 +280,10 @@ def _example_of(tensors: Iterable[TensorSpec], spec: ModelSpec) -> Json:
     return {tensor.name: item(tensor) for tensor in tensors if not tensor.optional}
 
 
+def _of_sequence(spec: ModelSpec) -> Json:
+    return {} if spec.sequences is None else {"sequence_id": 1, "sequence_start": True}
+
+
 def with_models(document: Callable[[], Json], specs: Callable[[], Mapping[str, ModelSpec]]) -> Callable[[], Json]:
     """Returns `app.openapi` with the plain JSON of each model, as far as they are known now."""
 
@@ -304,7 +308,9 @@ def _documented(spec: ModelSpec) -> Json:
         "tags": ["models"],
         "summary": f"Run model {spec.name}",
         "operationId": f"plain_{spec.name}",
-        "requestBody": body(_schema(spec.inputs, spec) | {"example": _example_of(spec.inputs, spec)}),
+        "requestBody": body(
+            _schema(spec.inputs, spec) | {"example": _of_sequence(spec) | _example_of(spec.inputs, spec)}
+        ),
         "responses": {str(status): response for status, response in responses.items()},
     }
 

@@ -13,9 +13,10 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -115,7 +116,8 @@ class UpOptions:
     """The options of `qinfer up`.
 
     `apps` declare models by `@qinfer.model`; `reload` follows their files. `settings` replace those of the environment;
-    empty settings of the repository replace nothing. Without `redis_url` a private Redis runs, with at most
+    empty settings of the repository replace nothing. `began_ns` is the time before which apps were saved that are read
+    at the start. Without `redis_url` a private Redis runs, with at most
     `redis_memory_bytes` (0 = half of the memory).
     """
 
@@ -129,6 +131,7 @@ class UpOptions:
     workers: int
     autoscale: tuple[int, int] | None
     ready_timeout_s: float
+    began_ns: int = field(default_factory=time.time_ns)
 
     @property
     def functions(self) -> Path:
@@ -373,7 +376,7 @@ class LocalDeployment:
             return nullcontext()
         from qinfer.functions.watch import AppWatch
 
-        return AppWatch(options.apps, options.functions, os.environ, self._messages.say)
+        return AppWatch(options.apps, options.functions, os.environ, self._messages.say, options.began_ns)
 
     def _worker_pool(self, env: Mapping[str, str], redis_url: str) -> WorkerPool:
         if self._options.autoscale is None:

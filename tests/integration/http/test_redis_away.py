@@ -97,6 +97,12 @@ class Away:
     async def operations(self) -> list[tuple[str, str]]:
         """Returns method and path of each."""
         paths = (await self.client.get("/openapi.json")).json()["paths"]
+        for path, methods in paths.items():
+            if path.startswith("/models/"):
+                example = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["example"]
+                self._bodies[path.rpartition("/")[2]] = example
+        self._bodies["{model}"] = self._bodies["echo"]
+        del paths["/models/half"]  # JSON can't carry FP16
         return [(method.upper(), path) for path, methods in paths.items() for method in methods]
 
     async def call(self, method: str, path: str, model: str = "echo", body: Any = None, **headers: str) -> str:

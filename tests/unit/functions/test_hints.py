@@ -147,7 +147,7 @@ def bad_calls() -> Iterator[tuple[str, Any, str]]:  # noqa: C901, PLR0915  a tab
     def bare_list(x: list) -> str: ...  # type: ignore[type-arg]
     def bare_result(x: list[str]) -> list: ...  # type: ignore[type-arg]
     def bare_stream(x: str) -> Iterator: ...  # type: ignore[type-arg]
-    def no_python(x: "str |") -> str: ...  # type: ignore[syntax]  # noqa: F722
+    def no_python(x: "str |") -> str: ...  # noqa: F722
     def no_fields(x: str) -> Empty: ...
     def unresolved_field(x: Unresolved) -> str: ...
 

@@ -48,3 +48,12 @@ def test_a_file_beside_the_app_belongs_to_it(app: Path, tmp_path: Path) -> None:
         said.get(timeout=30)
 
     assert model.read_text() != before
+
+
+def test_a_save_between_the_start_and_the_watch_is_not_missed(app: Path, tmp_path: Path) -> None:
+    said: queue.Queue[str] = queue.Queue()
+    began_ns = app.stat().st_mtime_ns
+    os.utime(app, ns=(began_ns + 1, began_ns + 1))
+
+    with AppWatch([str(app)], tmp_path / "functions", os.environ, said.put, since_ns=began_ns):
+        assert said.get(timeout=30) == "an app was saved: its models are loaded again"
