@@ -63,10 +63,11 @@ def write_repository(apps: Iterable[str], root: Path, environment: Mapping[str, 
     """
     declared = [model for app in apps for model in examine(app, environment)]
     names = [model.options.name for model in declared]
-    for model in declared:
-        if names.count(model.options.name) > 1:
+    for name in names:
+        if names.count(name) > 1:
+            places = " and ".join(f"{model.path}:{model.name}" for model in declared if model.options.name == name)
             raise ModelLoadFailed(
-                f"two models of the apps are named '{model.options.name}'; name one by @qinfer.model(name=…)"
+                f"two models of the apps are named '{name}', {places}; name one by @qinfer.model(name=…)"
             )
     root.mkdir(parents=True, exist_ok=True)
     for old in root.iterdir():

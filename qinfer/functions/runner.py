@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qinfer.errors import InferenceFailed
+from qinfer.errors import InferenceFailed, InvalidRequest
 from qinfer.functions.declare import State
 from qinfer.functions.hints import Function, TensorPort, ValueSpec, read_function
 from qinfer.functions.values import Array, decode, make, parts, to_array
@@ -137,6 +137,8 @@ class Local:
         if value.name not in given:
             return
         items = given[value.name] if self._function.is_batched else [given[value.name]]
+        if isinstance(items, str | bytes) or not (items is None or hasattr(items, "__len__")):
+            raise InvalidRequest(f"input '{value.name}' is a batch; write [{items!r:.100}]")
         rows = [parts(value, item) for item in items] if value.record is not None else None
         for at, port in enumerate(value.ports):
             column = items if rows is None else [row[at] for row in rows]

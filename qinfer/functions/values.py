@@ -49,6 +49,8 @@ def to_array(port: TensorPort, items: Sequence[Any] | Array, what: str = "output
         for item in items:
             if not _is_of(port, item):
                 raise _unfit(port, what, f"{type(item).__name__} {item!r:.100}")
+            if port.kind == "int" and not -(2**63) <= item < 2**63:
+                raise _unfit(port, what, f"the number {hex(item):.100}, which is outside INT64")
     try:
         array = np.asarray(items)
         is_safe = (

@@ -70,6 +70,24 @@ def test_a_batch_of_texts_gives_an_array_for_each() -> None:
     assert qinfer.local(Embed)([]).shape == (0,)
 
 
+@pytest.mark.parametrize("given", ["abc", b"abc", 5])
+def test_one_item_is_no_batch(given: Any) -> None:
+    def upper(text: list[str]) -> list[str]:
+        return [each.upper() for each in text]
+
+    with pytest.raises(InvalidRequest, match=r"input 'text' is a batch; write \["):
+        qinfer.local(upper)(given)
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 1 << 20000], ids=["above", "below", "huge"])
+def test_a_number_outside_int64_is_named(value: int) -> None:
+    def large(text: str) -> int:
+        return value
+
+    with pytest.raises(InferenceFailed, match=r"items of int, got the number -?0x[18]00.*outside INT64"):
+        qinfer.local(large)("a")
+
+
 def test_a_result_that_does_not_fit_is_refused() -> None:
     def few(text: list[str]) -> list[int]:
         return [1]
