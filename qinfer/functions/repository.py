@@ -16,7 +16,7 @@ from qinfer.models.config.message import ModelConfig
 from qinfer.models.config.to_spec import BASE64, DEFAULT_TIMEOUT, SPLIT
 from qinfer.tensors import DATATYPES
 
-_MODEL = '''"""Runs {name} of {file}; generated. The SHA-256 of its sources is {digest}."""
+_MODEL = '''"""Runs a model of an app; generated. The SHA-256 of its sources is {digest}."""
 
 from qinfer.functions.hosted import serves
 
@@ -84,7 +84,7 @@ def write_model(declared: Declared, directory: Path) -> None:
     digest = hashlib.sha256()
     for source in sources_of(app):
         digest.update(b"%d\n%b" % (source.stat().st_size, source.read_bytes()))
-    model = _MODEL.format(name=declared.name, file=app.name, digest=digest.hexdigest(), path=declared.path)
+    model = _MODEL.format(name=declared.name, digest=digest.hexdigest(), path=declared.path)
     _write(directory / "config.pbtxt", text_format.MessageToString(configuration(declared)))
     _write(directory / "1" / "model.py", model)
 

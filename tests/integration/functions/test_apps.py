@@ -1,5 +1,6 @@
 """Apps that `qinfer up` and `serve` are given: their models, their errors, and the repository made of them."""
 
+import ast
 import os
 import textwrap
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_a_changed_app_changes_its_models(tmp_path: Path) -> None:
     write_repository([app_of(tmp_path, f"{text}# other\n")], root, os.environ)
 
     assert (root / "f/1/model.py").read_text() != before
+
+
+def test_the_file_of_an_app_may_have_any_name(tmp_path: Path) -> None:
+    app = app_of(tmp_path, "import qinfer\n@qinfer.model\ndef f(x: str) -> int: ...\n", 'a """ \\x {b}.py')
+
+    write_repository([app], tmp_path / "functions", os.environ)
+
+    generated = ast.parse((tmp_path / "functions/f/1/model.py").read_text())
+    assert app in [node.value for node in ast.walk(generated) if isinstance(node, ast.Constant)]
 
 
 def test_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
