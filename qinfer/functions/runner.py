@@ -136,7 +136,7 @@ class Local:
     def _tensors(self, value: ValueSpec, given: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
         if value.name not in given:
             return
-        items = given[value.name] if self._function.is_batched else [given[value.name]]
+        items: Any = given[value.name] if self._function.is_batched else [given[value.name]]
         if isinstance(items, str | bytes) or not (items is None or hasattr(items, "__len__")):
             raise InvalidRequest(f"input '{value.name}' is a batch; write [{items!r:.100}]")
         rows = [parts(value, item) for item in items] if value.record is not None else None
