@@ -31,13 +31,16 @@ from collections.abc import Awaitable, Iterable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from qinfer.core.messages import Failure, InferRequest
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import (
     BACKLOG_TIMED_OUT,
+    BEGIN_AGAIN,
     BrokerUnavailable,
     Cancelled,
     DeadlineExceeded,
@@ -225,8 +228,9 @@ class Sequences:
             return []
         names = [*self._waiting(version), self._own_lane(version, worker_id)]
         bits = "" if told_bits is None else told_bits
-        is_alive, found, _ = await self._run_script(_OWN, names, worker_id, min(count, AT_ONCE), bits, int(numbers))
-        return list(map(_owned, found)) if is_alive else None
+        words = (worker_id, min(count, AT_ONCE), bits, int(numbers))
+        is_alive, found, era = await self._run_script(_OWN, names, *words)
+        return [_owned(each, era) for each in found] if is_alive else None
 
     async def shares(self, version: int) -> list[SlotShare]:
         """Returns a version's tenants with open or waiting sequences."""
@@ -438,10 +442,12 @@ class Sequences:
     ) -> SubmittedStep | QinferError | None:
         """Returns `None`, and forgets the owner, if the step has to go by script."""
         route = self._routes.get(sequence)
-        if route is None or step.start is not None or time.monotonic() >= route.until_s:
+        is_full = route is not None and 0 < limits.steps <= route.appended
+        if route is None or step.start is not None or is_full or time.monotonic() >= route.until_s:
             self._routes.pop(sequence, None)
             return None
         of_payload = (b"p", step.payload.request_id) if step.payload else ()
+        route.appended += 1
         sender = self._count()
         about = (b"s", sequence.name, b"l", route.life, b"t", route.token, b"m", limits.steps)
         by = (b"g", sender.gateway, b"k", sender.sent, b"f", packable(step.frame), *of_payload)
@@ -492,7 +498,7 @@ class Sequences:
         return SubmittedStep(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
     def _learn(self, sequence: SequenceId, step: StepRequest, route: "_Route") -> None:
-        if step.end:
+        if step.end or step.start is not None:  # the script has to see the first step behind a START
             return
         if len(self._routes) >= _MOST_ROUTES:
             del self._routes[next(iter(self._routes))]
@@ -503,6 +509,8 @@ class Sequences:
         place = StepPlace(sequence, 0, step.number)
         if what == b"full":
             return steps_full(self._model)
+        if what == b"lost":
+            return SequenceLost(f"the worker to which this step was sent no longer has the sequence; {BEGIN_AGAIN}")
         if what == b"gap":
             return step_gap(self._model, place, about[0])
         if what == b"old":
@@ -617,14 +625,18 @@ def may_lose(settings: RedisSettings) -> bool:
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
 
 
-class _Route(NamedTuple):
-    """An owner's lane for a sequence's steps; after `until_s` (monotonic) the record is read again."""
+class _Route(msgspec.Struct):
+    """An owner's lane for a sequence's steps.
+
+    After `until_s` (monotonic), or as many steps as may wait, a script reads record and lane again: it may be full.
+    """
 
     lane: Lane
     key: bytes
     life: int
     token: int
     until_s: float
+    appended: int = 0
 
 
 def _parse_entry(lane: Lane, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
@@ -640,7 +652,7 @@ def _given(step: CommittedStep) -> Items[Any]:
     return (b"given" if step.state else b"none", packable(step.state or b""), b"given", packable(step.response))
 
 
-def _owned(found: Items[Any]) -> OwnedLife:
+def _owned(found: Items[Any], era: bytes) -> OwnedLife:
     name, life, token, committed, generation, kind, idle_ms, is_other, number = found
     return OwnedLife(
         sequence=SequenceId.parse(name.decode(errors="replace")),
@@ -651,4 +663,5 @@ def _owned(found: Items[Any]) -> OwnedLife:
         is_explicit=kind == b"explicit",
         idle_s=int(idle_ms) / 1000,
         told=Renaming(bool(is_other), number),
+        era=era,
     )

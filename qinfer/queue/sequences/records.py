@@ -122,7 +122,7 @@ UNCHANGED = Renaming()
 
 
 class OwnedLife(msgspec.Struct, frozen=True, kw_only=True):
-    """A life that a worker now owns; it has a `state` if steps are committed."""
+    """A life that a worker now owns, since this `era`; it has a `state` if steps are committed."""
 
     sequence: SequenceId
     life: int
@@ -132,6 +132,7 @@ class OwnedLife(msgspec.Struct, frozen=True, kw_only=True):
     is_explicit: bool
     idle_s: float
     told: Renaming = UNCHANGED
+    era: bytes = b""
 
 
 class SlotShare(NamedTuple):

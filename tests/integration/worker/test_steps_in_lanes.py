@@ -1,18 +1,20 @@
 """Steps of explicit sequences in the lane of their owner: it numbers them, refuses them, and ends their lives."""
 
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.core.messages import Failure
-from qinfer.errors import LEFT, Cancelled, InvalidRequest, SequenceEnded, SequenceLost
+from qinfer.errors import LEFT, Cancelled, InvalidRequest, QueueFull, SequenceEnded, SequenceLost
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_lost, answer_rest
 from qinfer.queue.sequences.ownership import Sequences
-from qinfer.queue.sequences.records import SequenceId, SubmitLimits, SubmittedStep, UnansweredStep
+from qinfer.queue.sequences.records import OwnedLife, SequenceId, SubmitLimits, SubmittedStep, UnansweredStep
 from qinfer.testing import eventually
 from tests.support.inline_workers import InlineWorkers, failure, value
 from tests.support.sequence_scene import Sequencing, entry_of
@@ -124,16 +126,19 @@ async def test_a_repeated_step_waits_for_the_first_of_its_number(sums: Sequencin
 
 
 async def test_the_owner_refuses_a_step_behind_too_many(sums: Sequencing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from a gateway that knows the owner."""
     await begin(sums)
+    beside = other_gateway(sums)
+    assert value(await (await beside.send(3))) == 3
     sums.scene.hold()
     monkeypatch.setattr(Sequences.submit, "__defaults__", (SubmitLimits(steps=2),))
-    waiting = [await sums.send(number) for number in (3, 4)]
-    refused = await sums.send(5)
+    waiting = [await sums.send(number) for number in (4, 5)]
+    refused = await beside.send(6)
     await eventually(refused.done, description="a refusal")
     sums.scene.go()
 
     assert "too many steps" in failure(await refused).message
-    assert [value(await answer) for answer in waiting] == [3, 4]
+    assert [value(await answer) for answer in waiting] == [4, 5]
 
 
 async def test_a_start_lets_earlier_steps_finish_and_takes_later_ones_along(sums: Sequencing) -> None:
@@ -320,3 +325,72 @@ async def test_a_restart_of_redis_that_may_lose_steps_ends_lives_in_memory(scene
     assert failure(await answer).code == "sequence_lost"
     with pytest.raises((SequenceEnded, SequenceLost)):
         await other_gateway(sums).send(4)
+
+
+async def test_a_restart_before_the_first_read_of_the_lane_ends_the_life(
+    scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script that gave the worker its life ran in another era."""
+    sums = Sequencing(scene, explicit=True)
+    own = Sequences.own
+
+    async def own_before(*words: Any, **more: Any) -> list[OwnedLife] | None:
+        owned = await own(*words, **more)
+        return owned and [msgspec.structs.replace(each, era=b"another") for each in owned]
+
+    monkeypatch.setattr(Sequences, "own", own_before)
+    await sums.model()
+    await scene.worker("w1")
+
+    assert failure(await (await sums.send(1, start=True))).code == "sequence_lost"
+
+
+async def test_a_lane_that_is_not_read_is_full(sums: Sequencing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway asks after as many steps as may wait."""
+    await sums.scene.stop("w1")
+    await sums.sequences.join("w2", [1], 60.0)
+    await sums.send(1, start=True)
+    assert len(await sums.sequences.own("w2", 1, 1, numbers=True) or []) == 1
+    monkeypatch.setattr(Sequences.submit, "__defaults__", (SubmitLimits(steps=5),))
+
+    async def flood() -> None:
+        for number in range(2, 20):
+            await sums.send(number)
+
+    with pytest.raises(QueueFull, match="too many steps"):
+        await flood()
+    assert 5 <= len(sums.submitted) <= 10
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+async def test_an_equal_start_behind_another_step_begins_a_life(sums: Sequencing, *, numbered: bool) -> None:
+    """Its content tells a repeated START only while it is the only step, also if the next one is not committed."""
+    assert value(await (await sums.send(1, start=True, step=1))) == 1
+    assert value(await (await sums.send(1, start=True, step=1))) == 1
+    sums.scene.hold()
+    second = await sums.send(2, step=2 if numbered else 0)
+    again = await sums.send(1, start=True, step=1)
+    sums.scene.go()
+
+    assert [value(await answer) for answer in (second, again)] == [2, 1]
+    assert sums.submitted[-1].place.life == 2
+
+
+async def test_a_step_for_a_later_life_in_a_dead_owners_lane_may_be_repeated(sums: Sequencing) -> None:
+    """Its gateway knew the owner of the life before."""
+    await begin(sums)
+    beside = other_gateway(sums)
+    assert value(await (await beside.send(3))) == 3
+    assert value(await (await sums.send(4, end=True))) == 4
+    await sums.scene.kill("w1")
+    await sums.scene.worker("w2", lease_s=60.0)
+    assert value(await (await sums.send(5, start=True))) == 5
+    step = await beside.send(6)
+
+    async def is_answered() -> bool:
+        await sums.sequences.reap()
+        await answer_rest(sums.scene.delivery, sums.sequences)
+        return step.done()
+
+    await eventually(is_answered, description="the end of the lease")
+    assert failure(await step).code == "sequence_lost"

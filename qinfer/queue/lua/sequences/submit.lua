@@ -6,7 +6,7 @@
 --   how many steps that one had sent; of a step that is moved its stream, entry, life, and the token that came with it
 --   (0 = the life is over).
 -- Returns {new, life, number, entry id} | {direct, life, entry id, version, owner, token} | {moved (before)} | {stored, life, number} | {gap, next number} | {old, last number} | {ended,
---   code, text, step} | {unknown} | {full}.
+--   code, text, step} | {unknown} | {lost (it may be of a life whose owner is not that of its stream)} | {full}.
 local function one(KEYS, ARGV)
 local record = KEYS[1]
 begin(ARGV[1], ARGV[2])
@@ -23,7 +23,8 @@ if stream then
   if #redis.call('XRANGE', stream, moved, moved) == 0 then return {'moved'} end
   local life, n = string.match(redis.call('HGET', record, 'done:' .. moved) or '', '^(%d+)%.(%d+)$')
   if life then return {'stored', tonumber(life), tonumber(n)} end
-  if of and of.tail ~= of_life and (of_token == 0 or (of.by == by and sent < of.sent)) then return {'unknown'} end
+  if of and of.tail ~= of_life and of.by == by and sent < of.sent then return {'unknown'} end
+  if of and of.tail ~= of_life and of_token == 0 then return {'lost'} end
 end
 
 local function append(life, n)
@@ -41,12 +42,17 @@ end
 
 -- Returns nil if the owner's lane is closed, or the owner does not know that it owns the life.
 local function append_direct()
-  if stream == lane_of(of.version, of.owner) and (of_token == of.token or of_token == 0) then return nil end
+  local lane = lane_of(of.version, of.owner)
+  if stream == lane and (of_token == of.token or of_token == 0) then return nil end
+  local owned = redis.call('SCARD', prefix .. 'sequence-owned:' .. of.owner)
+  if limit > 0 and redis.call('XLEN', lane) >= limit * math.max(owned, 1) then return {'full'} end
   local fields = {'s', name, 'l', of.life, 't', of.token, 'm', limit, 'g', by, 'k', sent, 'f', frame}
   if payload ~= '' then fields[15], fields[16] = 'p', payload end
-  local entry = redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', unpack(fields))
+  local entry = redis.call('XADD', lane, 'NOMKSTREAM', '*', unpack(fields))
   if not entry then return nil end
   if stream then redis.call('XDEL', stream, moved) end
+  -- A START is a repeated one only as long as no step follows it; the first that does comes here.
+  if of.hash ~= '' and not is_start then write(of, {hash = ''}) end
   return {'direct', of.life, entry, of.version, of.owner, of.token}
 end
 

@@ -406,6 +406,7 @@ class SequenceService:
 
     async def _adopt(self, owned: OwnedLife) -> QinferError | None:
         """Returns the error if its states can't be read now."""
+        self._follow_era(owned.era)
         held = _OwnedLife(owned)
         if owned.generation not in self.generations:
             self._end_life(_next_of(held), owned.token, SequenceLost(RELOADED))
