@@ -57,8 +57,6 @@ SLICE_BYTES = 1024
 HEADS_BYTES = 64
 """The bytes that are parsed at once of a large read that may hold many heads: a few of the shortest requests."""
 
-_TOO_MANY_WAIT = "too many pipelined requests wait at the gateway; try again, with one request at a time"
-
 MAX_CHUNKS = 65536
 """The most chunks of one chunked body (reference §1.2)."""
 
@@ -551,21 +549,6 @@ class HttpConnection(SwitchingConnection):
             self.on_reply()
         else:
             self.transport.close()
-
-    def refuse_flood(self) -> None:
-        """Refuses the first request, which has not begun, and those behind it; aborts if some are below ASGI."""
-        cycles = [each for each in self._queue if isinstance(each, Cycle)]
-        if len(cycles) < len(self._queue):
-            self.transport.abort()
-            return
-        self._closing = self._refused = True
-        self._unparsed, self._reading = _NOTHING, None
-        self._queue.clear()
-        for cycle in cycles:
-            cycle.disconnect()
-        self._queue.append(_RefusedRequest(error_reply(503, _TOO_MANY_WAIT, AGAIN_S)))
-        self.go_on()
-        self.on_reply()
 
     def _withdraw(self) -> bool:
         """Takes back the request being read; returns false if its reply has begun."""
