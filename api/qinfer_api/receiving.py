@@ -354,7 +354,7 @@ class ReceivingBudget:
             return
         self._large -= size > SMALL_BYTES
         self._hold(one.owner, -size)
-        if self._waiting.places or self._waiting.behind:  # as most often nothing does
+        if self._waiting.places or self._waiting.behind:  # mostly nothing does
             self._grant_next()
 
     def _hold(self, owner: Hashable, more: int) -> None:

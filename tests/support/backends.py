@@ -1,4 +1,4 @@
-"""What tests of backends share: a specification, and small models of Torch and ONNX."""
+"""A specification and small models of Torch and ONNX for tests of backends."""
 
 import warnings
 from collections.abc import Sequence

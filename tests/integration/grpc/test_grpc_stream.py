@@ -338,4 +338,4 @@ async def test_a_stream_ends_with_the_gateway(server: Rpc) -> None:
 
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert error.value.details() == "GRPC server is shutting down and has stopped accepting new requests."
-    assert "grpc-retry-pushback-ms" in str(error.value.trailing_metadata())
+    assert "('grpc-retry-pushback-ms', '1000')" in str(error.value.trailing_metadata())

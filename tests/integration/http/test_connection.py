@@ -282,7 +282,7 @@ async def test_a_flood_ends_with_its_client_while_others_are_served() -> None:
 
 
 async def test_a_client_that_has_ended_its_side_gets_its_replies() -> None:
-    """Its requests take turns, for which no other waits."""
+    """Requests of one connection take turns, for which no other waits."""
     count, turns_over = 2000, 0
     async with running_gateway() as running:
         turns = running.gateway._server.port.turns
@@ -324,7 +324,7 @@ class Recorded(Turns):
 
 
 async def test_a_request_with_others_behind_it_waits_for_a_turn() -> None:
-    """Also while turns have time left: it goes behind the requests of others.
+    """A request with others behind it goes behind those of others, even if turns have time left.
 
     The first one of a small read is not known to have more behind it, and the last one has none.
     """

@@ -495,7 +495,7 @@ async def test_a_flood_after_a_large_body_is_read_as_any_other(scene: ServedMode
 
 
 async def test_a_connection_reads_small_bodies_at_once_after_a_large_one(scene: ServedModels) -> None:
-    """It does not read their heads by themselves, and copies their tensors into memory."""
+    """A gateway reads bodies of at most 64 KiB with their heads, and copies their tensors into memory."""
     small = IMAGE[:, : 16 * 1024]
     reader, writer = await opened(scene)
     writer.write(body_of(IMAGE))
