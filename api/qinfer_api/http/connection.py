@@ -57,6 +57,8 @@ SLICE_BYTES = 1024
 HEADS_BYTES = 64
 """The bytes that are parsed at once of a large read that may hold many heads: a few of the shortest requests."""
 
+_TOO_MANY_WAIT = "too many pipelined requests wait at the gateway; try again, with one request at a time"
+
 MAX_CHUNKS = 65536
 """The most chunks of one chunked body (reference §1.2)."""
 
@@ -549,6 +551,15 @@ class HttpConnection(SwitchingConnection):
             self.on_reply()
         else:
             self.transport.close()
+
+    def cut(self) -> None:
+        """Ends a flood with a 503, and without reading on, which would cost others more than the requests do."""
+        if self.transport.get_write_buffer_size():  # the client does not read
+            self.transport.abort()
+            return
+        reply, port = error_reply(503, _TOO_MANY_WAIT, AGAIN_S), self.port
+        self.transport.write(self.writer_of(self._queue[0]).render(reply, port.common, port.new_id(), close=True))
+        self.transport.close()
 
     def _withdraw(self) -> bool:
         """Takes back the request being read; returns false if its reply has begun."""

@@ -94,7 +94,7 @@ class Cycle:
         connection = self._connection
         turns, is_flood = connection.port.turns, connection.has_more
         if is_flood and turns.is_full:
-            connection.transport.abort()
+            connection.cut()
         else:
             self._awaits_turn = True
             turns.wait(self._start_in_turn, is_fresh=not is_flood)
