@@ -3,8 +3,8 @@
 One correlation id, whose state is in its owner's memory: the steps that the owner has executed. Its caller sends steps
 by two gateways. Until a life has an owner, its steps wait in the sequence's own stream; then a gateway that knows the
 owner appends to the owner's lane, and others by script. Two workers may die between any two moves, or lose their lease
-without noticing; Redis may lose the last entry of a lane, and an owner the reply that gave it a life. Each rule of the
-protocol can be left out (`Rules`), to see that it is needed.
+without noticing; Redis may lose the last entry of a lane, and an owner the reply that gave it a life or steps. Each
+rule of the protocol can be left out (`Rules`), to see that it is needed.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,9 @@ ALIVE, LAPSED, FENCED = range(3)
 NOTHING, RESPONSE, ERROR = range(3)
 """The first answer to a step."""
 TICKET, STEP, RESTART, OVER = "ticket", "step", "restart", "over"
-FAULTS = frozenset({"kill", "stall", "lose a reply", "lose an owner's reply", "idle", "restart redis"})
+FAULTS = frozenset(
+    {"kill", "stall", "lose a reply", "lose an owner's reply", "idle", "restart redis", "lose a read"}
+)
 
 
 class Rules(NamedTuple):
@@ -46,6 +48,7 @@ class Rules(NamedTuple):
     ends_lives_it_does_not_know: bool = True
     tells_new_owners_of_successors: bool = True
     knows_what_a_gateway_sent_before: bool = True
+    reads_on_after_an_outage: bool = True
 
 
 class Faults(NamedTuple):
@@ -57,6 +60,7 @@ class Faults(NamedTuple):
     owners: int = 0
     idles: int = 0
     restarts: int = 0
+    reads: int = 0
 
 
 class Script(NamedTuple):
@@ -343,7 +347,13 @@ class Protocol:
 
     def _reads(self, state: State, worker: int) -> Iterator[tuple[str, State]]:
         lane, at, work = state.lanes[worker], state.read[worker], state.held[worker]
-        if state.leases[worker] != ALIVE or lane is None or at == len(lane):
+        if state.leases[worker] != ALIVE or lane is None:
+            return
+        if state.faults.reads and at:
+            begin = at if self._rules.reads_on_after_an_outage else 0
+            faults = state.faults._replace(reads=state.faults.reads - 1)
+            yield "lose a read", state._replace(faults=faults, read=_put(state.read, worker, begin))
+        if at == len(lane):
             return
         if work is not None and self._rules.compares_eras and work.era != state.era:
             yield "see another era", self._drop(self._check_era(state), worker, work)

@@ -257,8 +257,8 @@ class Sequences:
     ) -> DeliveredSteps | None:
         """Returns new steps of a worker's sequences in order, and ended lives; `None` if its lease has ended.
 
-        `after` is the previous `DeliveredSteps.ticket`, `needed` the first unfinished step in its lane. After a
-        reconnect a step may come again.
+        `after` is the previous `DeliveredSteps.ticket`, the same again if a reply was lost; `needed` is the first
+        unfinished step in its lane.
         """
         lane = self._own_lane(version, worker_id)
         words = (worker_id, after, count, max_bytes, needed)

@@ -8,13 +8,20 @@ import pytest
 
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.core.messages import Failure
-from qinfer.errors import LEFT, Cancelled, InvalidRequest, QueueFull, SequenceEnded, SequenceLost
+from qinfer.errors import LEFT, BrokerUnavailable, Cancelled, InvalidRequest, QueueFull, SequenceEnded, SequenceLost
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_lost, answer_rest
 from qinfer.queue.sequences.ownership import Sequences
-from qinfer.queue.sequences.records import OwnedLife, SequenceId, SubmitLimits, SubmittedStep, UnansweredStep
+from qinfer.queue.sequences.records import (
+    DeliveredSteps,
+    OwnedLife,
+    SequenceId,
+    SubmitLimits,
+    SubmittedStep,
+    UnansweredStep,
+)
 from qinfer.testing import eventually
 from tests.support.inline_workers import InlineWorkers, failure, value
 from tests.support.sequence_scene import Sequencing, entry_of
@@ -277,6 +284,34 @@ async def test_a_committed_end_gets_its_response_after_the_owner_has_died(
     assert value(await end) == 3
 
 
+async def test_a_step_is_executed_once_though_the_reply_to_a_read_of_its_lane_is_lost(
+    sums: Sequencing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner reads on behind the steps that it has: unnumbered ones would get other numbers, and run again."""
+    take, read = Sequences.take_steps, list[DeliveredSteps]()
+
+    async def lossy(*words: Any, **more: Any) -> DeliveredSteps | None:
+        news = await take(*words, **more)
+        if news is not None and news.taken:
+            read.append(news)
+            if len(read) == 1:
+                raise BrokerUnavailable("the connection broke")
+        return news
+
+    assert value(await (await sums.send(1, start=True))) == 1
+    sums.scene.hold()
+    second = await sums.send(2)
+    await sums.scene.started("w1")
+    monkeypatch.setattr(Sequences, "take_steps", lossy)
+    third = await sums.send(3)
+    await eventually(lambda: len(read) == 2, description="another read")
+    sums.scene.go()
+
+    assert [value(await answer) for answer in (second, third)] == [2, 3]
+    assert value(await (await sums.send(4, end=True))) == 4
+    assert sum(sum(backend.sizes) for backend in sums.scene.backends["w1"]) == 3
+
+
 async def test_a_worker_that_owns_a_life_unknowingly_ends_it(sums: Sequencing) -> None:
     """The reply that gave it the life was lost: no step of it may go round in the lane for ever."""
     await sums.scene.stop("w1")
@@ -325,6 +360,21 @@ async def test_a_restart_of_redis_that_may_lose_steps_ends_lives_in_memory(scene
     assert failure(await answer).code == "sequence_lost"
     with pytest.raises((SequenceEnded, SequenceLost)):
         await other_gateway(sums).send(4)
+
+
+async def test_an_owner_reads_its_lane_anew_after_a_restart_of_redis(scene: InlineWorkers) -> None:
+    """Entries of a Redis that has lost some may have lower ids than the last one that was read."""
+    sums = Sequencing(scene, explicit=True)
+    await sums.model()
+    worker = await scene.worker("w1")
+    await begin(sums)
+    (service,) = worker._sequences._services.values()
+    service._era, service._ticket = b"another", f"{2**53}-0"
+
+    answer = await sums.send(1, 2, start=True)
+    await eventually(answer.done, description="an answer")
+
+    assert value(await answer) == 1
 
 
 async def test_a_restart_before_the_first_read_of_the_lane_ends_the_life(

@@ -168,6 +168,7 @@ class SequenceService:
         self._unfinished: OrderedDict[str, None] = OrderedDict()
         """The ids of unfinished entries in the lane, in order."""
         self._ticket = ""
+        """The last entry of the lane that was read; kept over outages, as no step may be numbered twice."""
         self._era = b""
         self._reader = RequestReader()
         self._is_draining = False
@@ -296,6 +297,7 @@ class SequenceService:
         while not is_called:
             is_called = await self._tickets.sleep("", has_slots=True)
         await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
+        self._ticket = ""
         names = self._sequences.lease_keys(self._owner, [self._version])
         self._parts.keeper.owners[self._owner] = OwnerLease(names, self._tickets.ring)
 
@@ -316,7 +318,7 @@ class SequenceService:
     async def _serve_sequences(self) -> bool:
         """Returns true when idle, false without a lease."""
         sequences, owner, version = self._sequences, self._owner, self._version
-        self._ticket, busy_s = "", time.monotonic()
+        busy_s = time.monotonic()
         while True:
             has_slots = not self._is_draining and self.batcher.free_slots > 0
             count = self.batcher.free_slots if has_slots else 0
@@ -331,8 +333,8 @@ class SequenceService:
             if news is None:
                 return False
             self._recover()
-            self._follow_era(news.era)
             self._ticket = news.ticket
+            self._follow_era(news.era)
             for taken in news.taken:
                 self._take_in(taken)
             self.batcher.pump()
@@ -350,8 +352,9 @@ class SequenceService:
 
     def _follow_era(self, era: bytes) -> None:
         """Ends all lives whose steps are in the lane if Redis may have lost some of them."""
-        if self._numbers and self._era and era != self._era:
-            for held in list(self._held.values()):
+        if self._era and era != self._era:
+            self._ticket = ""  # new entries may have lower ids
+            for held in list(self._held.values()) if self._numbers else ():
                 self._end_life(_next_of(held), held.owned.token, SequenceLost(RESTARTED))
         self._era = era
 
