@@ -89,7 +89,7 @@ ROWS = (
         "`bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low priority. Lanes without the "
         "group: `seq` and `seq.handed`, the sequences that wait for an owner (`seq~<tenant>` has those of a tenant), "
         "until a week after the last entry; `seq@<worker>`, the tickets for a worker, and steps of sequences that "
-        "it has in memory, until four lease times have passed; `0:closed:<version>:seq@<worker>:<ms>`, what such a "
+        "it has in memory, until four lease times have passed; `0:closed:<version>:seq@<worker>:<number>`, what such a "
         "lane held when its worker died or left, until it is answered, a day at most; `0:steps:<name>`, the steps of a "
         "sequence, until a day after they expire",
     ),

@@ -26,7 +26,7 @@ BALANCED = script((0, START), (1, STEP), (0, STEP), (1, END), waits=True)
 RESTARTED_ELSEWHERE = script((0, START), (1, STEP), (0, START), (1, STEP), (1, END), waits=True)
 ENDED_ELSEWHERE = script((0, START), (1, STEP), (0, END), (0, START), (1, STEP), waits=True)
 TWO_SENDERS = script((0, START), (1, STEP), (1, STEP), (0, START), (1, STEP))
-"""Their order is promised only as long as no fault happens, because the caller does not wait."""
+"""A caller that does not wait has an order between two gateways only as long as no fault happens."""
 
 NO_FAULT = Faults()
 ONE_FAULT = {name: Faults(**{name: 1}) for name in Faults._fields}
@@ -99,7 +99,7 @@ NEEDED: dict[str, tuple[Script, Faults, str]] = {
 
 @pytest.mark.parametrize("rule", Rules._fields)
 def test_each_rule_is_needed(rule: str) -> None:
-    """The exploration finds what breaks without it."""
+    """Without a rule, the exploration finds what breaks."""
     sent, faults, found = NEEDED[rule]
     rules = Rules()._replace(**{rule: False})
     _, problem, _ = explore(first_state(sent, faults), Protocol(sent, rules).moves, CHECKS)

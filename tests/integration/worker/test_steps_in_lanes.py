@@ -133,7 +133,7 @@ async def test_a_repeated_step_waits_for_the_first_of_its_number(sums: Sequencin
 
 
 async def test_the_owner_refuses_a_step_behind_too_many(sums: Sequencing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from a gateway that knows the owner."""
+    """A gateway that knows the owner appends the step, so that only the owner can count."""
     await begin(sums)
     beside = other_gateway(sums)
     assert value(await (await beside.send(3))) == 3
@@ -254,10 +254,32 @@ async def test_an_append_to_a_dead_owner_fails_and_what_it_left_is_answered(sums
     assert await call(sums, b"KEYS", b"*closed*") == []
 
 
+async def test_lanes_of_one_name_that_are_closed_in_one_millisecond_keep_their_steps(sums: Sequencing) -> None:
+    lanes, lane = keys.sequence_lanes("stub", 0), keys.prefix("stub", 0) + "1:seq@again"
+    await sums.sequences.end_lease("again", [1])
+    step = (b"XADD", lane, b"*", b"s", ONE.name, b"l", b"1", b"f", b"frame")
+
+    await asyncio.gather(
+        *(
+            work
+            for _ in range(100)
+            for work in (
+                call(sums, b"SADD", lanes, b"1:seq@again"),
+                call(sums, *step),
+                sums.sequences.end_lease("again", [1]),
+            )
+        )
+    )
+
+    assert await call(sums, b"SCARD", keys.sequence_closed("stub", 0)) == 100
+    left = await sums.sequences.unanswered(200)
+    assert len({each.entry for each in left}) == 100
+
+
 async def test_a_committed_end_gets_its_response_after_the_owner_has_died(
     sums: Sequencing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was committed, and its owner died before the response left."""
+    """An owner may die between the commit of END and its response, which is stored."""
     await begin(sums)
     publish = Queue.publish
 
@@ -313,7 +335,7 @@ async def test_a_step_is_executed_once_though_the_reply_to_a_read_of_its_lane_is
 
 
 async def test_a_worker_that_owns_a_life_unknowingly_ends_it(sums: Sequencing) -> None:
-    """The reply that gave it the life was lost: no step of it may go round in the lane for ever."""
+    """If the reply that gave the life was lost, no step may go round in the lane for ever."""
     await sums.scene.stop("w1")
     await sums.sequences.join("w2", [1], 60.0)
     await sums.send(1, start=True)
@@ -331,7 +353,7 @@ async def test_a_worker_that_owns_a_life_unknowingly_ends_it(sums: Sequencing) -
 
 
 async def test_steps_for_an_owner_that_does_not_number_them_go_by_tickets(sums: Sequencing) -> None:
-    """It is of an earlier version."""
+    """Workers of earlier versions take only tickets."""
     await sums.scene.stop("w1")
     await sums.sequences.join("old", [1], 60.0)
     await sums.send(1, start=True)
@@ -346,7 +368,7 @@ async def test_steps_for_an_owner_that_does_not_number_them_go_by_tickets(sums: 
 
 
 async def test_a_restart_of_redis_that_may_lose_steps_ends_lives_in_memory(scene: InlineWorkers) -> None:
-    """Its owner sees another era, and executes no further step."""
+    """An owner that sees another era executes no further step."""
     sums = Sequencing(scene, explicit=True)
     await sums.model()
     worker = await scene.worker("w1")
@@ -414,7 +436,7 @@ async def test_a_lane_that_is_not_read_is_full(sums: Sequencing, monkeypatch: py
 
 @pytest.mark.parametrize("numbered", [False, True])
 async def test_an_equal_start_behind_another_step_begins_a_life(sums: Sequencing, *, numbered: bool) -> None:
-    """Its content tells a repeated START only while it is the only step, also if the next one is not committed."""
+    """The content tells a repeated START only while no step follows it, committed or not."""
     assert value(await (await sums.send(1, start=True, step=1))) == 1
     assert value(await (await sums.send(1, start=True, step=1))) == 1
     sums.scene.hold()
@@ -427,7 +449,7 @@ async def test_an_equal_start_behind_another_step_begins_a_life(sums: Sequencing
 
 
 async def test_a_step_for_a_later_life_in_a_dead_owners_lane_may_be_repeated(sums: Sequencing) -> None:
-    """Its gateway knew the owner of the life before."""
+    """A closed lane does not tell whose steps those of a gateway are that knew the owner of the life before."""
     await begin(sums)
     beside = other_gateway(sums)
     assert value(await (await beside.send(3))) == 3

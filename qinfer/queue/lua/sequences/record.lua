@@ -10,8 +10,9 @@
 --   direct, the token of an owner that reads the steps of its explicit lives from its lane and numbers them itself: of
 --   these, `committed` and `accepted` know the committed steps only.
 -- Other fields: `at`, the life and the last committed step; `state`, `answer:<life>.<n>`, a response, both unless
--- staged; `done:<entry>`, life and number of a committed last step in the owner's lane; `last:<life>`, the last step of a life with a successor; `next:<life>`, version, generation, kind and idle
--- time of a waiting life; `fail:<life>`, the error of a life that ends when it begins or its owner dies.
+-- staged; `done:<entry>`, life and number of a committed last step in the owner's lane; `last:<life>`, the last step of
+-- a life with a successor; `next:<life>`, version, generation, kind and idle time of a waiting life; `fail:<life>`, the
+-- error of a life that ends when it begins or its owner dies.
 local TOMBSTONE_MS = 300000 -- an ended sequence is known this long
 local LOOK_MS = 60000 -- the janitor's interval, and the idle time without owner
 local GRACE_MS = 10000 -- to answer an ended life's steps
@@ -184,11 +185,13 @@ end
 -- Closes an owner's lane: appends to it fail from now on, and its steps are answered from where they are.
 local function close_lane(lane)
   local has_steps = redis.call('SREM', prefix .. 'sequence-lanes', lane) == 1
-  if not has_steps or redis.call('EXISTS', prefix .. lane) == 0 or redis.call('XLEN', prefix .. lane) == 0 then
+  if not has_steps or redis.call('XLEN', prefix .. lane) == 0 then
     return redis.call('UNLINK', prefix .. lane)
   end
-  local closed = string.format('0:closed:%s:%.0f', lane, now)
-  redis.call('RENAME', prefix .. lane, prefix .. closed)
+  local closed, number = nil, now
+  repeat -- earlier ones of this millisecond may be unanswered
+    closed, number = string.format('0:closed:%s:%.0f', lane, number), number + 1
+  until redis.call('RENAMENX', prefix .. lane, prefix .. closed) == 1
   redis.call('PEXPIRE', prefix .. closed, DAY_MS)
   redis.call('SADD', prefix .. 'sequence-closed', closed)
 end
@@ -200,14 +203,20 @@ local function forget(of)
   redis.call('PEXPIRE', answer_of(of.name, of.life, of.committed), TOMBSTONE_MS)
 end
 
+-- Returns a stream entry's fields as a table.
+local function fields_of(entry)
+  local fields = {}
+  for f = 1, #entry[2], 2 do fields[entry[2][f]] = entry[2][f + 1] end
+  return fields
+end
+
 -- Calls `use(id, fields)` until it returns false; removes damaged steps.
 local function each_step(name, use)
   local start = '-'
   while start do
     local page = redis.call('XRANGE', steps_of(name), start, '+', 'COUNT', 20)
     for _, step in ipairs(page) do
-      local fields = {}
-      for f = 1, #step[2], 2 do fields[step[2][f]] = step[2][f + 1] end
+      local fields = fields_of(step)
       if not (fields.f and tonumber(fields.l) and tonumber(fields.n) and tonumber(fields.d)) then
         redis.call('XDEL', steps_of(name), step[1])
       elseif use(step[1], fields) == false then

@@ -23,8 +23,10 @@ if stream then
   if #redis.call('XRANGE', stream, moved, moved) == 0 then return {'moved'} end
   local life, n = string.match(redis.call('HGET', record, 'done:' .. moved) or '', '^(%d+)%.(%d+)$')
   if life then return {'stored', tonumber(life), tonumber(n)} end
-  if of and of.tail ~= of_life and of.by == by and sent < of.sent then return {'unknown'} end
-  if of and of.tail ~= of_life and of_token == 0 then return {'lost'} end
+  if of and of.tail ~= of_life then
+    if of.by == by and sent < of.sent then return {'unknown'} end
+    if of_token == 0 then return {'lost'} end
+  end
 end
 
 local function append(life, n)

@@ -21,8 +21,7 @@ if after ~= '' then
   redis.call('XTRIM', KEYS[1], 'MINID', ARGV[7] ~= '' and ARGV[7] or string.format('%s-%.0f', ms, tonumber(number) + 1))
 end
 for _, ticket in ipairs(redis.call('XRANGE', KEYS[1], after == '' and '-' or '(' .. after, '+', 'COUNT', most)) do
-  local fields = {}
-  for f = 1, #ticket[2], 2 do fields[ticket[2][f]] = ticket[2][f + 1] end
+  local fields = fields_of(ticket)
   local life, n, token = tonumber(fields.l), tonumber(fields.n), tonumber(fields.t)
   local is_known = fields.s and life and token
   if is_known and fields.f and not fields.e then

@@ -31,8 +31,7 @@ for _, lane in ipairs(redis.call('SMEMBERS', KEYS[2])) do
   if left <= 0 or room < 0 then break end
   local page = redis.call('XRANGE', prefix .. lane, '-', '+', 'COUNT', left)
   for _, entry in ipairs(page) do
-    local fields = {}
-    for f = 1, #entry[2], 2 do fields[entry[2][f]] = entry[2][f + 1] end
+    local fields = fields_of(entry)
     if fields.f and not fields.e and fields.s and tonumber(fields.l) then
       room = room - #fields.f
       if room < 0 and #found > 0 then break end
