@@ -392,7 +392,7 @@ LOST = BrokerUnavailable("the connection to the queue broke before it answered; 
 
 
 async def test_small_answers_leave_in_the_turn_that_executed_them() -> None:
-    """Without a task; and they are one write for all callers of a gateway."""
+    """Small answers are one write for all callers of a gateway, without a task."""
     delivery = Wired()
     items = [pending(1), pending(2)]
     async with published_now(delivery, items):
@@ -402,7 +402,7 @@ async def test_small_answers_leave_in_the_turn_that_executed_them() -> None:
 
 
 async def test_an_entry_is_finished_after_the_reply_that_its_answer_is_in_redis() -> None:
-    """In the order of replies, though the publisher finishes other entries meanwhile; and it is counted once then."""
+    """Entries are finished in the order of replies, and counted once then."""
     delivery = Wired()
     async with published_now(delivery, [pending(1)]) as outlet:
         outlet.publish_responses([pending(2)], responses([pending(2)]))
@@ -415,7 +415,7 @@ async def test_an_entry_is_finished_after_the_reply_that_its_answer_is_in_redis(
 
 
 async def test_answers_are_published_again_if_the_connection_is_lost_before_its_reply() -> None:
-    """They may be nowhere; and until they are somewhere, the entry stays in the queue and its lease is renewed."""
+    """Until an answer is in Redis, its entry stays in the queue and the lease is renewed."""
     delivery = Wired()
     item = pending(1)
     async with published_now(delivery, [item]) as outlet:
@@ -426,7 +426,7 @@ async def test_answers_are_published_again_if_the_connection_is_lost_before_its_
 
 
 async def test_what_is_lost_before_the_connection_is_belongs_to_its_new_owner() -> None:
-    """It is neither published again nor finished."""
+    """A lost item is neither published again nor finished."""
     delivery = Wired()
     item = pending(1)
     async with published_now(delivery, [item]) as outlet:
@@ -460,7 +460,7 @@ async def test_a_closed_publisher_leaves_entries_to_the_end_of_their_leases(repl
 
 
 async def test_an_answer_that_redis_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Its lease is renewed no longer."""
+    """The lease of a refused answer is renewed no longer."""
 
     class WrongType(Wired):
         async def publish(self, reply_to: str, blob: Bytes) -> bool:
@@ -475,7 +475,7 @@ async def test_an_answer_that_redis_refuses_is_logged_once(caplog: pytest.LogCap
 
 
 async def test_answers_wait_for_a_connection_that_is_down_or_full() -> None:
-    """In a task, which tries again; nothing is published twice."""
+    """A task tries again; nothing is published twice."""
 
     class Full(Wired):
         def publish_now(self, reply_to: str, blob: Bytes, reply: Reply) -> None:
@@ -486,6 +486,22 @@ async def test_answers_wait_for_a_connection_that_is_down_or_full() -> None:
         assert delivery.seen == []
         await outlet.finish_accepted()
         assert (delivery.seen, delivery.finished) == (["r1"], [["1000-1"]])
+
+
+async def test_an_answer_that_cannot_be_encoded_ends_the_worker_by_its_task() -> None:
+    """The batcher that hands over the answer goes on until then."""
+    unreadable = Response(request_id="r1", failure=Failure("internal", "\ud800"))
+    tasks = list[int]()
+
+    async def publish() -> None:
+        async with published_now(Wired(), []) as outlet:
+            outlet.publish_responses([pending(1)], [unreadable])
+            tasks.append(len(asyncio.all_tasks()))
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await publish()
+    assert tasks == [2]
+    assert raised.group_contains(UnicodeEncodeError)
 
 
 @pytest.mark.parametrize(
