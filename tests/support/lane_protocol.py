@@ -19,9 +19,7 @@ ALIVE, LAPSED, FENCED = range(3)
 NOTHING, RESPONSE, ERROR = range(3)
 """The first answer to a step."""
 TICKET, STEP, RESTART, OVER = "ticket", "step", "restart", "over"
-FAULTS = frozenset(
-    {"kill", "stall", "lose a reply", "lose an owner's reply", "idle", "restart redis", "lose a read"}
-)
+FAULTS = frozenset({"kill", "stall", "lose a reply", "lose an owner's reply", "idle", "restart redis", "lose a read"})
 
 
 class Rules(NamedTuple):

@@ -10,6 +10,7 @@ from qinfer.queue.sequences.ownership import Sequences
 from qinfer.queue.sequences.records import (
     CommittedStep,
     DeliveredStep,
+    Delivery,
     OwnedLife,
     SequenceId,
     SequencePin,
@@ -128,10 +129,10 @@ class Worker:
             held = self.held.get(taken.place.sequence)
             if held is None or held.owned.token != taken.token:
                 continue
-            if taken.lease is None and not taken.is_cancelled:
+            if taken.what is Delivery.OVER:
                 del self.held[taken.place.sequence]
                 self.waiting = [each for each in self.waiting if each.place.sequence != taken.place.sequence]
-            elif not taken.is_cancelled and all(each.lease != taken.lease for each in self.waiting):
+            elif taken.lease is not None and all(each.lease != taken.lease for each in self.waiting):
                 self.waiting.append(taken)
         return list(news.taken)
 

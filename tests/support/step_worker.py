@@ -13,7 +13,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences.answers import answer_rest, answer_step
 from qinfer.queue.sequences.ownership import Sequences
-from qinfer.queue.sequences.records import CommittedStep, DeliveredStep, OwnedLife, SequenceId, UnansweredStep
+from qinfer.queue.sequences.records import CommittedStep, DeliveredStep, Delivery, OwnedLife, SequenceId, UnansweredStep
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
@@ -124,7 +124,7 @@ class StepWorker:
         assert news is not None, "its lease goes on"
         self._ticket = news.ticket
         for taken in news.taken:
-            if taken.is_cancelled:
+            if taken.what is Delivery.CANCEL:
                 self.cancelled.append(taken)
             elif taken.lease is None:
                 self.steps = [step for step in self.steps if step.taken.token != taken.token]

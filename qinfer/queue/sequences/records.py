@@ -15,10 +15,8 @@ from qinfer.wire.versions import Record
 
 MAX_STATE_BYTES = 64 * 2**20
 
-
 NOBODYS = 0
 """The token of a life without an owner; the tokens of owners begin with 1."""
-
 
 # The length of `n` and a number of 64 bits.
 _MAX_NUMBER = 21
@@ -183,11 +181,6 @@ class DeliveredStep(msgspec.Struct, frozen=True):
     entry_id: str = ""
     code: str = ""
     sender: Sender = Sender()
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the caller of the step no longer waits."""
-        return self.what is Delivery.CANCEL
 
 
 class DeliveredSteps(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from qinfer.queue.sequences import ownership
 from qinfer.queue.sequences.records import (
     NOBODYS,
     CommittedStep,
+    Delivery,
     SequenceId,
     StepPlace,
     StepRequest,
@@ -636,7 +637,7 @@ async def test_an_owner_is_told_of_a_step_that_is_cancelled(gateway: Gateway) ->
     assert not await gateway.sequences.fail(second.place, LEFT)
 
     (told,) = await worker.take()
-    assert (told.place, told.lease, told.is_cancelled) == (second.place, None, True)
+    assert (told.place, told.lease, told.what) == (second.place, None, Delivery.CANCEL)
     assert await worker.commit(worker.waiting[0])
     assert await gateway.sequences.fail(second.place, LEFT, told.token)
     assert await gateway.sequences.unanswered() != []

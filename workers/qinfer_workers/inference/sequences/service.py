@@ -51,17 +51,13 @@ from qinfer.queue.sequences.records import (
     StepPlace,
     UnansweredStep,
     decode_states,
-    start_missing,
-    step_gap,
-    step_old,
-    steps_full,
-    told_id,
 )
 from qinfer.submission.validate import validate
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer_workers.inference.ensembles.runs import EnsembleSteps
 from qinfer_workers.inference.intake import LEAST_DELIVERIES, given_up
 from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease, Publisher
+from qinfer_workers.inference.sequences.lives import NEVER, HeldLife, StepFate
 from qinfer_workers.inference.sequences.publisher import StepPublisher
 
 logger = logging.getLogger(__name__)
@@ -74,7 +70,6 @@ _PARTITION = 0
 _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
-_NEVER = 2**63
 _CORRUPT = "the step of the sequence can't be decoded"
 _MAX_WAITING = 2000
 
@@ -90,40 +85,6 @@ class Parts(NamedTuple):
     settings: WorkerSettings
     worker_id: str
     metrics: MetricsSettings
-
-
-class _OwnedLife:
-    """A life of a sequence that this worker owns.
-
-    `executed` is the last step that is or will be committed. From step `ends_at` on, nothing is executed; Redis gets
-    the error `ending` once earlier steps are committed. `entries` are those of uncommitted steps, `repeated` duplicates
-    that wait for the first response; `arriving` reads the last payload.
-
-    Of a life whose steps are in the owner's lane, `accepted` counts the steps, END is at `last` (0 = not there yet),
-    and `direct` has the unanswered ones. If another life waits behind it (`is_restarted`), it ends once they are
-    answered.
-    """
-
-    def __init__(self, owned: OwnedLife) -> None:
-        self.owned = owned
-        self.committed = self.executed = owned.committed
-        self.ends_at = _NEVER
-        self.ending: QinferError | None = None
-        self.entries: dict[int, str] = {}
-        self.accepted = owned.committed
-        self.last = 0
-        self.is_restarted = False
-        self.error: QinferError | None = None
-        self.direct: dict[int, UnansweredStep] = {}
-        self.repeated: list[UnansweredStep] = []
-        self.arriving: asyncio.Task[None] | None = None
-        self.since_s = time.monotonic()
-        self._told_id = told_id(owned.sequence, owned.told)
-
-    def set_told_id(self, request: InferRequest) -> None:
-        """The id differs from those of other tenants' sequences."""
-        if request.sequence is not None:
-            request.sequence = request.sequence.told(self._told_id)
 
 
 class SequenceService:
@@ -162,7 +123,7 @@ class SequenceService:
         )
         self._steps.finished = self._finished
         self.generations = {model.generation}
-        self._held: dict[SequenceId, _OwnedLife] = {}
+        self._held: dict[SequenceId, HeldLife] = {}
         self._changed = asyncio.Event()
         self._tickets = self._sequences.reader(self._owner, self._version, parts.queue.doorbell)
         self._unfinished: OrderedDict[str, None] = OrderedDict()
@@ -209,7 +170,7 @@ class SequenceService:
         """Ends sequences whose state in memory is lost."""
         for sequence in sequences:
             if held := self._held.get(sequence):
-                self._end_life(_next_of(held), held.owned.token, error)
+                self._end_life(held.next_place, held.owned.token, error)
 
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
         """Gives back all sequences within `limit_s`; returns false if the version is wanted again.
@@ -355,7 +316,7 @@ class SequenceService:
         if self._era and era != self._era:
             self._ticket = ""  # new entries may have lower ids
             for held in list(self._held.values()) if self._numbers else ():
-                self._end_life(_next_of(held), held.owned.token, SequenceLost(RESTARTED))
+                self._end_life(held.next_place, held.owned.token, SequenceLost(RESTARTED))
         self._era = era
 
     async def _slow_down(self) -> None:
@@ -393,7 +354,7 @@ class SequenceService:
         of_giver = [
             sequence
             for sequence, held in self._held.items()
-            if sequence.tenant == turn.giver and held.since_s <= before_s and held.ends_at == _NEVER
+            if sequence.tenant == turn.giver and held.since_s <= before_s and held.ends_at == NEVER
         ]
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
@@ -403,16 +364,16 @@ class SequenceService:
         if held is None:
             return
         if self._is_explicit:
-            self._end_life(_next_of(held), held.owned.token, SequenceLost(GIVEN_UP))
+            self._end_life(held.next_place, held.owned.token, SequenceLost(GIVEN_UP))
         elif await self._sequences.hand_over(self._owner, [sequence]):
             self._drop_sequence(sequence)
 
     async def _adopt(self, owned: OwnedLife) -> QinferError | None:
         """Returns the error if its states can't be read now."""
         self._follow_era(owned.era)
-        held = _OwnedLife(owned)
+        held = HeldLife(owned)
         if owned.generation not in self.generations:
-            self._end_life(_next_of(held), owned.token, SequenceLost(RELOADED))
+            self._end_life(held.next_place, owned.token, SequenceLost(RELOADED))
             return None
         states: States | None = None
         if owned.committed and not self._is_explicit:
@@ -420,7 +381,7 @@ class SequenceService:
                 raw = await self._sequences.state(owned.sequence)
                 states = None if raw is None else decode_states(raw)
             except CorruptEntry as error:
-                self._end_life(_next_of(held), owned.token, SequenceLost(error.message))
+                self._end_life(held.next_place, owned.token, SequenceLost(error.message))
                 return None
             except QinferError as error:
                 self._spawn(partial(self._sequences.hand_over, self._owner, [owned.sequence]))
@@ -442,7 +403,7 @@ class SequenceService:
         else:
             self._take_ticket(held, taken, lease, is_mine=is_mine)
 
-    def _take_direct(self, held: _OwnedLife | None, taken: DeliveredStep, lease: Lease) -> None:
+    def _take_direct(self, held: HeldLife | None, taken: DeliveredStep, lease: Lease) -> None:
         self._unfinished[lease.entry.entry_id] = None
         if held is None or held.is_restarted:
             step = UnansweredStep(taken.place, lease.entry, lease.frame, None, taken.sender)
@@ -450,7 +411,7 @@ class SequenceService:
         else:
             self._number(held, taken, lease)
 
-    def _take_ticket(self, held: _OwnedLife | None, taken: DeliveredStep, lease: Lease, *, is_mine: bool) -> None:
+    def _take_ticket(self, held: HeldLife | None, taken: DeliveredStep, lease: Lease, *, is_mine: bool) -> None:
         place = taken.place
         if held is None or not is_mine or place.number >= held.ends_at:
             if held is None:  # a reply was lost
@@ -459,7 +420,7 @@ class SequenceService:
         if self._numbers:
             self._number(held, taken, lease)
         elif place.number <= held.committed:
-            self._publish_stored(UnansweredStep(place, lease.entry, lease.frame, None))
+            self._answer(UnansweredStep(place, lease.entry, lease.frame, None))
         elif place.number in held.entries:
             if held.entries[place.number] != lease.entry.entry_id:
                 held.repeated.append(UnansweredStep(place, lease.entry, lease.frame, None))
@@ -471,14 +432,14 @@ class SequenceService:
             else:
                 self._receive(held, place, lease, request, is_apart=is_apart)
 
-    def _note(self, held: _OwnedLife | None, news: DeliveredStep) -> None:
+    def _note(self, held: HeldLife | None, news: DeliveredStep) -> None:
         place = news.place
         if news.entry_id:  # of a step in the lane
             found = self._held.get(place.sequence)
             steps = found.direct.items() if found is not None else ()
             number = next((number for number, step in steps if step.entry.entry_id == news.entry_id), 0)
             if found is not None and number:
-                self._cancel(found, StepPlace(place.sequence, found.owned.life, number), news.code)
+                self._cancel(found, found.place(number), news.code)
         elif held is None:
             return
         elif news.what is Delivery.CANCEL:
@@ -489,7 +450,7 @@ class SequenceService:
         else:
             self._drop_sequence(place.sequence)
 
-    def _cancel(self, held: _OwnedLife, place: StepPlace, code: str = Cancelled.code) -> None:
+    def _cancel(self, held: HeldLife, place: StepPlace, code: str = Cancelled.code) -> None:
         if code != Cancelled.code:
             self._end_life(place, held.owned.token, DeadlineExceeded(TIMED_OUT))
             return
@@ -497,40 +458,28 @@ class SequenceService:
         if is_here and not self.batcher.cancel(place.sequence, place.number):
             self._end_life(place, held.owned.token, Cancelled(LEFT))
 
-    def _number(self, held: _OwnedLife, taken: DeliveredStep, lease: Lease) -> None:
+    def _number(self, held: HeldLife, taken: DeliveredStep, lease: Lease) -> None:
         """Gives a step its number, answers a repeated one, or refuses it; later steps go on."""
         request, is_apart = self._decode(lease)
         flags = request.sequence if request is not None else None
         number = (flags.step if flags is not None else 0) or held.accepted + 1
-        place = StepPlace(taken.place.sequence, held.owned.life, number)
+        place = held.place(number)
         step = UnansweredStep(place, lease.entry, lease.frame, None)
-        if number <= held.accepted:
-            self._answer_again(held, step)
-        elif number > held.accepted + 1:
-            self._refuse_step(step, step_gap(self._model, place, held.accepted + 1))
-        elif held.last:
-            self._refuse_step(step, start_missing(self._model, place.sequence.correlation_id))
-        elif taken.limit and len(held.entries) >= taken.limit:
-            self._refuse_step(step, steps_full(self._model))
+        fate = held.judge(self._model, number, taken.limit)
+        if isinstance(fate, QinferError):
+            self._refuse_step(step, fate)
+        elif fate is StepFate.WAITS:
+            held.repeated.append(step)
+        elif fate is StepFate.ANSWERED:
+            self._answer(step)
         else:
-            held.accepted = number
-            held.last = number if flags is not None and flags.end else 0
-            held.entries[number] = lease.entry.entry_id
+            held.accept(number, lease.entry, is_end=flags is not None and flags.end)
             if taken.what is Delivery.STEP:
                 held.direct[number] = step
             if number < held.ends_at and request is not None:
                 self._receive(held, place, lease, request, is_apart=is_apart)
             elif request is None:
                 self._end_life(place, taken.token, CorruptEntry(_CORRUPT))
-
-    def _answer_again(self, held: _OwnedLife, step: UnansweredStep) -> None:
-        number = step.place.number
-        if number in held.entries:
-            held.repeated.append(step)
-        elif number < held.committed:
-            self._refuse_step(step, step_old(self._model, step.place, held.committed))
-        else:
-            self._publish_stored(step)
 
     def _refuse_step(self, step: UnansweredStep, error: QinferError) -> None:
         unnumbered = StepPlace(step.place.sequence, step.place.life, 0)  # another step has its number
@@ -550,11 +499,10 @@ class SequenceService:
     def _finished(self, entry: Entry) -> None:
         self._unfinished.pop(entry.entry_id, None)
 
-    def _end_idle(self, held: _OwnedLife) -> None:
-        place = StepPlace(held.owned.sequence, held.owned.life, held.committed)
-        self._spawn(partial(self._sequences.end_idle, place, held.owned.token, self._ticket))
+    def _end_idle(self, held: HeldLife) -> None:
+        self._spawn(partial(self._sequences.end_idle, held.place(held.committed), held.owned.token, self._ticket))
 
-    def _make_way(self, held: _OwnedLife) -> None:
+    def _make_way(self, held: HeldLife) -> None:
         """Ends a life without steps for the one behind it."""
         if held.is_restarted and not held.entries:
             self._end_idle(held)
@@ -571,7 +519,7 @@ class SequenceService:
             return None, False
 
     def _receive(
-        self, held: _OwnedLife, place: StepPlace, lease: Lease, request: InferRequest, *, is_apart: bool
+        self, held: HeldLife, place: StepPlace, lease: Lease, request: InferRequest, *, is_apart: bool
     ) -> None:
         step = self._pending(held, place, lease, request)
         step.is_direct = place.number in held.direct
@@ -584,7 +532,7 @@ class SequenceService:
         else:
             self._admit(step)
 
-    def _pending(self, held: _OwnedLife, place: StepPlace, lease: Lease, request: InferRequest) -> PendingStep:
+    def _pending(self, held: HeldLife, place: StepPlace, lease: Lease, request: InferRequest) -> PendingStep:
         enqueued_s = lease.entry.enqueued_s
         held.set_told_id(request)
         return PendingStep(
@@ -602,7 +550,7 @@ class SequenceService:
         )
 
     async def _arrive(
-        self, held: _OwnedLife, before: "asyncio.Task[None] | None", step: PendingStep, *, is_apart: bool
+        self, held: HeldLife, before: "asyncio.Task[None] | None", step: PendingStep, *, is_apart: bool
     ) -> None:
         problem: QinferError | None = None
         if is_apart:
@@ -653,14 +601,11 @@ class SequenceService:
             self._end_if_due(held, held.ending)
         self._make_way(held)
 
-    def _answer_repeated(self, held: _OwnedLife) -> None:
+    def _answer_repeated(self, held: HeldLife) -> None:
         ready = [step for step in held.repeated if step.place.number <= held.committed]
         held.repeated = [step for step in held.repeated if step not in ready]
         for step in ready:
-            self._publish_stored(step)
-
-    def _publish_stored(self, step: UnansweredStep) -> None:
-        self._answer(step)
+            self._answer(step)
 
     def _drop_sequence(self, sequence: SequenceId) -> None:
         held = self._held.get(sequence)
@@ -699,10 +644,10 @@ class SequenceService:
             held.ends_at, held.ending, held.error = place.number, error, error
             self._end_if_due(held, error)
 
-    def _end_if_due(self, held: _OwnedLife, error: QinferError) -> None:
+    def _end_if_due(self, held: HeldLife, error: QinferError) -> None:
         if isinstance(error, DeadlineExceeded) or not any(number < held.ends_at for number in held.entries):
             held.ending = None
-            self._end_now(StepPlace(held.owned.sequence, held.owned.life, held.ends_at), held.owned.token, error)
+            self._end_now(held.place(held.ends_at), held.owned.token, error)
 
     def _end_now(self, place: StepPlace, token: int, error: QinferError) -> None:
         async def work() -> None:
@@ -721,7 +666,3 @@ class SequenceService:
                 await outcome
 
         self._parts.publisher.spawn(run)
-
-
-def _next_of(held: _OwnedLife) -> StepPlace:
-    return StepPlace(held.owned.sequence, held.owned.life, held.executed + 1)
