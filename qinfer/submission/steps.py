@@ -1,7 +1,8 @@
 """Submission of the steps of sequences, which go to their sequence instead of a lane, and end it if they fail.
 
     step ─▶ Sequences.submit ─▶ pending, until its response comes      a stored response is delivered at once
-              └─▶ cancelled, or too late ─▶ Sequences.fail: the sequence ends, later steps get an error that says why
+              └─▶ cancelled, or too late ─▶ Sequences.fail, or cancel, which asks the owner: the sequence ends, later
+                                            steps get an error that says why
 
 A numbered step (`qinfer_step`) may be sent again after a broken connection, so a caller that leaves does not end the
 sequence.

@@ -9,8 +9,8 @@ A *sequence* is a tenant's correlation id at a model. The *life* of a sequence b
 idle time, or by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
 `tests/contract/`:
 
-1. Steps execute in the order of `submit`, in one stream until `finish`. Only *tickets* move from lane to lane, so that
-   a hand-over moves no tensors.
+1. Steps execute in the order of `submit`. Until `finish` they are in the sequence's own stream, and only *tickets* move
+   from lane to lane, so that a hand-over moves no tensors; or in the lane of an owner of explicit sequences.
 2. An open sequence has at most one owner. Each new owner has a higher *token*; `commit` with an old one does nothing.
 3. `commit` stores state, response and number of a step together, as durably as the settings ask. A committed step is
    never executed again: the next owner of its entry publishes the stored response.
