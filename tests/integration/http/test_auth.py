@@ -104,6 +104,12 @@ async def test_probes_need_no_key(door: Door, path: str) -> None:
     assert (await door.client.get(path)).status_code == 200
 
 
+async def test_the_document_which_needs_no_key_names_no_model(door: Door) -> None:
+    paths = (await door.client.get("/openapi.json")).json()["paths"]
+
+    assert [path for path in paths if path.startswith("/models/")] == ["/models/{model}"]
+
+
 async def test_a_rate_that_is_used_up(door: Door) -> None:
     """503 on /v2, as Triton's clients expect, and when to come back."""
     replies = [await door.infer(door.bearer("slow")) for _ in range(3)]
