@@ -30,12 +30,7 @@ def configuration(declared: Declared) -> ModelConfig:
     config = ModelConfig(name=options.name, backend="python")
     for of, given in ((config.input, signature.inputs), (config.output, signature.outputs)):
         for port in given:
-            added = of.add(name=port.name, dims=port.dims)
-            added.data_type = (
-                ModelConfig.DESCRIPTOR.file.enum_types_by_name["DataType"]
-                .values_by_name[DATATYPES[port.datatype].config]
-                .number
-            )
+            added = of.add(name=port.name, dims=port.dims, data_type=DATATYPES[port.datatype].config)
             if port.optional:
                 added.optional = True
     config.instance_group.add(count=options.instances)
