@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("qinfer", "api", "workers")
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs", "benchmarks")
-MANY_MODULES, MAX_MANY = 8, 27
+MANY_MODULES, MAX_MANY = 8, 25
 """At most `MAX_MANY` function names may be defined in `MANY_MODULES` modules or more."""
 
 HEADLESS = re.compile(

@@ -87,14 +87,14 @@ def forgets_regions(function: Callable[P, T]) -> Callable[P, T]:
     """Returns a function for a thread, whose errors keep no region open: idle threads of a pool keep the last one."""
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def forgetful(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except QinferError as error:
             error.__context__ = None
             raise error.with_traceback(None) from None
 
-    return call
+    return forgetful
 
 
 R = TypeVar("R", Region, CudaRegion)

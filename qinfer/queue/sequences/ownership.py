@@ -315,7 +315,7 @@ class Sequences:
             for gone in await run_each(call, _FINISH, words[start : start + AT_ONCE]):
                 self._values.delete_objects(gone)
 
-    async def remove(self, entries: Items[Entry]) -> None:
+    async def drop_answered(self, entries: Items[Entry]) -> None:
         """Removes answered steps of one owner's lane, of which nothing is stored; may be repeated."""
         ids = [entry.entry_id for entry in entries]
         await self._router.call(self._slot, b"XDEL", keys.lane(entries[0].lane), *ids)

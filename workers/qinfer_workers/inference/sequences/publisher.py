@@ -187,7 +187,7 @@ class StepPublisher:
             else:
                 others.append((step.place, entry))
         if bare:
-            await self._sequences.remove(bare)
+            await self._sequences.drop_answered(bare)
         if others:
             await self._sequences.finish(others)
         for step in steps:
