@@ -183,7 +183,7 @@ def _numbers(wanted: np.dtype[Any], value: object) -> Array:
 
 
 def _to_int(element: object) -> int:
-    if isinstance(element, int) or (isinstance(element, float) and element.is_integer()):
+    if isinstance(element, int | np.integer) or (isinstance(element, float) and element.is_integer()):
         return int(element)
     raise ValueError(f"{_describe(element)} instead of an integer")
 

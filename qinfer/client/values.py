@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qinfer.client.model_flows import as_array
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import CONFIG_DATATYPES, Tensor, from_numpy, to_numpy
 
@@ -54,15 +55,8 @@ def from_tensors(config: Config, tensors: tuple[Tensor, ...], *, is_one: bool) -
 
 
 def _tensor(port: Mapping[str, Any], value: Any, *, is_batched: bool) -> tuple[Tensor, bool]:
-    name, datatype = port["name"], CONFIG_DATATYPES[port["data_type"]]
-    dtype: Any = datatype.numpy or (np.float32 if datatype.name == "BF16" else object)
-    try:
-        given = np.asarray(value, dtype=object if dtype is object else None)
-        if not np.can_cast(given.dtype, dtype, "same_kind"):
-            raise TypeError(f"they are {given.dtype}")
-        array = np.asarray(value, dtype=dtype)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"input '{name}' has values that are no {datatype.name}: {error}") from None
+    name, datatype = port["name"], CONFIG_DATATYPES[port["data_type"]].name
+    array = as_array(name, datatype, value)
     rank = len(_dims(port))
     is_one = array.ndim == rank
     if not is_one and not (is_batched and array.ndim == rank + 1):
@@ -70,7 +64,7 @@ def _tensor(port: Mapping[str, Any], value: Any, *, is_batched: bool) -> tuple[T
         raise InvalidRequest(f"input '{name}' has {array.ndim} dimensions; it has {rank} for one item{many}")
     array = array[None] if is_one and is_batched else array
     array = array[..., None] if rank == 0 else array
-    return from_numpy(name, array, "BF16" if datatype.name == "BF16" else None), is_one
+    return from_numpy(name, array, datatype), is_one
 
 
 def _dims(port: Mapping[str, Any]) -> tuple[int, ...]:

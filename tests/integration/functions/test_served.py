@@ -160,8 +160,8 @@ async def test_the_client_of_an_event_loop_does_so_too(served: Served) -> None:
     ("inputs", "text"),
     [
         ({"nothing": 1}, "has no input 'nothing'; it has title, stars"),
-        ({"title": "a", "stars": "b"}, "input 'stars' has values that are no INT64"),
-        ({"title": "a", "stars": 1.5}, "input 'stars' has values that are no INT64"),
+        ({"title": "a", "stars": "b"}, "input 'stars' can't be read as INT64"),
+        ({"title": "a", "stars": 1.5}, "input 'stars' can't be read as INT64: 1.5 instead of an integer"),
         ({"title": ["a"], "stars": 1}, "some inputs of model 'rate' are one item"),
         ({"title": [["a"]]}, "input 'title' has 2 dimensions; it has 0 for one item, or 1 for a batch"),
     ],

@@ -21,7 +21,7 @@ WHOLE = CONFIG | {"max_batch_size": 0, "parameters": {"qinfer.base64": {"string_
 
 def test_batches_and_items_become_tensors() -> None:
     batch, is_one = to_tensors(CONFIG, {"text": ["é", b"\xff"], "x": np.ones((2, 2)), "k": None, "b": [1.5, 2]})
-    item, is_item = to_tensors(CONFIG, {"text": "é", "x": [1, 2]})
+    item, is_item = to_tensors(CONFIG, {"text": "é", "x": [1, 2], "k": np.int8(3)})
     whole, _ = to_tensors(WHOLE, {"text": "é"})
 
     assert {name: (tensor.datatype, tensor.shape) for name, tensor in batch.items()} == {
@@ -30,15 +30,27 @@ def test_batches_and_items_become_tensors() -> None:
         "b": ("BF16", (2, 1)),
     }
     assert to_numpy(batch["text"]).tolist() == [["é".encode()], [b"\xff"]]
-    assert [tensor.shape for tensor in item.values()] == [(1, 1), (1, 2)]
+    assert [tensor.shape for tensor in item.values()] == [(1, 1), (1, 2), (1, 1)]
+    assert to_numpy(to_tensors(CONFIG, {"k": [np.int64(3), 4.0]})[0]["k"]).tolist() == [[3], [4]]
     assert (whole["text"].shape, is_one, is_item) == ((1,), False, True)
 
 
 @pytest.mark.parametrize(
-    "values", [{"k": [128]}, {"k": [1.5]}, {"k": ["a"]}, {"x": [[1], [1, 2]]}, {"x": 1}, {"x": [[[1, 2]]]}]
+    ("values", "text"),
+    [
+        ({"k": [128]}, "input 'k' can't be read as INT8"),
+        ({"k": np.array([300])}, "input 'k' can't be read as INT8: 300 does not fit"),
+        ({"k": [1.5]}, "input 'k' can't be read as INT8: 1.5 instead of an integer"),
+        ({"k": ["a"]}, "input 'k' can't be read as INT8"),
+        ({"text": [None]}, "input 'text' can't be read as BYTES: null instead of a text"),
+        ({"x": [1e300, 1.0]}, "input 'x' can't be read as FP32: 1e[+]300 does not fit"),
+        ({"x": [[1], [1, 2]]}, "input 'x' can't be read as FP32"),
+        ({"x": 1}, "input 'x' has 0 dimensions"),
+        ({"x": [[[1, 2]]]}, "input 'x' has 3 dimensions"),
+    ],
 )
-def test_values_that_do_not_fit_are_refused_by_name(values: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=f"input '{next(iter(values))}' has"):
+def test_values_that_do_not_fit_are_refused_by_name(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
         to_tensors(CONFIG, values)
 
 
