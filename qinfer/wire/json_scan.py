@@ -282,8 +282,8 @@ def load(text: bytes, max_depth: int) -> Any:
         raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
 
 
-def repeated_key(text: bytes, nested: str) -> str | None:
-    """Returns an object's or member's first repeated key."""
+def repeated_key(text: bytes, nested: str | None) -> str | None:
+    """Returns the first repeated key of an object, or of its member `nested`, if any."""
     pairs: Any = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), object_pairs_hook=_Pairs)
     for members in (pairs, *(value for key, value in pairs if key == nested)):
         seen: set[str] = set()

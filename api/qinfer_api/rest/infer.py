@@ -9,7 +9,7 @@ of `parameters`; the reply has each output under its name.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -455,7 +455,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
     read = Document(text, bounds)
     document, left = _checked(read.value), bounds.nbytes
     inputs = {expected.name: expected for expected in spec.inputs}
-    if _may_repeat(read.rest, document) and (twice := repeated_key(read.rest, _NESTED)) is not None:
+    if (twice := twice_given(read.rest, (*document, *document.get(_NESTED, ())), _NESTED)) is not None:
         raise InvalidRequest(f"{'input' if twice in inputs else 'parameter'} '{twice}' already exists in request")
     if _NESTED in document and _NESTED in inputs:
         raise InvalidRequest(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
@@ -513,12 +513,10 @@ def _checked(document: Any) -> dict[str, Any]:
     return document
 
 
-def _may_repeat(text: bytes, document: Mapping[str, Any]) -> bool:
-    """Settles nearly all requests by a fast scan per key."""
-    if b"\\" in text:  # spellings vary
-        return True
-    keys = (*document, *document.get(_NESTED, ()))
-    return any(text.count(b'"%b"' % key.encode()) > 1 for key in keys)
+def twice_given(text: bytes, keys: Iterable[str], nested: str | None = None) -> str | None:
+    """Returns the first key that an object, or its member `nested`, has twice; a fast scan settles nearly all."""
+    is_likely = b"\\" in text or any(text.count(b'"%b"' % key.encode()) > 1 for key in keys)  # spellings vary
+    return repeated_key(text, nested) if is_likely else None
 
 
 def _encode_elements(tensor: Tensor, *, strict: bool) -> bytes:

@@ -23,11 +23,20 @@ from qinfer.models.config.to_spec import BASE64
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
-from qinfer.wire.json_scan import repeated_key
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters
 from qinfer.wire.kserve_json import elements
 from qinfer_api.http.infer import HttpReply
-from qinfer_api.rest.infer import JsonRequest, StreamSink, as_data, one_reply, pack_value, reply_of, stream, submit_json
+from qinfer_api.rest.infer import (
+    JsonRequest,
+    StreamSink,
+    as_data,
+    one_reply,
+    pack_value,
+    reply_of,
+    stream,
+    submit_json,
+    twice_given,
+)
 from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation
 from qinfer_api.rest.services import INFER_ERRORS, REQUEST_TIMEOUT, Services, target_of
 
@@ -88,7 +97,7 @@ def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: J
     document, left = read.value, bounds.nbytes
     if not isinstance(document, dict):
         raise InvalidRequest(f"the body must be a JSON object, such as {_example(spec)}")
-    if _may_repeat(read.rest, document) and (twice := repeated_key(read.rest, "")) is not None:
+    if (twice := twice_given(read.rest, document)) is not None:
         raise InvalidRequest(f"field '{twice}' is given twice")
     inputs = {expected.name: expected for expected in spec.inputs}
     flags = {key: document[key] for key in SEQUENCE_KEYS if key in document and spec.sequences is not None}
@@ -118,10 +127,6 @@ def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: J
         raise InvalidRequest(f"field {wrong} must be {_FLAGS.get(wrong, 'true or false')}") from None
     request = OutgoingRequest(model=model, inputs=tuple(tensors), version=version, **fields)
     return PlainRequest(request, form.strict, spec, ones == {True} and spec.max_batch_size > 0)
-
-
-def _may_repeat(text: bytes, names: Iterable[str]) -> bool:
-    return b"\\" in text or any(text.count(b'"%b"' % name.encode(errors="replace")) > 1 for name in names)
 
 
 def _shape(expected: TensorSpec, value: Any, spec: ModelSpec) -> tuple[tuple[int, ...], bool]:

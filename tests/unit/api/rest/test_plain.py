@@ -105,6 +105,7 @@ def test_a_wrong_member_of_a_sequence_is_named(flags: Mapping[str, Any], text: s
         ({"text": "a", "txt": 1}, "unknown field 'txt'; model 'm' takes text, x, raw, k"),
         (b'{"text":"a","text":"b"}', "field 'text' is given twice"),
         (b'{"text":"a","te\\u0078t":"b"}', "field 'text' is given twice"),
+        (b'{"":5,"te\\u0078t":"b"}', "unknown field ''"),
         ({"text": 5}, "field 'text' must be a string, or a list of such items: attempt to access JSON non-string"),
         ({"text": [None]}, "field 'text' must be a string"),
         ({"text": {}}, "field 'text' must be a string"),
