@@ -19,6 +19,9 @@ from qinfer.functions.runner import Arguments, Items, Runner, joined
 from qinfer.functions.values import Array
 from qinfer.models.spec import Device
 
+STATES_OF_A_SLOT = 16
+"""Limits the kept states, of which one is in use: no END tells of sequences that were idle too long."""
+
 Call = Callable[[], Any]
 Responses = list[pb_utils.InferenceResponse]
 
@@ -106,11 +109,13 @@ class Hosted:
         if not self._function.state:
             return {}
         key, flags = request.correlation_id(), request.flags()
+        state = self._states.pop(key, State())
         if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
-            self._states[key] = State()
-        state = self._states.setdefault(key, State())
-        if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
-            del self._states[key]
+            state = State()
+        if not flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+            self._states[key] = state
+            if len(self._states) > STATES_OF_A_SLOT * self._function.options.max_batch_size:
+                del self._states[next(iter(self._states))]
         return {self._function.state: state}
 
     def _response(self, outputs: Sequence[Array]) -> pb_utils.InferenceResponse:
