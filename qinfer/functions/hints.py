@@ -133,6 +133,8 @@ class _Reader:
             raise self._error(
                 "return", f"the stream has no type of values; write {_shown(result)}[str], or another type"
             )
+        if is_decoupled and states:
+            raise self._error("return", f"a model with a State has one response; return a value, not {_shown(result)}")
         is_batched = self._is_batched(given, hints)
         if is_batched and (is_decoupled or states):
             what = "streams its result" if is_decoupled else "has a State"

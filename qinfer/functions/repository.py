@@ -39,7 +39,7 @@ def configuration(declared: Declared) -> ModelConfig:
     else:
         config.max_batch_size = options.max_batch_size
         if signature.has_state:
-            config.sequence_batching.direct.SetInParent()
+            config.sequence_batching.oldest.SetInParent()  # `direct` would call the function for rows of no request
         else:
             config.parameters[SPLIT].string_value = "true"
             config.dynamic_batching.max_queue_delay_microseconds = round(options.max_delay_ms * 1000)

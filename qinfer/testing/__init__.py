@@ -1,7 +1,7 @@
 """For tests of code that uses qinfer: served functions, a Redis whose time tests can move, and fakes.
 
 with serve(Embed) as served:
-    served.client.infer("embed", {"text": ["hi"]})
+    served.client.model("embed")(text=["hi"])
 
 with EmbeddedServer() as server:
     queue = await Queue.connect(RedisSettings(url=server.database()), clock=server.clock)
@@ -158,7 +158,7 @@ def serve(*targets: Any, timeout_s: float = 120.0) -> Iterator[Served]:
         timeout_s: The longest wait until all models are ready.
 
     Yields:
-        The server; a model named `embed` is `served.client.infer("embed", …)`.
+        The server; a model named `embed` is `served.client.model("embed")`.
 
     Raises:
         TimeoutError: The models were not ready in time; the error shows the last lines of the log.

@@ -62,6 +62,16 @@ def total(number: int, state: qinfer.State) -> int:
     return found
 
 
+CALLS: list[int] = []
+
+
+@qinfer.model
+def calls(number: int, state: qinfer.State) -> int:
+    """Counts the calls of its process."""
+    CALLS.append(number)
+    return len(CALLS)
+
+
 @qinfer.model(max_batch_size=2)
 def size(image: Image.Image, thumbnail: bool = False) -> bytes:  # noqa: FBT001, FBT002  an input
     return f"{image.width}x{image.height} {thumbnail}".encode()

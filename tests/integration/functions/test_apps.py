@@ -28,7 +28,7 @@ def app_of(folder: Path, text: str, name: str = "app.py") -> str:
 def test_an_app_lists_its_models_and_a_name_selects_one() -> None:
     names = [model.options.name for model in examine(APP, os.environ)]
 
-    assert names == ["embed", "rate", "write", "write_later", "upper", "total", "size", "longest"]
+    assert names == ["embed", "rate", "write", "write_later", "upper", "total", "calls", "size", "longest"]
     assert [model.name for model in examine(f"{APP}:Embed", os.environ)] == ["Embed"]
 
 

@@ -109,6 +109,12 @@ def test_a_state_makes_sequences(post: Any) -> None:
     assert post("total", number=4)[0] == 400
 
 
+def test_steps_of_a_sequence_are_the_only_calls(post: Any) -> None:
+    starts = [post("calls", number=number, sequence_id=number, sequence_start=True) for number in (1, 2)]
+
+    assert [*starts, post("calls", number=2, sequence_id=2)] == [{"output": 1}, {"output": 2}, {"output": 3}]
+
+
 def test_images_are_decoded_and_bytes_are_base64(post: Any) -> None:
     image = base64.b64encode(png(5, 4)).decode()
 
