@@ -101,6 +101,11 @@ def datatype(name: str) -> Datatype:
         raise UnsupportedDatatype(f"unknown datatype '{name}'; expected one of {', '.join(DATATYPES)}") from None
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Returns the dtype of `to_numpy`'s array: object for BYTES, float32 for BF16; raises `UnsupportedDatatype`."""
+    return np.dtype({"BYTES": "O", "BF16": "<f4"}.get(name) or datatype(name).numpy)
+
+
 def element_count(shape: Sequence[int]) -> int:
     """Returns the number of elements of `shape`; 1 for a scalar."""
     return prod(shape)

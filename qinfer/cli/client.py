@@ -16,11 +16,11 @@ import numpy.typing as npt
 from qinfer.client import Client, InferResult, TensorMetadata
 from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.client.flows import sequence_parameters
-from qinfer.client.model_flows import as_array, numpy_dtype
+from qinfer.client.model_flows import as_array
 from qinfer.client.steps import Send, call
 from qinfer.core.messages import Scalar
 from qinfer.errors import EndpointNotFound, InvalidRequest, Unreachable
-from qinfer.tensors import Tensor, from_numpy, to_numpy
+from qinfer.tensors import Tensor, from_numpy, numpy_dtype, to_numpy
 
 T = TypeVar("T")
 

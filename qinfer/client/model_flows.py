@@ -16,7 +16,7 @@ import numpy as np
 from qinfer.client.results import Array, ModelStatistics, path_part
 from qinfer.client.steps import JSON, Flow, Policy, Send, call, converted, encode_json, json_object
 from qinfer.errors import InvalidRequest, Unreachable
-from qinfer.tensors import Tensor, datatype, from_numpy
+from qinfer.tensors import Tensor, from_numpy, numpy_dtype
 from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata
 
 Inputs = Mapping[str, Array | Tensor | list[Any] | tuple[Any, ...] | float | str | bytes]
@@ -143,11 +143,6 @@ def _convert_input(model: str, name: str, value: object, known: Mapping[str, str
     if wire is None:
         raise InvalidRequest(f"model '{model}' has no input '{name}'; its inputs are: {', '.join(known)}")
     return from_numpy(name, as_array(name, wire, value), wire)
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Returns the numpy dtype of a wire datatype: object for BYTES, float32 for BF16."""
-    return np.dtype({"BYTES": "O", "BF16": "<f4"}.get(name) or datatype(name).numpy)
 
 
 def as_array(name: str, wire: str, value: object) -> Array:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from qinfer.errors import InferenceFailed, InvalidRequest
 from qinfer.functions.hints import TensorPort, ValueSpec
-from qinfer.tensors import DATATYPES
+from qinfer.tensors import numpy_dtype
 
 Array = npt.NDArray[Any]
 
@@ -42,7 +42,7 @@ def to_array(port: TensorPort, items: Sequence[Any] | Array, what: str = "output
         found = np.empty((len(items), 1), dtype=object)
         found[:, 0] = [_bytes(port, item, what) for item in items]
         return found
-    dtype: Any = DATATYPES[port.datatype].numpy or (np.float32 if port.datatype == "BF16" else object)
+    dtype = numpy_dtype(port.datatype)
     if not len(items):
         return np.zeros((0, *(max(size, 0) for size in port.dims)), dtype)
     if port.kind != "array":
@@ -53,11 +53,7 @@ def to_array(port: TensorPort, items: Sequence[Any] | Array, what: str = "output
                 raise _unfit(port, what, f"the number {hex(item):.100}, which is outside INT64")
     try:
         array = np.asarray(items)
-        is_safe = (
-            dtype is object
-            or not array.size
-            or (np.can_cast(array.dtype, dtype, "same_kind") and _in_range(array, dtype))
-        )
+        is_safe = not array.size or (np.can_cast(array.dtype, dtype, "same_kind") and _in_range(array, dtype))
         array = array.astype(dtype, copy=False) if is_safe else array
     except (ValueError, TypeError, OverflowError) as error:
         raise _unfit(port, what, f"a value that is no array: {error}") from None
@@ -93,8 +89,8 @@ def parts(value: ValueSpec, result: Any) -> list[Any]:
         raise InferenceFailed(f"the result has no '{name}', which its type {value.record.__name__} has") from None
 
 
-def _in_range(array: Array, dtype: Any) -> bool:
-    if np.dtype(dtype).kind not in "iu" or array.dtype.kind not in "iu" or array.dtype == dtype:
+def _in_range(array: Array, dtype: np.dtype[Any]) -> bool:
+    if dtype.kind not in "iu" or array.dtype.kind not in "iu" or array.dtype == dtype:
         return True
     limits = np.iinfo(dtype)
     return bool(int(array.min()) >= limits.min and int(array.max()) <= limits.max)

@@ -18,8 +18,7 @@ class AppWatch:
     """Follows the files of apps in a thread; a context manager.
 
     A child process reads the apps again, because this one, the supervisor, imports little. If it fails, the repository
-    stays as it is, and so do the served models. A save after `since_ns` (Unix time, 0 = now) is
-    seen at once.
+    stays as it is, and so do the served models. A save after `since_ns` (Unix time, 0 = now) is seen at once.
     """
 
     def __init__(

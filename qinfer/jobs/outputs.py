@@ -31,9 +31,8 @@ from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tabular.batches import Array, Indices, RowBatch, RowErrors, Segment
 from qinfer.tabular.schemas import as_read, list_type, lists_of, select
-from qinfer.tabular.tensor_columns import target_dtype
 from qinfer.tabular.texts import JSON_NUMBER
-from qinfer.tensors import Tensor, to_numpy
+from qinfer.tensors import Tensor, numpy_dtype, to_numpy
 from qinfer.wire.outputs import greatest
 
 
@@ -122,7 +121,7 @@ class _Output:
         if tensor.datatype == "BYTES":
             self._element = pa.binary() if is_binary else pa.string()
         else:
-            self._element = pa.from_numpy_dtype(target_dtype(tensor.datatype))
+            self._element = pa.from_numpy_dtype(numpy_dtype(tensor.datatype))
         kind = self._element
         for dim in reversed(self._dims):
             kind = list_type(kind, dim)
@@ -163,7 +162,7 @@ class _Output:
         if tensor.datatype == "BYTES":
             if array.dtype.kind not in "OSU":
                 raise OutputMismatch(f"output '{tensor.name}' is an array of {array.dtype}, not of BYTES")
-        elif array.dtype != target_dtype(tensor.datatype):
+        elif array.dtype != numpy_dtype(tensor.datatype):
             raise OutputMismatch(f"output '{tensor.name}' is an array of {array.dtype}, not of {tensor.datatype}")
         return array
 

@@ -18,7 +18,7 @@ from qinfer.models.spec import TensorSpec
 from qinfer.tabular.batches import Array, Indices, Mask, RowErrors
 from qinfer.tabular.schemas import as_list, run_values
 from qinfer.tabular.spec import Columns, Null, shown
-from qinfer.tensors import DATATYPES
+from qinfer.tensors import DATATYPES, numpy_dtype
 
 FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
 
@@ -129,13 +129,6 @@ def beyond(values: pa.Array, allowed: ValueBounds) -> Misfits | None:
     return Misfits(places, numbers[places]) if places.size else None
 
 
-def target_dtype(datatype: str) -> np.dtype[Any]:
-    """Returns a datatype's numpy dtype: float32 for BF16, object for BYTES."""
-    if datatype == "BYTES":
-        return np.dtype(object)
-    return _DTYPES[datatype]
-
-
 def fill_of(null: Null, datatype: str) -> Any:
     """Returns the element that replaces a null, or raises `ValueError`."""
     if datatype == "BYTES":
@@ -155,7 +148,7 @@ def fill_of(null: Null, datatype: str) -> Any:
 def to_array(values: pa.Array, datatype: str, fill: Any = None) -> Array:
     """Returns fitting values as a flat array."""
     if fill is not None and values.null_count:
-        array = np.full(len(values), fill, target_dtype(datatype))
+        array = np.full(len(values), fill, numpy_dtype(datatype))
         valid = values.is_valid().to_numpy(zero_copy_only=False)
         array[valid] = to_array(values.drop_null(), datatype)
         return array
@@ -233,7 +226,7 @@ class ScalarColumns:
         arrays = (to_array(as_plain(record.column(c.name)), self._datatype, c.fill) for c in self._columns)
         if len(self.columns) == 1:
             return next(arrays).reshape(rows, *self._shape)
-        whole = np.empty((rows, len(self.columns)), target_dtype(self._datatype))
+        whole = np.empty((rows, len(self.columns)), numpy_dtype(self._datatype))
         for index, array in enumerate(arrays):
             whole[:, index] = array
         return whole.reshape(rows, *self._shape)
@@ -309,7 +302,7 @@ class ListColumn:
         rows = len(array)
         shape = self._shape
         if array.null_count:  # all are null: broadcast one element
-            return np.broadcast_to(np.array(self._fill, target_dtype(self._datatype)), (rows, *shape))
+            return np.broadcast_to(np.array(self._fill, numpy_dtype(self._datatype)), (rows, *shape))
         if not self._is_fixed:
             shape = tuple(self._shapes(_walk(array.slice(0, 1), self._depth).sizes)[0].tolist())
         for _ in range(self._depth):

@@ -115,10 +115,9 @@ Sections = Mapping[str, Mapping[str, Any]]
 class UpOptions:
     """The options of `qinfer up`.
 
-    `apps` declare models by `@qinfer.model`; `reload` follows their files. `settings` replace those of the environment;
-    empty settings of the repository replace nothing. `began_ns` is the time before which apps were saved that are read
-    at the start. Without `redis_url` a private Redis runs, with at most
-    `redis_memory_bytes` (0 = half of the memory).
+    `apps` declare models by `@qinfer.model`; `reload` follows the saves of their files after `began_ns` (Unix time).
+    `settings` replace those of the environment; empty settings of the repository replace nothing. Without `redis_url` a
+    private Redis runs, with at most `redis_memory_bytes` (0 = half of the memory).
     """
 
     settings: Sections

@@ -8,8 +8,8 @@ from qinfer.backends.python_host.utils import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
     Tensor,
 )
-from qinfer.functions.hosted import STATES_OF_A_SLOT, Hosted, serves
 from qinfer.functions.hints import read_function
+from qinfer.functions.hosted import STATES_OF_A_SLOT, Hosted, serves
 from tests.support import functions_app
 
 
