@@ -113,7 +113,7 @@ class PythonBackend:
     ) -> None:
         self._models = models
         self._host = host
-        self._hosted: HostedModel | None = None
+        self._release: Callable[[], object] = bool
         # The watchdog reads these during the load.
         self._probe: ReadinessProbe | None = None
         self._interrupt: Callable[[], bool] = lambda: False
@@ -126,7 +126,8 @@ class PythonBackend:
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Starts the process and initialises the model."""
-        hosted = self._hosted = self._host(spec, version_dir, device)
+        hosted = self._host(spec, version_dir, device)
+        self._release = hosted.release
         self._is_decoupled = spec.decoupled
         self._is_stateful = spec.is_stateful
         self._keeps_state = spec.sequences is not None
@@ -252,8 +253,7 @@ class PythonBackend:
 
     def _release_hosted(self) -> None:
         _names.release(self._instance_name)
-        if self._hosted is not None:
-            self._hosted.release()
+        self._release()
 
     def _inputs(self, batch: Batch) -> tuple[list[TensorMeta], list[Bytes]]:
         metas, buffers = [], []

@@ -11,6 +11,7 @@ from qinfer.backends.base import ManagesModels
 from qinfer.backends.parameters import model_variables, triton_files
 from qinfer.backends.python import HostedModel, PythonBackend
 from qinfer.backends.python_host.messages import LoadModel
+from qinfer.backends.triton_host import model
 from qinfer.backends.triton_host.library import find_backend, place
 from qinfer.errors import BackendUnavailable
 from qinfer.models.spec import Device, ModelSpec
@@ -34,9 +35,9 @@ def _in_core(others: Sequence[str], spec: ModelSpec, version_dir: Path, device: 
         )
     placed = place(triton_files(), spec, version_dir, device, model_variables().get(_LIBRARY_PATH, ""))
     args = {
-        "triton_library": str(placed.library),
-        "triton_repository": str(placed.repository),
-        "triton_backends": str(placed.backends),
+        model.LIBRARY: str(placed.library),
+        model.REPOSITORY: str(placed.repository),
+        model.BACKENDS: str(placed.backends),
     }
-    message = LoadModel(str(version_dir), spec.filename, args, "qinfer.backends.triton_host.model")
+    message = LoadModel(str(version_dir), spec.filename, args, model.__name__)
     return HostedModel(message, None, {_LIBRARY_PATH: placed.search_path}, placed.directory.cleanup)

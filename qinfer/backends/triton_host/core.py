@@ -60,9 +60,6 @@ _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "ServerLoadModel": (c_void_p, c_char_p),
     "ServerInferAsync": (c_void_p, c_void_p, c_void_p),
     "ServerMetrics": (c_void_p, _OUT),
-    "ServerModelStatistics": (c_void_p, c_char_p, c_int64, _OUT),
-    "MessageSerializeToJson": (c_void_p, _TEXT, POINTER(c_size_t)),
-    "MessageDelete": (c_void_p,),
     "MetricsFormatted": (c_void_p, c_int, _TEXT, POINTER(c_size_t)),
     "MetricsDelete": (c_void_p,),
     "ResponseAllocatorNew": (_OUT, _ALLOCATE, _FREE, c_void_p),
@@ -216,22 +213,13 @@ class Core:
 
     def metrics(self) -> str:
         """Returns the metrics of the core and its backends, in Prometheus' text format."""
-        metrics, base, size = self._made("ServerMetrics", self._server, last=True), c_char_p(), c_size_t()
+        metrics, base, size = c_void_p(), c_char_p(), c_size_t()
+        self._call("ServerMetrics", self._server, byref(metrics))
         try:
             self._call("MetricsFormatted", metrics, _PROMETHEUS, byref(base), byref(size))
             return ctypes.string_at(base, size.value).decode()
         finally:
             self._call("MetricsDelete", metrics)
-
-    def statistics(self) -> str:
-        """Returns the model's statistics as JSON."""
-        message = self._made("ServerModelStatistics", self._server, self._model, -1, last=True)
-        base, size = c_char_p(), c_size_t()
-        try:
-            self._call("MessageSerializeToJson", message, byref(base), byref(size))
-            return ctypes.string_at(base, size.value).decode()
-        finally:
-            self._call("MessageDelete", message)
 
     def close(self) -> None:
         """Unloads the model and ends the server; waits for open requests for a time."""
@@ -400,10 +388,10 @@ class Core:
         self._call("InferenceResponseParameter", response, index, byref(name), byref(kind), byref(value))
         return (name.value or b"").decode(errors="replace"), _PARAMETERS[kind.value](value.value or 0)
 
-    def _made(self, name: str, *arguments: Any, last: bool = False) -> int:
-        """Returns the object that a function makes; its place is the first argument, or the last."""
+    def _made(self, name: str, *arguments: Any) -> int:
+        """Returns the object that a function makes; its place is the first argument."""
         made = c_void_p()
-        self._call(name, *arguments, byref(made)) if last else self._call(name, byref(made), *arguments)
+        self._call(name, byref(made), *arguments)
         return made.value or 0
 
     def _call(self, name: str, *arguments: Any, owned: bool = True) -> None:
