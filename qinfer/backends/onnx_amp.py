@@ -8,7 +8,6 @@ content of the version's files, the samples and the versions of the packages. In
 import copy
 import hashlib
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 
 from qinfer.backends.base import Array
-from qinfer.backends.parameters import build_once, cleaned, content_digest, engine_cache
+from qinfer.backends.parameters import build_once, content_digest, engine_cache, write_built
 from qinfer.backends.samples import whole_samples
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
@@ -74,15 +73,7 @@ def is_close(wanted: Array, found: Array) -> bool:
 def main() -> int:
     """Makes the copy that standard input describes."""
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Conversion)
-    try:
-        content = converted(job).SerializeToString()
-    except Exception as error:  # noqa: BLE001  the boundary of the process: the last line of its output is the reason
-        sys.stderr.write(f"\n{cleaned(error, Path(job.onnx)).replace(os.sep, ' ')}\n")
-        return 1
-    temporary = Path(f"{job.copy}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(job.copy)
-    return 0
+    return write_built(lambda: converted(job).SerializeToString(), job.onnx, job.copy)
 
 
 def converted(job: Conversion) -> Any:

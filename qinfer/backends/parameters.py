@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -157,6 +157,19 @@ def build_once(spec: ModelSpec, what: str, target: Path, module: str, job: bytes
             f"the {what} of model '{spec.name}' can't be built: "
             f"{lines[-1] if lines else f'the build ended with exit code {done.returncode}'}"
         )
+
+
+def write_built(build: Callable[[], bytes], source: str, target: str) -> int:
+    """Writes what `build` makes of a file, in the program of `build_once`; returns the program's exit code."""
+    try:
+        content = build()
+    except Exception as error:  # noqa: BLE001  the boundary of the process: the last line of its output is the reason
+        sys.stderr.write(f"\n{cleaned(error, Path(source)).replace(os.sep, ' ')}\n")
+        return 1
+    temporary = Path(f"{target}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(target)
+    return 0
 
 
 def use_engine_cache(directory: Path) -> None:

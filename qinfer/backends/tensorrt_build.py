@@ -9,7 +9,6 @@ gpu_execution_accelerator`), with the names of the onnxruntime backend: `precisi
 `trt_profile_max_shapes`.
 """
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from qinfer.backends.cuda import Cuda
-from qinfer.backends.parameters import content_digest
+from qinfer.backends.parameters import content_digest, write_built
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.file_tensors import FileTensors
 from qinfer.models.spec import ModelSpec, TensorSpec
@@ -141,20 +140,12 @@ class BuildFailed(Exception):
 def main() -> int:
     """Builds the engine of standard input."""
     build = msgspec.json.decode(sys.stdin.buffer.read(), type=Build)
-    try:
-        Cuda().set_device(build.device)
-        engine = built(build)
-    except Exception as error:  # noqa: BLE001  the boundary of the process: the last line of its output is the reason
-        sys.stderr.write(f"\n{str(error).replace(os.sep, ' ')}\n")
-        return 1
-    temporary = Path(f"{build.plan}.{os.getpid()}")
-    temporary.write_bytes(engine)
-    temporary.replace(build.plan)
-    return 0
+    return write_built(lambda: built(build), build.onnx, build.plan)
 
 
 def built(build: Build) -> bytes:
     """Returns the serialised engine, or raises `BuildFailed`."""
+    Cuda().set_device(build.device)
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
