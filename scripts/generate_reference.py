@@ -107,11 +107,13 @@ def model_config_page() -> str:
         lines += [title, "| field | meaning |", "|---|---|"]
         lines += [f"| `{path}` | {_cell(why)} |" for path, why in table.items()]
         lines.append("")
-    lines += [OPTIMIZATION_HEAD, f"| field | {' | '.join(BACKENDS)} |", "|---" * (len(BACKENDS) + 1) + "|"]
-    lines += [
-        f"| `{field}` | " + " | ".join(_cell(effects.get(backend, "-")) for backend in BACKENDS) + " |"
-        for field, effects in EFFECTS.items()
-    ]
+    columns: dict[tuple[str, ...], list[str]] = {}
+    """Effects, in the order of the fields → the backends that have them."""
+    for backend in BACKENDS:
+        columns.setdefault(tuple(_cell(of.get(backend, "-")) for of in EFFECTS.values()), []).append(backend)
+    titles = [", ".join(backends) for backends in columns.values()]
+    lines += [OPTIMIZATION_HEAD, f"| field | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    lines += [f"| `{field}` | {' | '.join(cells)} |" for field, *cells in zip(EFFECTS, *columns, strict=True)]
     lines += ["", "## qinfer's own parameters\n", "These parameters go into the map `parameters`.\n"]
     lines += ["| parameter | value | meaning |", "|---|---|---|"]
     lines += [

@@ -6,7 +6,6 @@ crashes, time limits, memory, restarts, shared memory and log lines are those of
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from qinfer.backends.base import Batch, Context, respond_rows
 from qinfer.backends.parameters import compare, cores_each, model_file
@@ -23,25 +22,20 @@ from qinfer.backends.python_host.messages import (
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.backends.python_host.streams import tensors
 from qinfer.errors import InferenceFailed, ModelLoadFailed
-from qinfer.models.config.config import complete
+from qinfer.models.config.config import FILES_OF, complete
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.config.message import ModelConfig
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 from qinfer.tensors import to_numpy
 
-
-class _Framework(NamedTuple):
-    files: tuple[str, ...]
-    packages: tuple[str, ...]
-
-
-_FRAMEWORKS = {
-    "tensorflow": _Framework(("model.savedmodel",), ("tensorflow",)),
-    "litert": _Framework(("model.tflite",), ("ai_edge_litert",)),
-    "forest": _Framework(("xgboost.json", "xgboost.ubj", "model.txt", "checkpoint.tl"), ("treelite",)),
-    "jax": _Framework(("model.jax",), ("jax", "jaxlib")),
-    "mlflow": _Framework(("MLmodel",), ("mlflow", "pandas")),
+PACKAGES = {
+    "tensorflow": ("tensorflow",),
+    "litert": ("ai_edge_litert",),
+    "forest": ("treelite",),
+    "jax": ("jax", "jaxlib"),
+    "mlflow": ("mlflow", "pandas"),
 }
+"""Framework → the packages that its adapter imports."""
 
 
 class FrameworkBackend(PythonBackend):
@@ -64,7 +58,7 @@ class FrameworkBackend(PythonBackend):
         message = LoadFramework(
             self._framework,
             spec.name,
-            str(model_file(spec, version_dir, *_FRAMEWORKS[self._framework].files)),
+            str(model_file(spec, version_dir, *FILES_OF[self._framework])),
             spec.parameters,
             cores_each(spec),
             [TensorMeta(i.name, i.datatype, i.file_shape(batched=batched)) for i in spec.file_inputs],
@@ -103,7 +97,7 @@ class FrameworkBackend(PythonBackend):
 def _loaded(process: HostProcess, message: LoadFramework) -> FrameworkLoaded:
     """Has a process load a file; a missing framework's error names the extra."""
     remedy = f"pip install 'qinfer-ml[{message.framework}]'"
-    remedies = dict.fromkeys(_FRAMEWORKS[message.framework].packages, remedy)
+    remedies = dict.fromkeys(PACKAGES[message.framework], remedy)
     return ask(process, message, FrameworkLoaded, message.model, remedies=remedies)
 
 
@@ -126,7 +120,7 @@ def complete_config(
     completed.CopyFrom(config)
     completed.name = model = config.name or version_dir.parent.name
     parameters = {key: value.string_value for key, value in config.parameters.items()}
-    path = version_dir / (config.default_model_filename or _FRAMEWORKS[framework].files[0])
+    path = version_dir / (config.default_model_filename or FILES_OF[framework][0])
     if not path.exists():
         raise ModelLoadFailed(f"model '{model}' has no file '{path.name}' in version {version_dir.name}")
     message = LoadFramework(framework, model, str(path), parameters, threads=1, max_batch_size=config.max_batch_size)

@@ -29,7 +29,7 @@ from qinfer.batching.streams import StreamedExecution, WorkerStreams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, ExecutionOverdue, InferenceFailed, QinferError
-from qinfer.models.spec import ModelSpec
+from qinfer.models.spec import IN_PROCESS, ModelSpec
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import DELAYED, Lane, undivided
 from qinfer.tensors import Tensor
@@ -178,7 +178,7 @@ class Batcher:
         self._key_of: KeyFunction = key_function(model.spec)
         self._ragged = frozenset(i.name for i in model.spec.inputs if i.ragged)
         is_plain = model.spec.copies_once and all(i.datatype != "BF16" and not i.ragged for i in model.spec.inputs)
-        self._may_have_room = model.spec.has_process and is_plain
+        self._may_have_room = is_plain and model.spec.backend not in IN_PROCESS
         self._has_strings = any(i.datatype == "BYTES" for i in model.spec.inputs)
         self._rules = Rules.from_spec(model.spec)
         self._responder = Responder(model.spec, model.version, model.observer)

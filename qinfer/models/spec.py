@@ -12,6 +12,9 @@ Dims = tuple[int, ...]
 
 MAX_PARTS = 64
 
+IN_PROCESS = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt"))
+"""Backends whose runtime a worker imports; their models never see their configuration."""
+
 FRAMEWORKS = frozenset(("tensorflow", "litert", "forest", "jax", "mlflow"))
 """Backends whose runtime only the process of an instance imports; a worker completes their configurations by it."""
 
@@ -306,11 +309,6 @@ class ModelSpec:
     load_timeout_s: float = 0.0
     warmup_timeout_s: float = 0.0
     max_strings: int = 1_000_000
-
-    @property
-    def has_process(self) -> bool:
-        """Tells whether each instance is a process of its own."""
-        return self.backend == "python" or self.backend in FRAMEWORKS
 
     @property
     def max_request_rows(self) -> int:

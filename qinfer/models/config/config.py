@@ -174,6 +174,11 @@ _BACKENDS = (
 _RENAMED = {"fil": "forest"}
 """Triton's name of a backend → ours."""
 
+FILES_OF = {
+    known.backend: tuple(each.file for each in _BACKENDS if each.backend == known.backend) for known in _BACKENDS
+}
+"""Backend → the usual names of its models' files."""
+
 _BACKEND_OF_PLATFORM = {known.platform: known.backend for known in _BACKENDS if known.platform}
 _ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # KIND_AUTO puts these backends on a GPU
 

@@ -10,14 +10,18 @@ from typing import Any
 from google.protobuf.message import Message
 
 from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.spec import FRAMEWORKS, IN_PROCESS
 
 AUTO_MIXED_PRECISION = "auto_mixed_precision"
-BACKENDS = ("onnxruntime", "openvino", "pytorch", "python", "tensorrt")
+BACKENDS = (*sorted(IN_PROCESS | {"python"}), *sorted(FRAMEWORKS))
 ALWAYS = "The next batch is always prepared while one executes."
 HALF = "FP16 where the outputs of the warm-up samples stay within 1 % of FP32's"
 
 EFFECTS: dict[str, dict[str, str]] = {
-    "graph.level": {"onnxruntime": "-1 basic, 1 extended, 2 none; all by default."},
+    "graph.level": {
+        "onnxruntime": "-1 basic, 1 extended, 2 none; all by default.",
+        "tensorflow": "A positive level compiles by XLA.",
+    },
     "execution_accelerators.gpu.tensorrt": {
         "onnxruntime": "TensorRT before CUDA. If it can't run, CUDA does; other precisions than FP32 are refused then.",
         "tensorrt": "The options of engines that the worker builds.",

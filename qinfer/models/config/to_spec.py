@@ -16,6 +16,8 @@ from qinfer.models.config.ensembles import to_steps
 from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json, wire_datatype
 from qinfer.models.config.sequences import sequence_problems, to_sequence_spec
 from qinfer.models.spec import (
+    FRAMEWORKS,
+    IN_PROCESS,
     MAX_PARTS,
     Accelerator,
     BatchingSpec,
@@ -92,7 +94,7 @@ def to_spec(
         stream_resume=STREAM_RESUME in parameters,
         is_cached=config.response_cache.enable,
         cached_for_all=parameters.get(CACHE_SCOPE) == "all",
-        config_json="" if config.backend in _WITHOUT_CONFIG else to_json(config),
+        config_json="" if config.backend in {*IN_PROCESS, *FRAMEWORKS, ""} else to_json(config),
         steps=to_steps(config),
         max_inflight=config.ensemble_scheduling.max_inflight_requests,
         batch_inputs=to_batch_inputs(config),
@@ -346,8 +348,6 @@ def _mistakes(data: Any, name: str, wanted: _Input) -> Iterator[str]:
 
 _DATATYPES = (model_config_pb2.TYPE_INT32, model_config_pb2.TYPE_FP32)
 _REFUSING = ("tensorrt", "openvino")
-_WITHOUT_CONFIG = ("onnxruntime", "openvino", "pytorch", "tensorrt", "")
-"""Backends whose models never see their configuration."""
 
 
 def own_batch_inputs(config: ModelConfig) -> set[str]:

@@ -2,9 +2,11 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
+from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Execution
 from qinfer.batching.policy import NEVER_S, OVERDUE_S
 from qinfer.core.messages import InferRequest
@@ -22,6 +24,20 @@ async def test_idle_instance_starts_at_once(scene: Scene) -> None:
     scene.batcher.add_items(scene.items(1))
 
     assert len(scene.bench.running) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_later"), [("onnxruntime", False), ("python", True), ("forest", True), ("identity", True)]
+)
+async def test_large_batches_are_made_in_the_memory_of_a_models_process(backend: str, *, is_later: bool) -> None:
+    """By the thread of its instance; `identity` stands for Triton's backends in C."""
+    scene = Scene(Bench())
+    scene.spec = replace(scene.spec, backend=backend)
+    batcher = Batcher(scene.model(scene.bench), scene.clock, scene.bench)
+
+    batcher.add_items([scene.item("r0", rows=20_000)])
+
+    assert (scene.bench.running[0][0].assemble is not None) is is_later
 
 
 async def test_everyone_is_answered(scene: Scene) -> None:

@@ -42,7 +42,7 @@ from qinfer.models.readiness import EXECUTED, is_executed
 from qinfer.models.repository.cache import MANIFEST
 from qinfer.models.repository.files import IGNORED
 from qinfer.models.sequence_spec import DirectSpec
-from qinfer.models.spec import FRAMEWORKS, Device, ModelSpec, WarmupInput
+from qinfer.models.spec import FRAMEWORKS, IN_PROCESS, Device, ModelSpec, WarmupInput
 from qinfer.models.state import StepVersion, StoredModel
 from qinfer.tensors import Tensor, to_numpy
 from qinfer_workers.inference.devices import devices_of
@@ -51,7 +51,7 @@ from qinfer_workers.inference.watchdog import ExecutionWatchdog
 
 logger = logging.getLogger(__name__)
 
-_AUTOMATIC = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt", "stub")) | (FRAMEWORKS - {"mlflow"})
+_AUTOMATIC = IN_PROCESS | {"stub"} | (FRAMEWORKS - {"mlflow"})
 
 _Inputs = Mapping[str, WarmupInput]
 

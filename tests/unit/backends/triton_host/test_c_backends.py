@@ -97,6 +97,17 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path, backends: Path) -> None:
     np.testing.assert_array_equal(answers.array(1), array[1:])
 
 
+def test_a_large_batch_is_made_in_the_memory_of_the_process(tmp_path: Path, backends: Path) -> None:
+    array = np.arange(100_000, dtype="<i4").reshape(2, -1)
+    with loaded(tmp_path, backends, "identity") as model:
+        places = model.room([array.nbytes])
+        assert places is not None
+        places[0][:] = array.view(np.uint8).reshape(-1)
+        answers = run(model, places[0].view("<i4").reshape(array.shape))
+
+    np.testing.assert_array_equal(answers.array(1), array[1:])
+
+
 def test_errors_are_those_of_the_request_that_caused_them(tmp_path: Path, backends: Path) -> None:
     with loaded(tmp_path, backends, "errors") as model:
         answers = run(model, ints(0, 3, 4, 1, 0))
