@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -70,6 +71,8 @@ def listed() -> list[tuple[str, str, str]]:
         try:
             if built_in is not None:
                 _imported(name, built_in)
+            if name in FRAMEWORKS:
+                _check_packages(name)
         except BackendUnavailable as error:
             problem = error.message
         rows.append((name, "qinfer" if built_in is not None else "package", problem))
@@ -84,6 +87,17 @@ def completer(name: str) -> CompleteConfig:
         "Callable[..., ModelConfig]", _imported(name, _BUILT_IN[name]._replace(attribute="complete_config"))
     )
     return complete if name == "python" else partial(complete, name)
+
+
+def _check_packages(framework: str) -> None:
+    """Raises if the worker's environment lacks a framework, which only the processes of models import."""
+    from qinfer.backends.isolated import PACKAGES
+
+    if absent := [package for package in PACKAGES[framework] if find_spec(package) is None]:
+        raise BackendUnavailable(
+            f"backend '{framework}' needs {' and '.join(absent)}, which the workers' environment lacks; run: "
+            f"pip install 'qinfer-ml[{framework}]'"
+        )
 
 
 def _imported(name: str, built_in: _BuiltIn) -> object:

@@ -1,7 +1,9 @@
-"""The lists of backends' names agree."""
+"""The lists of backends' names agree, and the list for operators names missing packages."""
 
 import tomllib
 from pathlib import Path
+
+import pytest
 
 from qinfer.backends import frameworks, registry
 from qinfer.backends.isolated import PACKAGES
@@ -31,3 +33,15 @@ def test_the_remedies_name_extras_of_the_package() -> None:
 
     assert extras <= set(document["project"]["optional-dependencies"])
     assert all(runtime.extra == registry._BUILT_IN[name].extra for name, runtime in RUNTIMES.items())
+
+
+def test_a_framework_that_is_not_installed_is_listed_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No program of qinfer imports it."""
+    monkeypatch.setattr(registry, "known_names", lambda: ["forest", "jax"])
+    monkeypatch.setattr(registry, "find_spec", lambda package: None if package == "jaxlib" else object())
+
+    listed = {name: problem for name, _, problem in registry.listed()}
+
+    assert listed["forest"] == ""
+    assert listed["jax"].startswith("backend 'jax' needs jaxlib, ")
+    assert listed["jax"].endswith("pip install 'qinfer-ml[jax]'")
