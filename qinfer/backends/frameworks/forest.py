@@ -22,7 +22,7 @@ INPUT, OUTPUT = "input__0", "output__0"
 _XGBOOST_JSON, _XGBOOST_UBJ, _LIGHTGBM, _CHECKPOINT = "xgboost_json", "xgboost_ubj", "lightgbm", "treelite_checkpoint"
 _TYPES = {".json": _XGBOOST_JSON, ".ubj": _XGBOOST_UBJ, ".txt": _LIGHTGBM, ".tl": _CHECKPOINT}
 _OTHERS = ("FP64",)
-_MARGINS = frozenset({"identity", "identity_multiclass"})
+_HALF = 0.5
 
 
 def load(asked: LoadFramework) -> "Forest":
@@ -91,9 +91,6 @@ class Forest:
             return scores[:, 1:] > self._threshold
         best: Array = scores.argmax(axis=1, keepdims=True)
         return best
-
-
-_HALF = 0.5
 
 
 def _threshold(asked: LoadFramework) -> float:

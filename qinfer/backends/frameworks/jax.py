@@ -29,7 +29,7 @@ def load(asked: LoadFramework) -> "ExportedProgram":
 
     try:
         exported = export.deserialize(bytearray(Path(asked.path).read_bytes()))
-    except Exception as error:
+    except Exception as error:  # of the file's format: a dozen classes
         raise ModelLoadFailed(f"jax can't load the program: {_first_line(error)}") from error
     if "cpu" not in exported.platforms:
         raise ModelLoadFailed(

@@ -14,6 +14,7 @@ from qinfer.backends.frameworks.base import datatype_of, taken
 from qinfer.backends.python_host.messages import DeclaredTensor, LoadFramework
 from qinfer.backends.python_host.tensor import Array
 from qinfer.errors import InferenceFailed, ModelLoadFailed
+from qinfer.tensors import DATATYPES
 
 UNNAMED_INPUT, UNNAMED_OUTPUT = "input__0", "output__0"
 _COLUMNS = {
@@ -57,7 +58,7 @@ class PyfuncModel:
         given = {port.name: taken(inputs, port.name) for port in self.inputs}
         try:
             predicted = self._model.predict(self._asked(given))
-        except Exception as error:
+        except Exception as error:  # the model's own code
             raise InferenceFailed(f"{type(error).__name__}: {error}") from error
         columns = self._columns(predicted)
         return {port.name: _shaped(columns[port.name], port) for port in self.outputs if port.name in wanted}
@@ -107,11 +108,5 @@ def _declared(spec: Any, unnamed: str) -> DeclaredTensor:
 
 
 def _shaped(array: Array, port: DeclaredTensor) -> Array:
-    if port.datatype == "BYTES":
-        made = array.astype(object)
-    else:
-        made = array if datatype_of(port.name, array.dtype) == port.datatype else array.astype(_NUMPY[port.datatype])
+    made: Array = array.astype(DATATYPES[port.datatype].numpy or object, copy=False)
     return made.reshape(-1, 1) if port.dims == (-1, 1) else made
-
-
-_NUMPY = {"BOOL": "?", "INT32": "<i4", "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
