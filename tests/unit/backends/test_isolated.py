@@ -25,12 +25,14 @@ import numpy as np
 class TreeliteError(Exception): ...
 
 class Model:
-    num_feature, input_type = 2, "float32"
+    num_feature, input_type, targets = 2, "float32", 1
     def get_header_accessor(self):
-        return SimpleNamespace(get_field={"num_class": np.array([1]), "num_target": np.array([1])}.get)
+        return SimpleNamespace(get_field={"num_class": np.array([1]), "num_target": np.array([self.targets])}.get)
     @staticmethod
     def deserialize(path):
-        return Model()
+        model = Model()
+        model.targets = int(open(path).read() or "1")
+        return model
 
 def predict(model, rows, nthread):
     if (rows == 666).any():
@@ -131,6 +133,8 @@ def test_loads_that_are_refused(version: Path) -> None:
     assert "the model has shape [-1, 2], its configuration [-1, 9]" in refusal(version, inputs=wide)
     whole = tensors(("input__0", "INT32", (2,)))
     assert "the model has FP32, its configuration INT32" in refusal(version, inputs=whole)
+    (version / "checkpoint.tl").write_text("2")
+    assert "the forest has 2 targets; only forests with one are supported" in refusal(version)
 
 
 def test_datatypes_that_the_adapter_converts_are_accepted(version: Path) -> None:

@@ -21,6 +21,7 @@ output { name: "OUTPUT" data_type: TYPE_INT32 dims: [ 4 ] }
 dynamic_batching { max_queue_delay_microseconds: 500 priority_levels: 2 default_priority_level: 1 }
 instance_group { count: 3 kind: KIND_CPU }
 response_cache { enable: true }
+model_warmup { name: "w" inputs { key: "INPUT" value { data_type: TYPE_INT32 dims: [ 4 ] zero_data: true } } }
 parameters { key: "qinfer.split" value { string_value: "true" } }
 parameters { key: "mine" value { string_value: "kept" } }
 """
@@ -34,9 +35,31 @@ def test_the_core_gets_one_instance_and_none_of_qinfers_work() -> None:
     assert list(config.input[0].dims) == [2, 2]
     assert not config.input[0].HasField("reshape")
     assert not config.HasField("response_cache")
+    assert not config.model_warmup
     assert list(config.parameters) == ["mine"]
     assert config.HasField("dynamic_batching")
     assert not config.dynamic_batching.ListFields()
+
+
+def test_an_instance_on_a_gpu_gets_the_group_of_that_gpu() -> None:
+    text = 'instance_group [ { kind: KIND_CPU }, { name: "g" count: 2 kind: KIND_GPU gpus: [ 0, 1 ] } ]'
+
+    (group,) = core_config(parse(text), 1, Device("gpu", 1)).instance_group
+
+    assert (group.name, group.count, list(group.gpus)) == ("g", 1, [1])
+    assert group.kind == group.KIND_GPU
+
+
+@pytest.mark.parametrize("more", ["minimum_slot_utilization: 1", "preferred_batch_size: [ 4 ]"])
+def test_the_core_waits_for_no_sequence_and_forgets_none_before_qinfer(more: str) -> None:
+    strategy = "direct" if "slot" in more else "oldest"
+    text = f"{strategy} {{ max_queue_delay_microseconds: 7 {more} }} max_sequence_idle_microseconds: 5000000"
+
+    batching = core_config(parse(f"sequence_batching {{ {text} }}"), 1, Device()).sequence_batching
+
+    assert batching.max_sequence_idle_microseconds == 6_000_000
+    assert batching.HasField(strategy)
+    assert not getattr(batching, strategy).ListFields()
 
 
 def test_a_model_that_is_not_batched_is_not_batched_by_the_core() -> None:
