@@ -93,7 +93,9 @@ def converted(job: Conversion) -> Any:
 
     def with_half(names: Sequence[str]) -> Any:
         exact = [node.name for node in model.graph.node if node.name not in names]
-        return convert_float_to_float16(copy.deepcopy(model), keep_io_types=True, node_block_list=exact)
+        made = convert_float_to_float16(copy.deepcopy(model), keep_io_types=True, node_block_list=exact)
+        _restore_outputs(made.graph, model.graph)
+        return made
 
     def fits(names: Sequence[str]) -> bool:
         try:
@@ -113,6 +115,16 @@ def converted(job: Conversion) -> Any:
             middle = len(part) // 2
             waiting += [part[middle:], part[:middle]]
     return with_half(half) if half else model
+
+
+def _restore_outputs(made: Any, original: Any) -> None:
+    """Undoes the converter's casts to FP16 behind nodes in FP32 whose outputs are the model's."""
+    for port, own in zip(made.output, original.output, strict=True):
+        wanted = own.type.tensor_type.elem_type
+        if port.type.tensor_type.elem_type != wanted:
+            port.type.tensor_type.elem_type = wanted
+            (cast,) = (node for node in made.node if own.name in node.output and node.op_type == "Cast")
+            cast.attribute[0].i = wanted
 
 
 def _fed(array: Array) -> Array:

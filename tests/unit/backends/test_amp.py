@@ -127,6 +127,38 @@ def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(cache: Path, tmp_path: Path
     assert types_of(cache) == [{TensorProto.FLOAT, TensorProto.FLOAT16}]
 
 
+def test_an_output_of_a_node_in_fp32_keeps_datatype_and_range(cache: Path, tmp_path: Path) -> None:
+    version_dir = write(tmp_path / "m" / "1")
+    model = onnx.load(version_dir / "model.onnx")
+    model.graph.node[-1].output[0] = "t"
+    model.graph.node.append(helper.make_node("Mul", ["t", "million"], ["y"]))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(1e6, np.float32), "million"))
+    onnx.save(model, version_dir / "model.onnx")
+    exact = answer(OnnxBackend(), spec("onnxruntime", *PORTS), version_dir)
+
+    rough = answer(OnnxBackend(), with_amp("onnxruntime"), version_dir)
+
+    np.testing.assert_allclose(rough, exact, atol=0.02e6)
+    assert not np.array_equal(rough, exact)
+    assert types_of(cache) == [{TensorProto.FLOAT, TensorProto.FLOAT16}]
+
+
+def test_an_output_that_ends_with_a_cast_keeps_its_datatype(cache: Path, tmp_path: Path) -> None:
+    """The converter leaves some operators in FP32."""
+    version_dir = write(tmp_path / "m" / "1")
+    model = onnx.load(version_dir / "model.onnx")
+    model.graph.node[-1].output[0] = "t"
+    model.graph.node.append(helper.make_node("Cast", ["t"], ["d"], to=TensorProto.DOUBLE))
+    model.graph.node.append(helper.make_node("Cast", ["d"], ["y"], to=TensorProto.FLOAT))
+    onnx.save(model, version_dir / "model.onnx")
+    exact = answer(OnnxBackend(), spec("onnxruntime", *PORTS), version_dir)
+
+    rough = answer(OnnxBackend(), with_amp("onnxruntime"), version_dir)
+
+    np.testing.assert_allclose(rough, exact, atol=0.02)
+    assert types_of(cache) == [{TensorProto.FLOAT16}]
+
+
 def test_a_model_in_fp16_stays_as_it_is(cache: Path, tmp_path: Path) -> None:
     save_scaled(tmp_path, "FP16", 3)
     backend = OnnxBackend()
