@@ -14,7 +14,7 @@ from qinfer.backends.frameworks.base import datatype_of, taken
 from qinfer.backends.python_host.messages import DeclaredTensor, LoadFramework
 from qinfer.backends.python_host.tensor import Array
 from qinfer.errors import InferenceFailed, ModelLoadFailed
-from qinfer.tensors import DATATYPES
+from qinfer.tensors import numpy_dtype
 
 UNNAMED_INPUT, UNNAMED_OUTPUT = "input__0", "output__0"
 _COLUMNS = {
@@ -108,5 +108,5 @@ def _declared(spec: Any, unnamed: str) -> DeclaredTensor:
 
 
 def _shaped(array: Array, port: DeclaredTensor) -> Array:
-    made: Array = array.astype(DATATYPES[port.datatype].numpy or object, copy=False)
+    made: Array = array.astype(numpy_dtype(port.datatype), copy=False)
     return made.reshape(-1, 1) if port.dims == (-1, 1) else made
