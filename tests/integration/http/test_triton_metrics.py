@@ -83,6 +83,11 @@ async def scraped(redis_server: RedisServer) -> AsyncIterator[Scraped]:
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()
         async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+
+            async def is_ready() -> bool:
+                return (await client.get("/v2/models/stub/ready")).status_code == 200
+
+            await eventually(is_ready, description="the gateway sees the worker's model")
             yield Scraped(scene, theirs[0], gateway.metrics.url, client, worker)
         scene.go()
         gateway.stop()
