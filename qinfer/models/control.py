@@ -34,6 +34,8 @@ from qinfer.wire.bodies import ModelIndexEntry
 logger = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
+MAX_CONFIG_CHARACTERS = 4 * 2**20
+"""The longest configuration of a load: a parsed one takes many times the memory of its text."""
 _LOOK_S = 2.0
 
 
@@ -77,13 +79,19 @@ class ModelControl:
         """Loads a model, or reloads it if anything has changed; returns once it is READY.
 
         A failed reload leaves the earlier generation in service. A load goes on after its caller has disconnected.
-        `config` also holds in later loads. `files` (`<version>/<file>` → content) need `config`. Raises
-        `ControlDisabled`, `ModelLoadFailed`, `ModelNotReady` after `repository.load_timeout_s`, `UnsupportedFeature`
-        without an overlay, or `Overloaded` at shutdown.
+        `config`, of at most `MAX_CONFIG_CHARACTERS`, also holds in later loads. `files` (`<version>/<file>` →
+        content) need `config`. Raises `ControlDisabled`, `ModelLoadFailed`, `ModelNotReady` after
+        `repository.load_timeout_s`, `UnsupportedFeature` without an overlay, or `Overloaded` at shutdown.
         """
         self._check_request(model)
         if "/" in model or "\\" in model or model.strip() in (".", ".."):
             raise InvalidRequest("model name must not contain path traversal characters")
+        if config is not None and len(config) > MAX_CONFIG_CHARACTERS:
+            raise _not_polled(
+                model,
+                f"parameter 'config' has {len(config)} characters, and at most {MAX_CONFIG_CHARACTERS} are read; large "
+                "values belong into files",
+            )
         if files and not config:
             raise _not_polled(model, "parameter 'config' is required where files are given")
         load = asyncio.create_task(self._load_alone(model, config or "", files or {}))
