@@ -63,7 +63,7 @@ class LoadReport:
 
     `errors` counts answers other than 200 and lost connections. `first_s` (streams) and `sequences_ended` may be
     `None`;
-    `between_s` are times between responses.
+    `between_s` are times between responses. `interrupted` says that SIGINT ended it.
     """
 
     concurrency: int
@@ -76,6 +76,7 @@ class LoadReport:
     between_s: list[float] = field(default_factory=list)
     sequences_ended: int | None = None
     sequences_lost: int = 0
+    interrupted: bool = False
 
     @property
     def requests_per_s(self) -> float:
@@ -331,7 +332,11 @@ async def _load(target: LoadTarget, concurrency: int, duration_s: float, make: M
             all_closed.set()
             over.set()
 
-    loop.add_signal_handler(signal.SIGINT, over.set)
+    def interrupt() -> None:
+        report.interrupted = True
+        over.set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
     tls = ssl.create_default_context() if target.tls else None
     started_s = time.perf_counter()
     try:

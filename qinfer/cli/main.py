@@ -10,6 +10,7 @@ import typer
 
 from qinfer import __version__
 from qinfer.cli import backends, bridge, dlq, endpoints, example, infer, keys, models, status
+from qinfer.cli.analyze import command as analyze
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
 from qinfer.cli.jobs import compare, jobs, label
@@ -49,6 +50,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
     (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),
+    (analyze.analyze, analyze.EXAMPLE, "Find a model's best configuration by measurements."),
 ]
 """Command and example, or group and name; and a shorter help text."""
 

@@ -1,0 +1,280 @@
+"""`qinfer analyze`: the command."""
+
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from qinfer.cli.console import CommandFailed, JsonOption, ModelArgument, facts, show, table
+from qinfer.cli.models import RepositoryOption
+
+if TYPE_CHECKING:
+    from qinfer.cli.analyze.figures import Figures
+    from qinfer.cli.analyze.measure import Meter
+    from qinfer.cli.analyze.report import Facts
+    from qinfer.cli.analyze.search import Search, Wanted
+    from qinfer.cli.analyze.space import Space
+    from qinfer.cli.analyze.stack import Stack
+    from qinfer.cli.load import LoadTarget
+
+EXAMPLE = "Example: qinfer analyze digits --model-repository ./models --p99-ms 20"
+LEVELS = "1,2,4,8,16,32,64,128"
+MOST_BATCH = 64
+"""The largest batch that is tried where the configuration has a smaller one."""
+
+_NUMBERS = "Values to try, such as 1,2,4."
+
+
+def _numbers(help_: str) -> Any:
+    return typer.Option(help=help_, metavar="N,N,…")
+
+
+def analyze(
+    model: ModelArgument,
+    *,
+    model_repository: RepositoryOption = None,
+    mode: Annotated[
+        Literal["quick", "brute", "optuna"],
+        typer.Option(help="quick: few measurements, chosen by what was found. brute: all. optuna: its sampler."),
+    ] = "quick",
+    objective: Annotated[
+        Literal["throughput", "p99", "goodput", "cost"],
+        typer.Option(help="What is best: requests/s, p99, requests/s within --deadline-ms, or --price-per-hour."),
+    ] = "throughput",
+    p99_ms: Annotated[float, typer.Option(min=0, help="The largest p99; 0 = any.")] = 0.0,
+    memory_mb: Annotated[float, typer.Option(min=0, help="The most memory of the worker, in MiB; 0 = any.")] = 0.0,
+    deadline_ms: Annotated[float, typer.Option(min=0, help="The deadline of goodput.")] = 0.0,
+    price_per_hour: Annotated[float, typer.Option(min=0, help="The price of a core and hour, for cost.")] = 0.0,
+    instances: Annotated[str, _numbers("Instances; default: 1 to the number of cores.")] = "",
+    max_batch_size: Annotated[str, _numbers("Rows of a batch; default: powers of two.")] = "",
+    delay_ms: Annotated[str, _numbers("Waits for a fuller batch.")] = "0,1,5",
+    threads: Annotated[str, _numbers("Threads of an instance; default: 1 to the number of cores.")] = "",
+    backend: Annotated[str, typer.Option(help="Backends, such as onnxruntime,openvino; default: the model's.")] = "",
+    concurrency: Annotated[str, _numbers("Concurrent requests.")] = LEVELS,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default: one item of random data."),
+    ] = None,
+    window_s: Annotated[float, typer.Option(min=0.1, help="Seconds of a window; a measurement has 2 to 8.")] = 1.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory; default: analyze-MODEL.")] = None,
+    apply: Annotated[str, typer.Option(help="URL of a gateway that loads the winner, in mode explicit.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Find the best configuration of a model by measurements on a private server.
+
+    Writes report.html, config.pbtxt of the winner and all measurements into the output directory. The same command goes
+    on after a kill. Let nothing else run on the machine.
+    """
+    from qinfer.cli.analyze import search
+    from qinfer.cli.analyze.figures import Goal
+    from qinfer.cli.analyze.journal import Journal, Subject, digest
+    from qinfer.cli.analyze.measure import Meter, Rules
+    from qinfer.cli.analyze.report import Facts
+    from qinfer.cli.analyze.space import configured, today_of
+    from qinfer.cli.analyze.stack import config_text, private_stack
+
+    if objective == "goodput" and not deadline_ms:
+        raise typer.BadParameter("goodput needs it", param_hint="--deadline-ms")
+    if objective == "cost" and not price_per_hour:
+        raise typer.BadParameter("cost needs it", param_hint="--price-per-hour")
+    repository = str(model_repository or "models")
+    place = Path(repository) / model
+    if not place.is_dir():
+        raise CommandFailed(f"{place} does not exist; give --model-repository, a local directory")
+    goal = Goal(objective, p99_ms or math.inf, memory_mb or math.inf, price_per_hour, os.cpu_count() or 1)
+    directory = output or Path(f"analyze-{model}")
+    with private_stack(repository, [model]) as stack:
+        config = stack.client.config(model)
+        today = today_of(config)
+        space = _space(
+            today,
+            instances=instances,
+            max_batch_size=max_batch_size,
+            delay_ms=delay_ms,
+            threads=threads,
+            backend=backend,
+            concurrency=concurrency,
+        )
+        target = _target(stack, model, inputs or [])
+        subject = Subject(model, digest(place), space, goal, mode, window_s, repr(inputs or ""))
+        journal = Journal(directory, subject)
+        meter = Meter(stack.client, model, target, goal, Rules(window_s, deadline_ms or math.inf), stack.memory_mb)
+        progress = _Progress(space, search.budget_of(space) if mode != "brute" else space.size, len(journal.known))
+        try:
+            steps: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[mode](space, goal)
+            outcome = search.drive(steps, _measurer(stack, model, config, meter, journal, progress))
+        except KeyboardInterrupt:
+            raise CommandFailed(
+                f"interrupted; the same command goes on with {len(journal.known)} measurements"
+            ) from None
+        finally:
+            journal.close()
+            progress.end()
+    figures: dict[Any, Figures] = {}
+    for (point, _), found in journal.known.items():
+        figures[point] = figures[point].joined(found) if point in figures else found
+    text = config_text(configured(config, outcome.winner.candidate))
+    found_facts = Facts(model, _machine(), goal, outcome, figures, text)
+    _write(directory, found_facts, journal)
+    show(_as_json(found_facts), lambda: _view(found_facts, directory), as_json=as_json)
+    if apply:
+        _apply(apply, model, configured(config, outcome.winner.candidate))
+
+
+def _measurer(
+    stack: "Stack", model: str, config: dict[str, Any], meter: "Meter", journal: Any, progress: "_Progress"
+) -> "Callable[[Wanted], Figures]":
+    from qinfer.cli.analyze.space import configured
+
+    loaded: list[Any] = []
+
+    def measure(wanted: "Wanted") -> "Figures":
+        known: Figures | None = journal.known.get((wanted.point, wanted.turn))
+        if known is not None:
+            return known
+        progress.show(wanted)
+        if loaded != [wanted.point.candidate]:
+            stack.configure(model, configured(config, wanted.point.candidate))
+            loaded[:] = [wanted.point.candidate]
+        found = meter.measure(wanted)
+        journal.add(wanted, found)
+        progress.note(wanted, found)
+        return found
+
+    return measure
+
+
+class _Progress:
+    """A line for each measurement on stderr, with the time left."""
+
+    def __init__(self, space: "Space", most: int, known: int) -> None:
+        self._most, self._done, self._known = most, known, known
+        self._began_s = time.monotonic()
+        if known:
+            print(f"goes on after {known} measurements", file=sys.stderr)
+        print(f"{space.size} points; at most {most} measurements", file=sys.stderr)
+
+    def show(self, wanted: "Wanted") -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{wanted.point.candidate.text()} at {wanted.point.level} …", end="", file=sys.stderr)
+
+    def note(self, wanted: "Wanted", found: "Figures") -> None:
+        self._done += 1
+        each_s = (time.monotonic() - self._began_s) / (self._done - self._known)
+        left_min = max(self._most - self._done, 0) * each_s / 60
+        start = "\r\033[K" if sys.stderr.isatty() else ""
+        print(
+            f"{start}{self._done:4d}/{self._most}  {found.throughput.mean:10,.0f}/s  p99 {found.p99_ms:8.2f} ms  "
+            f"{wanted.point.candidate.text()} at {wanted.point.level}; at most {left_min:.0f} min left",
+            file=sys.stderr,
+        )
+
+    def end(self) -> None:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+
+
+def _space(today: Any, **given: str) -> "Space":
+    from qinfer.cli.analyze.space import THREAD_PARAMETERS, Space, powers_of_two
+
+    cores = powers_of_two(os.cpu_count() or 1)
+    backends = tuple(name for name in given["backend"].split(",") if name) or (today.backend,)
+    can_thread = all(name in THREAD_PARAMETERS for name in backends)
+    if given["threads"] and not can_thread:
+        raise typer.BadParameter(f"{', '.join(backends)} has no such parameter", param_hint="--threads")
+    batches = powers_of_two(max(today.max_batch, MOST_BATCH)) if today.max_batch else (0,)
+    return Space(
+        _parsed("--instances", given["instances"], int) or cores,
+        (_parsed("--max-batch-size", given["max_batch_size"], int) or batches) if today.max_batch else (0,),
+        (_parsed("--delay-ms", given["delay_ms"], float) or (0.0,)) if today.max_batch else (0.0,),
+        (_parsed("--threads", given["threads"], int) or cores) if can_thread else (0,),
+        backends,
+        _parsed("--concurrency", given["concurrency"], int),
+        today,
+    )
+
+
+def _parsed(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    try:
+        values = tuple(sorted({kind(value) for value in text.split(",") if value}))
+    except ValueError:
+        raise typer.BadParameter(f"'{text}' is no list of numbers, such as 1,2,4", param_hint=option) from None
+    if values and (values[0] < 0 or (values[0] == 0 and kind is int)):
+        raise typer.BadParameter(f"'{text}' has {values[0]:g}, and values must be positive", param_hint=option)
+    return values
+
+
+def _target(stack: "Stack", model: str, inputs: Sequence[str]) -> "LoadTarget":
+    from qinfer.cli.client import fill, random, read_inputs
+    from qinfer.cli.load import LoadTarget
+    from qinfer.client.model_flows import model_path
+    from qinfer.wire.kserve_client import encode_request
+
+    wanted = stack.client.metadata(model, 0).inputs
+    tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
+    stack.client.infer(model, {one.name: one for one in tensors})
+    body, json_length = encode_request(tensors, parameters={}, binary=True)
+    return LoadTarget.for_url(stack.url, f"{model_path(model, 0, 'v2')}/infer", body, json_length)
+
+
+def _write(directory: Path, found: "Facts", journal: Any) -> None:
+    from qinfer.cli.analyze.report import page
+
+    (directory / "report.html").write_text(page(found), encoding="utf-8")
+    (directory / "config.pbtxt").write_text(found.config, encoding="utf-8")
+    journal.write_parquet(directory / "measurements.parquet")
+
+
+def _view(found: "Facts", directory: Path) -> Any:
+    from rich.console import Group
+
+    from qinfer.cli.analyze.report import COLUMNS, limit_of, rows
+
+    outcome = found.outcome
+    is_same = outcome.winner.candidate == outcome.today.candidate
+    gain = "stays" if is_same else f"{outcome.gain.mean:.2f} ({outcome.gain.low:.2f} to {outcome.gain.high:.2f})"
+    best = found.figures[outcome.winner]
+    values = {
+        "winner": f"{outcome.winner.candidate.text()}, at {outcome.winner.level} concurrent requests",
+        "times today's": gain,
+        "requests per second": f"{best.throughput.mean:,.0f}",
+        "p50, p99": f"{best.p50_ms:.2f} ms, {best.p99_ms:.2f} ms",
+        "limit": limit_of(outcome.winner, best) or "unknown",
+        "files": f"{directory}/report.html, config.pbtxt, measurements.parquet",
+    }
+    listed = rows(found)[:10]
+    return Group(table("", COLUMNS, listed), facts(f"{found.model}: {outcome.measured} measurements", values))
+
+
+def _as_json(found: "Facts") -> dict[str, Any]:
+    outcome = found.outcome
+    best = found.figures[outcome.winner]
+    return {
+        "model": found.model,
+        "winner": {**outcome.winner.candidate._asdict(), "concurrency": outcome.winner.level},
+        "today": {**outcome.today.candidate._asdict(), "concurrency": outcome.today.level},
+        "gain": outcome.gain._asdict(),
+        "measurements": outcome.measured,
+        "requests_per_s": round(best.throughput.mean, 1),
+        "p50_ms": round(best.p50_ms, 3),
+        "p99_ms": round(best.p99_ms, 3),
+        "config": found.config,
+    }
+
+
+def _machine() -> str:
+    return f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"
+
+
+def _apply(url: str, model: str, config: dict[str, Any]) -> None:
+    from qinfer.cli.client import GatewayClient
+
+    with GatewayClient(url) as client:
+        client.load(model, config=config)
+    print(f"{url} has loaded {model} with the winner's configuration", file=sys.stderr)

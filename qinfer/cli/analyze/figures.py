@@ -1,0 +1,162 @@
+"""What a measurement found, and what the objective says about it; pure.
+
+An interval is that of the mean of the windows' throughputs by Student's distribution, at 95 %.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median, stdev
+from typing import Literal, NamedTuple
+
+from qinfer.cli.analyze.space import Candidate
+
+Objective = Literal["throughput", "p99", "goodput", "cost"]
+
+_STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % quantile for 1, 2, … degrees of freedom."""
+
+
+class Interval(NamedTuple):
+    """A mean with its interval, each at least 0."""
+
+    low: float
+    mean: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """The half of the interval as a part of the mean."""
+        return (self.high - self.low) / 2 / self.mean if self.mean else math.inf
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Returns the interval of the mean of at least one value; that of one value is unbounded."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return Interval(0.0, mean, math.inf)
+    quantile = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
+    half = quantile * stdev(values) / math.sqrt(len(values))
+    return Interval(max(mean - half, 0.0), mean, mean + half)
+
+
+class Window(NamedTuple):
+    """A short time under load.
+
+    Attributes:
+        requests_per_s: Answers per second.
+        p50_ms: The median latency.
+        p99_ms: The latency of the slowest 1 %.
+        good_per_s: Answers per second within the deadline; all answers where there is none.
+        errors: Requests that failed.
+        noise: The part of the machine's time that others took, between 0 and 1.
+    """
+
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+    good_per_s: float
+    errors: int = 0
+    noise: float = 0.0
+
+
+class Figures(NamedTuple):
+    """A measurement of a point.
+
+    Attributes:
+        windows: Its windows, in order.
+        mean_batch: Rows of a mean batch.
+        memory_mb: Resident memory of the workers and their models' processes, in MiB.
+        batches: Rows of a batch → milliseconds of an execution.
+    """
+
+    windows: tuple[Window, ...]
+    mean_batch: float = 0.0
+    memory_mb: float = 0.0
+    batches: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def throughput(self) -> Interval:
+        """Answers per second."""
+        return interval([one.requests_per_s for one in self.windows])
+
+    @property
+    def goodput(self) -> Interval:
+        """Answers per second within the deadline."""
+        return interval([one.good_per_s for one in self.windows])
+
+    @property
+    def p50_ms(self) -> float:
+        """The median of the windows' medians."""
+        return median([one.p50_ms for one in self.windows])
+
+    @property
+    def p99_ms(self) -> float:
+        """The median of the windows' p99."""
+        return median([one.p99_ms for one in self.windows])
+
+    @property
+    def errors(self) -> int:
+        """Failed requests of all windows."""
+        return sum(one.errors for one in self.windows)
+
+    def joined(self, other: "Figures") -> "Figures":
+        """Returns both measurements as one."""
+        return other._replace(windows=(*self.windows, *other.windows))
+
+
+class Goal(NamedTuple):
+    """What is best, and what must hold.
+
+    Attributes:
+        objective: `throughput`, `goodput`, `p99` (its reciprocal is the score) or `cost`.
+        p99_ms: The largest p99.
+        memory_mb: The most memory of the workers.
+        price_per_hour: The price of a core, for `cost`: the score is requests per unit of money.
+        cores: The cores of a server.
+    """
+
+    objective: Objective = "throughput"
+    p99_ms: float = math.inf
+    memory_mb: float = math.inf
+    price_per_hour: float = 0.0
+    cores: int = 1
+
+    def score(self, found: Figures) -> Interval:
+        """Returns the score, more is better; 0 where a constraint or a request failed."""
+        if found.errors or found.p99_ms > self.p99_ms or found.memory_mb > self.memory_mb:
+            return Interval(0.0, 0.0, 0.0)
+        if self.objective == "p99":
+            slow = interval([one.p99_ms for one in found.windows])
+            return Interval(1 / slow.high, 1 / slow.mean, 1 / slow.low if slow.low else math.inf)
+        of = found.goodput if self.objective == "goodput" else found.throughput
+        if self.objective == "cost":
+            hours = 3600 / (self.price_per_hour * self.cores)
+            return Interval(of.low * hours, of.mean * hours, of.high * hours)
+        return of
+
+
+def per_million(goal: Goal, found: Figures) -> float:
+    """Returns the price of a million requests."""
+    return 1e6 / found.throughput.mean / 3600 * goal.price_per_hour * goal.cores if found.throughput.mean else math.inf
+
+
+class LatencyModel(NamedTuple):
+    """The time of an execution of n rows: t(n) = fixed + each * n, in milliseconds."""
+
+    fixed_ms: float
+    each_ms: float
+
+    def rows_per_s(self, candidate: Candidate) -> float:
+        """Returns the most rows that a candidate's instances execute a second."""
+        rows = max(candidate.max_batch, 1)
+        return 1000 * candidate.instances * rows / max(self.fixed_ms + self.each_ms * rows, 1e-6)
+
+
+def learnt(batches: Sequence[tuple[int, float]]) -> LatencyModel | None:
+    """Fits t(n) by least squares; `None` where fewer than two sizes were executed."""
+    if len({rows for rows, _ in batches}) < 2:
+        return None
+    rows_mean, ms_mean = fmean([rows for rows, _ in batches]), fmean([ms for _, ms in batches])
+    spread = sum((rows - rows_mean) ** 2 for rows, _ in batches)
+    each = max(sum((rows - rows_mean) * (ms - ms_mean) for rows, ms in batches) / spread, 0.0)
+    return LatencyModel(max(ms_mean - each * rows_mean, 0.0), each)

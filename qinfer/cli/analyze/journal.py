@@ -1,0 +1,116 @@
+"""The measurements of an analysis on disk, a line of JSON each: the same command goes on with them after a kill.
+
+A search asks in the same order if it gets the same figures, so the journal needs no state of the search. A line that a
+kill cut off is measured again.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from qinfer.cli.analyze.figures import Figures, Goal
+from qinfer.cli.analyze.search import Wanted
+from qinfer.cli.analyze.space import Point, Space
+from qinfer.cli.console import CommandFailed
+
+FILE = "measurements.jsonl"
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A line: a point, its turn, and what was found."""
+
+    point: Point
+    turn: int
+    figures: Figures
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """The first line: what is analysed, and how. Measurements of one subject never serve another."""
+
+    model: str
+    files: str
+    space: Space
+    goal: Goal
+    mode: str
+    window_s: float
+    data: str = ""
+
+
+def digest(path: Path) -> str:
+    """Returns a digest of a file, or of the files below a directory."""
+    found = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            found.update(f"{file.relative_to(path) if path.is_dir() else file.name}\n".encode())
+            with file.open("rb") as opened:
+                found.update(hashlib.file_digest(opened, "sha256").digest())
+    return found.hexdigest()
+
+
+class Journal:
+    """Measurements by point and turn.
+
+    Raises:
+        CommandFailed: The directory has measurements of another model, space or objective.
+    """
+
+    def __init__(self, directory: Path, subject: Subject) -> None:
+        self.path = directory / FILE
+        self.known: dict[tuple[Point, int], Figures] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if whole and msgspec.json.decode(whole[0]) != msgspec.json.decode(_line(subject)):
+            raise CommandFailed(
+                f"{self.path} has measurements of another model, configuration or set of options; "
+                "give another --output, or delete the file"
+            )
+        for line in whole[1:]:
+            one = msgspec.json.decode(line, type=Measured)
+            self.known[one.point, one.turn] = one.figures
+        self._file = self.path.open("r+b" if lines else "wb")
+        self._file.truncate(sum(map(len, whole)))
+        self._file.seek(0, os.SEEK_END)
+        if not whole:
+            self._write(subject)
+
+    def add(self, wanted: Wanted, figures: Figures) -> None:
+        """Writes a measurement to the disk."""
+        self.known[wanted.point, wanted.turn] = figures
+        self._write(Measured(wanted.point, wanted.turn, figures))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def write_parquet(self, path: Path) -> None:
+        """Writes a row for each window to a Parquet file."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        rows: list[dict[str, Any]] = [
+            {
+                **point.candidate._asdict(),
+                "concurrency": point.level,
+                "turn": turn,
+                "window": number,
+                **window._asdict(),
+                "mean_batch": figures.mean_batch,
+                "memory_mb": figures.memory_mb,
+            }
+            for (point, turn), figures in self.known.items()
+            for number, window in enumerate(figures.windows)
+        ]
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+
+    def _write(self, line: msgspec.Struct) -> None:
+        self._file.write(_line(line))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _line(value: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(value) + b"\n"

@@ -1,0 +1,157 @@
+"""A measurement: windows of load on a gateway until the interval is narrow, or the point can't win any more.
+
+The first window after a change is thrown away. A window in which others took more than `MOST_NOISE` of the machine is
+repeated: stolen time of a virtual machine, and pauses of a cgroup's quota.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qinfer.cli.analyze.figures import Figures, Goal, Window
+from qinfer.cli.analyze.search import Wanted
+from qinfer.cli.client import GatewayClient
+from qinfer.cli.load import LoadConnection, LoadReport, LoadTarget, batch_counts, mean_batch, run_load
+
+LEAST_WINDOWS, MOST_WINDOWS = 3, 8
+NARROW = 0.03
+"""Half of an interval as a part of its mean, at which a measurement ends."""
+MOST_NOISE, REPEATS = 0.05, 3
+
+
+class Rules(NamedTuple):
+    """How long a measurement lasts.
+
+    Attributes:
+        window_s: Seconds of a window.
+        deadline_ms: Latency below which an answer counts for goodput.
+    """
+
+    window_s: float
+    deadline_ms: float
+
+
+class Meter(NamedTuple):
+    """Measures one model of a gateway.
+
+    Attributes:
+        client: A client of the gateway.
+        model: The model's name.
+        target: The request that is repeated.
+        goal: The objective.
+        rules: How long a measurement lasts.
+        memory_mb: Returns the memory of the workers.
+    """
+
+    client: GatewayClient
+    model: str
+    target: LoadTarget
+    goal: Goal
+    rules: Rules
+    memory_mb: Callable[[], float]
+
+    def measure(self, wanted: Wanted) -> Figures:
+        """Loads the model and returns what was found.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; nothing of the measurement is kept.
+        """
+        window = partial(_window, self.target, wanted.point.level, self.rules)
+        window()  # connections, arenas and caches grow
+        before, executed = self._batches(), _executions(self.client, self.model)
+        found = Figures(())
+        while not _is_enough(found, wanted, self.goal):
+            found = found._replace(windows=(*found.windows, window()))
+        return found._replace(
+            mean_batch=mean_batch(before, self._batches()) or 0.0,
+            memory_mb=self.memory_mb(),
+            batches=_times(executed, _executions(self.client, self.model)),
+        )
+
+    def _batches(self) -> tuple[float, float]:
+        return batch_counts(self.client.metrics(), self.model)
+
+
+def _is_enough(found: Figures, wanted: Wanted, goal: Goal) -> bool:
+    count = len(found.windows)
+    if count < 2:
+        return False
+    score = goal.score(found)
+    if score.mean and score.high < wanted.to_beat:
+        return True
+    return count >= MOST_WINDOWS or (count >= LEAST_WINDOWS and (score.half_width <= NARROW or not score.mean))
+
+
+def _window(target: LoadTarget, level: int, rules: Rules) -> Window:
+    for left in reversed(range(REPEATS)):
+        clock = _Machine.now()
+        report = run_load(target, level, rules.window_s, partial(LoadConnection, target.request))
+        if report.interrupted:
+            raise KeyboardInterrupt
+        noise = clock.noise_until(_Machine.now())
+        if noise <= MOST_NOISE or not left:
+            return _as_window(report, rules, noise)
+    raise AssertionError("a window is measured at least once")
+
+
+def _as_window(report: LoadReport, rules: Rules, noise: float) -> Window:
+    good = sum(latency_s * 1000 <= rules.deadline_ms for latency_s in report.latencies_s)
+    return Window(
+        report.requests_per_s,
+        report.percentile_s(50) * 1000,
+        report.percentile_s(99) * 1000,
+        good / report.duration_s if report.duration_s else 0.0,
+        report.errors,
+        noise,
+    )
+
+
+class _Machine(NamedTuple):
+    """Counters of the machine: ticks in all and stolen, seconds of throttling, and the time."""
+
+    ticks: int
+    stolen: int
+    throttled_s: float
+    at_s: float
+
+    @classmethod
+    def now(cls) -> "_Machine":
+        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        throttled = 0.0
+        quota = Path("/sys/fs/cgroup/cpu.stat")
+        if quota.exists():
+            values = dict(line.split() for line in quota.read_text().splitlines())
+            throttled = int(values.get("throttled_usec", 0)) / 1e6
+        return cls(sum(fields), fields[7], throttled, time.monotonic())
+
+    def noise_until(self, later: "_Machine") -> float:
+        stolen = (later.stolen - self.stolen) / max(later.ticks - self.ticks, 1)
+        cores = os.cpu_count() or 1
+        return stolen + (later.throttled_s - self.throttled_s) / max(later.at_s - self.at_s, 1e-9) / cores
+
+
+_Executions = Mapping[int, tuple[int, int]]
+"""Rows of a batch → executions, and nanoseconds of all."""
+
+
+def _executions(client: GatewayClient, model: str) -> _Executions:
+    found: dict[int, tuple[int, int]] = {}
+    for version in client.statistics(model):
+        batches: list[dict[str, Any]] = version.fields.get("batch_stats") or []
+        for one in batches:
+            count, ns = found.get(int(one["batch_size"]), (0, 0))
+            spent = one["compute_infer"]
+            found[int(one["batch_size"])] = (count + int(spent["count"]), ns + int(spent["ns"]))
+    return found
+
+
+def _times(before: _Executions, after: _Executions) -> tuple[tuple[int, float], ...]:
+    times = []
+    for rows, (count, ns) in sorted(after.items()):
+        earlier = before.get(rows, (0, 0))
+        if count > earlier[0]:
+            times.append((rows, (ns - earlier[1]) / (count - earlier[0]) / 1e6))
+    return tuple(times)

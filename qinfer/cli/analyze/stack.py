@@ -1,0 +1,131 @@
+"""A private server on which configurations are tried: `qinfer up` in a directory of its own, on free ports."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from qinfer.cli.client import GatewayClient
+from qinfer.cli.console import CommandFailed
+from qinfer.cli.local.machine import read_run
+from qinfer.errors import QinferError
+
+START_S = 120.0
+STOP_S = 20.0
+WORKER = b"qinfer_workers.inference"
+_LOG = "up.log"
+
+
+class Stack:
+    """The server.
+
+    Attributes:
+        url: Its address.
+        client: A client of it.
+    """
+
+    def __init__(self, pid: int, url: str, client: GatewayClient) -> None:
+        self.url, self.client = url, client
+        self._pid = pid
+
+    def configure(self, model: str, config: Mapping[str, Any]) -> None:
+        """Loads a model with a configuration, and waits until it is ready."""
+        self.client.load(model, config=config)
+
+    def memory_mb(self) -> float:
+        """Returns the memory of the workers and of their models' processes (PSS), in MiB."""
+        return sum(map(_pss, _workers(self._pid))) / 1024
+
+
+@contextmanager
+def private_stack(repository: str, models: Sequence[str], workers: int = 1) -> Iterator[Stack]:
+    """Starts a server that serves some models of a repository, and stops it at the end.
+
+    Args:
+        repository: The path of the repository.
+        models: The models that it loads.
+        workers: Worker processes.
+
+    Raises:
+        CommandFailed: The server ended, or the models were not ready in time; the error has the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="qinfer-analyze-") as home:
+        command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", repository]
+        command += ["--data-dir", home, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+        command += ["--workers", str(workers), "--model-control-mode", "explicit"]
+        command += [part for model in models for part in ("--load-model", model)]
+        log = Path(home) / _LOG
+        with log.open("wb") as opened:
+            process = subprocess.Popen(  # noqa: S603  our own interpreter
+                command, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            url = _started(process, Path(home), log, models)
+            with GatewayClient(url) as client:
+                yield Stack(process.pid, url, client)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _started(process: "subprocess.Popen[bytes]", home: Path, log: Path, models: Sequence[str]) -> str:
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s and process.poll() is None:
+        if (run := read_run(home)) is not None:
+            with GatewayClient(run.url) as client, suppress(QinferError):
+                if all(client.is_ready(model) for model in models):
+                    return run.url
+        time.sleep(0.1)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    raise CommandFailed(f"the private server did not get ready with {', '.join(models)}:\n{tail}")
+
+
+def _workers(up: int) -> list[int]:
+    """Returns the worker processes below `qinfer up`, and all processes below these."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError):
+                # the name may have spaces
+                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry))
+
+    def below(pid: int) -> list[int]:
+        return [pid, *(each for child in children.get(pid, ()) for each in below(child))]
+
+    roots = [pid for pid in below(up) if WORKER in _command(pid)]
+    return sorted({pid for root in roots for pid in below(root)})
+
+
+def _command(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _pss(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+    return 0
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Returns a configuration as `config.pbtxt`."""
+    from google.protobuf import text_format
+
+    from qinfer.models.config.message import from_json
+
+    return text_format.MessageToString(from_json(json.dumps(config)))
