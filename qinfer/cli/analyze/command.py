@@ -83,13 +83,13 @@ def analyze(
         raise typer.BadParameter("goodput needs it", param_hint="--deadline-ms")
     if objective == "cost" and not price_per_hour:
         raise typer.BadParameter("cost needs it", param_hint="--price-per-hour")
-    repository = str(model_repository or "models")
-    place = Path(repository) / model
-    if not place.is_dir():
-        raise CommandFailed(f"{place} does not exist; give --model-repository, a local directory")
+    repositories = model_repository or ["models"]
+    place = next((Path(one) / model for one in repositories if (Path(one) / model).is_dir()), None)
+    if place is None:
+        raise CommandFailed(f"no {model} in {', '.join(repositories)}; give --model-repository, a local directory")
     goal = Goal(objective, p99_ms or math.inf, memory_mb or math.inf, price_per_hour, os.cpu_count() or 1)
     directory = output or Path(f"analyze-{model}")
-    with private_stack(repository, [model]) as stack:
+    with private_stack(repositories, [model]) as stack:
         config = stack.client.config(model)
         today = today_of(config)
         space = _space(

@@ -102,33 +102,40 @@ def limit_of(point: Point, found: Figures) -> str:
     return f"The way to the model limits it: instances execute {busy:.0%} of the time."
 
 
-def rows(facts: Facts) -> list[tuple[str, ...]]:
-    """Returns a row for the best point of each candidate, best first."""
+def best_points(facts: Facts) -> list[Point]:
+    """Returns the best point of each candidate, best first."""
     best: dict[Candidate, Point] = {}
-    for point, found in facts.figures.items():
+    for point in facts.figures:
         known = best.get(point.candidate)
-        if known is None or _mean(facts, point) > facts.goal.score(facts.figures[known]).mean:
+        if known is None or _mean(facts, point) > _mean(facts, known):
             best[point.candidate] = point
-        del found
-    ordered = sorted(best.values(), key=lambda point: -_mean(facts, point))
-    return [_row(point, facts.figures[point], facts) for point in ordered]
+    return sorted(best.values(), key=lambda point: -_mean(facts, point))
 
 
-COLUMNS = "configuration, load, requests/s, ±, p50 ms, p99 ms, mean batch, MiB, windows"
+def rows(facts: Facts) -> list[tuple[str, ...]]:
+    """Returns a row for each of `best_points`."""
+    return [_row(point, facts.figures[point], facts) for point in best_points(facts)]
+
+
+COLUMNS = "instances, batch, delay, threads, backend, load, requests/s, ±, p50 ms, p99 ms, rows, MiB"
+"""`rows` are those of a mean batch; delays are milliseconds."""
 
 
 def _row(point: Point, found: Figures, facts: Facts) -> tuple[str, ...]:
-    width = found.throughput.half_width
+    width, one = found.throughput.half_width, point.candidate
     return (
-        point.candidate.text(),
-        str(point.level),
+        f"{one.instances}",
+        f"{one.max_batch}",
+        f"{one.delay_ms:g}",
+        f"{one.threads or '-'}",
+        one.backend,
+        f"{point.level}",
         f"{found.throughput.mean:,.0f}",
         "" if math.isinf(width) else f"{width:.1%}",
         f"{found.p50_ms:.2f}",
         f"{found.p99_ms:.2f}",
         f"{found.mean_batch:.1f}",
-        f"{found.memory_mb:,.0f}",
-        f"{len(found.windows)}" + ("" if facts.goal.score(found).mean else " (refused)"),
+        f"{found.memory_mb:,.0f}" + ("" if facts.goal.score(found).mean else " (refused)"),
     )
 
 
@@ -143,13 +150,10 @@ def _goal_text(goal: Goal) -> str:
 
 
 def _table(facts: Facts) -> str:
-    names = {facts.outcome.winner.candidate.text(): "best", facts.outcome.today.candidate.text(): "today"}
-    if facts.outcome.winner.candidate == facts.outcome.today.candidate:
-        names = {facts.outcome.winner.candidate.text(): "best"}
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS.split(", "))
     body = "".join(
-        f'<tr class="{names.get(row[0], "")}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows(facts)
+        f'<tr class="{_colour(point, facts.outcome)}">{"".join(f"<td>{escape(cell)}</td>" for cell in row)}</tr>'
+        for point, row in zip(best_points(facts), rows(facts), strict=True)
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

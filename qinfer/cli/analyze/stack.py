@@ -45,11 +45,11 @@ class Stack:
 
 
 @contextmanager
-def private_stack(repository: str, models: Sequence[str], workers: int = 1) -> Iterator[Stack]:
-    """Starts a server that serves some models of a repository, and stops it at the end.
+def private_stack(repositories: Sequence[str], models: Sequence[str], workers: int = 1) -> Iterator[Stack]:
+    """Starts a server that serves some models of repositories, and stops it at the end.
 
     Args:
-        repository: The path of the repository.
+        repositories: Their paths.
         models: The models that it loads.
         workers: Worker processes.
 
@@ -57,7 +57,8 @@ def private_stack(repository: str, models: Sequence[str], workers: int = 1) -> I
         CommandFailed: The server ended, or the models were not ready in time; the error has the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="qinfer-analyze-") as home:
-        command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", repository]
+        command = [sys.executable, "-m", "qinfer.cli.main", "up"]
+        command += [part for one in repositories for part in ("--model-repository", one)]
         command += ["--data-dir", home, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
         command += ["--workers", str(workers), "--model-control-mode", "explicit"]
         command += [part for model in models for part in ("--load-model", model)]
