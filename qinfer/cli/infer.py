@@ -1,7 +1,11 @@
 """`qinfer infer` and `qinfer bench`: one inference request, and a quick load test, from the command line."""
 
-from collections.abc import Callable, Mapping
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
@@ -10,7 +14,7 @@ from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
-    from qinfer.cli.load import LoadReport, LoadTarget, MakeConnection
+    from qinfer.cli.load import Load, LoadReport, LoadTarget
     from qinfer.client import InferResult
     from qinfer.core.messages import Scalar
     from qinfer.tensors import Tensor
@@ -123,27 +127,55 @@ def bench(
         typer.Option(min=0, max=10_000, help="Sequences of a stateful model open at a time, a connection for each."),
     ] = 0,
     per_sequence: Annotated[int, typer.Option("--steps-per-sequence", min=1, help="Steps from START to END.")] = 20,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Requests to send in turn: .jsonl, .parquet, or the .json of perf_analyzer's --input-data."),
+    ] = None,
+    rate: Annotated[
+        float,
+        typer.Option(min=0, help="Requests a second that arrive at random, whether or not others are answered."),
+    ] = 0.0,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --rate: a file with the seconds between two arrivals, a number in each line."),
+    ] = None,
+    deadline_ms: Annotated[
+        float, typer.Option(min=0, help="Report the goodput, too: answers a second within the deadline.")
+    ] = 0.0,
     as_json: JsonOption = False,
 ) -> None:
     """Load-test a model: one request after another on each connection. Ctrl-C prints the result so far.
 
-    With --sequences, each connection sends the steps of one sequence after another. The client runs in one Python
-    process: beyond about 20,000 requests per second the client is the bottleneck.
+    With --sequences, each connection sends the steps of one sequence after another. With --rate or --arrivals,
+    latencies count from a request's arrival. The client runs in one Python process: beyond about 20,000 requests per
+    second the client is the bottleneck.
     """
     from qinfer.cli.client import fill, random, read_inputs
-    from qinfer.cli.load import batch_counts, mean_batch, run_load
+    from qinfer.cli.load import LoadReport, batch_counts, mean_batch, run_load
 
     if streaming and sequences:
         raise typer.BadParameter("give this or --streaming, not both", param_hint="--sequences")
+    if (rate or arrivals) and (streaming or sequences):
+        raise typer.BadParameter("give this without --streaming and --sequences", param_hint="--rate, --arrivals")
+    if data and (inputs or sequences):
+        raise typer.BadParameter("give this without --input and --sequences", param_hint="--data")
     with gateway_client(url) as client:
         wanted = client.metadata(model, version).inputs
-        tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
-        asked: RepeatedCall = {"model": model, "inputs": {t.name: t for t in tensors}, "version": version}
-        _ask_once(client, asked, streaming=streaming, is_stateful=sequences > 0)
-        encode = _encoder(url, asked, binary=binary, streaming=streaming)
-        make = _connections(encode, per_sequence if sequences else 0, streaming=streaming)
+        if data is not None:
+            from qinfer.cli.request_data import read_requests
+
+            each = read_requests(data, wanted)
+        else:
+            each = [read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)]
+        asked: list[RepeatedCall] = [
+            {"model": model, "inputs": {t.name: t for t in tensors}, "version": version} for tensors in each
+        ]
+        _ask_once(client, asked[0], streaming=streaming, is_stateful=sequences > 0)
+        encoders = [_encoder(url, one, binary=binary, streaming=streaming) for one in asked]
+        load = _load_of(encoders, per_sequence if sequences else 0, rate, arrivals, streaming=streaming)
         before = batch_counts(client.metrics(), model)
-        report = run_load(encode({}), sequences or concurrency, duration, make)
+        report = LoadReport(sequences or concurrency, deadline_ms / 1000 or math.inf)
+        run_load(encoders[0]({}), report, duration, load._replace(watch=None if as_json else _bar(duration)))
         report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
     title = f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s"
     show(report.as_json(), lambda: facts(title, _report_facts(report)), as_json=as_json)
@@ -179,18 +211,66 @@ def _encoder(
     return encode
 
 
-def _connections(
-    encode: "Callable[[Mapping[str, Scalar]], LoadTarget]", per_sequence: int, *, streaming: bool
-) -> "MakeConnection":
-    from qinfer.cli.load import LoadConnection, SequenceConnection, StepRequests, StreamConnection
+def _load_of(
+    encoders: "Sequence[Callable[[Mapping[str, Scalar]], LoadTarget]]",
+    per_sequence: int,
+    rate: float,
+    arrivals: Path | None,
+    *,
+    streaming: bool,
+) -> "Load":
+    from qinfer.cli.load import (
+        Arrivals,
+        Load,
+        LoadConnection,
+        OpenConnection,
+        SequenceConnection,
+        StepRequests,
+        StreamConnection,
+        poisson,
+    )
 
     if per_sequence:
-        return partial(SequenceConnection, StepRequests(lambda parameters: encode(parameters).request, per_sequence))
-    return partial(StreamConnection if streaming else LoadConnection, encode({}).request)
+        steps = StepRequests(lambda parameters: encoders[0](parameters).request, per_sequence)
+        return Load(partial(SequenceConnection, steps))
+    following = cycle([encode({}).request for encode in encoders]).__next__
+    if rate or arrivals is not None:
+        arriving = Arrivals(poisson(rate) if arrivals is None else iter(_gaps(arrivals)))
+        return Load(partial(OpenConnection, following, arriving.free), arriving)
+    return Load(partial(StreamConnection if streaming else LoadConnection, following))
+
+
+def _gaps(path: Path) -> list[float]:
+    from qinfer.errors import InvalidRequest
+
+    try:
+        found = [float(line) for line in path.read_text(encoding="utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{path} has no number of seconds in each line: {error}") from None
+    if not found or not all(0 <= gap < math.inf for gap in found):
+        raise InvalidRequest(f"{path} has no seconds, or some that are negative or infinite")
+    return found
+
+
+def _bar(duration_s: float) -> "Callable[[LoadReport], None] | None":
+    """Returns what draws the progress and the present rate on a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    last = [0.0, 0]
+
+    def draw(report: "LoadReport") -> None:
+        answered = len(report.latencies_s)
+        rate = (answered - last[1]) / max(report.duration_s - last[0], 1e-9)
+        last[:] = [report.duration_s, answered]
+        done = min(report.duration_s / duration_s, 1.0)
+        text = f"{'━' * int(30 * done):<30} {done:4.0%} {rate:10,.0f}/s  {report.errors} errors"
+        print("\r\033[K" if done >= 1.0 else f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    return draw
 
 
 def _report_facts(report: "LoadReport") -> "dict[str, object]":
-    from qinfer.cli.load import percentile
+    from qinfer.cli.load import histogram, percentile
 
     unit = "requests" if report.sequences_ended is None else "steps"
     found: dict[str, object] = {unit: len(report.latencies_s), "errors": report.errors}
@@ -204,5 +284,11 @@ def _report_facts(report: "LoadReport") -> "dict[str, object]":
                 found[f"{name}, p{percent}"] = f"{percentile(times_s, percent) * 1000:.2f} ms"
     if report.sequences_ended is not None:
         found |= {"sequences ended": report.sequences_ended, "sequences lost": report.sequences_lost}
+    if not math.isinf(report.deadline_s):
+        found[f"within {report.deadline_s * 1000:g} ms, per second"] = f"{report.goodput_per_s:,.0f}"
+    bars = histogram(report.latencies_s)
+    most = max((count for _, count in bars), default=1)
+    for bound_s, count in bars:
+        found[f"up to {bound_s * 1000:g} ms"] = f"{'▇' * round(30 * count / most):<30} {count:,}"
     found["mean batch"] = "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}"
     return found | ({"first error": report.first_error} if report.first_error else {})

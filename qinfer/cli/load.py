@@ -1,22 +1,27 @@
-"""The load generator of `qinfer bench`: keep-alive connections that repeat one prepared request.
+"""The load generator of `qinfer bench`: keep-alive connections that repeat prepared requests.
 
 A minimal HTTP/1.1 client: a general client costs more than the server that it measures.
 
-    Connection           the same request over and over
-    StreamConnection     the same, answered by a stream
+    LoadConnection       one request after another
+    OpenConnection       a request whenever one arrives
+    StreamConnection     one request after another, answered by streams
     SequenceConnection   the steps of one sequence after another
 """
 
 import asyncio
 import contextlib
+import math
 import signal
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 from secrets import randbelow
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import uvloop
@@ -29,6 +34,7 @@ from qinfer.observe.catalogue import BATCH_SIZE
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
+TIMER_S, WATCH_S = 0.002, 0.25
 LAST_ANSWERS_S = 10.0
 """Time for requests in flight at the end."""
 
@@ -63,10 +69,12 @@ class LoadReport:
 
     `errors` counts answers other than 200 and lost connections. `first_s` (streams) and `sequences_ended` may be
     `None`;
-    `between_s` are times between responses. `interrupted` says that SIGINT ended it.
+    `between_s` are times between responses. `interrupted` says that SIGINT ended it. With a
+    deadline, `goodput_per_s` counts the answers within it.
     """
 
     concurrency: int
+    deadline_s: float = math.inf
     duration_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     errors: int = 0
@@ -82,6 +90,12 @@ class LoadReport:
     def requests_per_s(self) -> float:
         """Successful answers per second."""
         return len(self.latencies_s) / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Successful answers within the deadline per second."""
+        good = sum(latency_s <= self.deadline_s for latency_s in self.latencies_s)
+        return good / self.duration_s if self.duration_s else 0.0
 
     def percentile_s(self, percent: float) -> float:
         """Returns a latency percentile, by nearest rank."""
@@ -109,6 +123,7 @@ class LoadReport:
             **{f"p{p}_ms": round(self.percentile_s(p) * 1000, 3) for p in (50, 95, 99)},
             "longest_ms": round(self.percentile_s(100) * 1000, 3),
             "mean_batch": self.mean_batch,
+            **({} if math.isinf(self.deadline_s) else {"goodput_per_s": round(self.goodput_per_s, 1)}),
             **({} if self.first_s is None else self._stream_json(self.first_s)),
             **({} if self.sequences_ended is None else self._sequence_json(self.sequences_ended)),
         }
@@ -131,10 +146,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
 
-def run_load(target: LoadTarget, concurrency: int, duration_s: float, make: "MakeConnection") -> LoadReport:
-    """Loads a target; SIGINT ends it early."""
+def run_load(target: LoadTarget, report: LoadReport, duration_s: float, load: "Load") -> LoadReport:
+    """Loads a target by `report.concurrency` connections and fills the report; SIGINT ends it early.
+
+    Raises:
+        CommandFailed: The connections could not be made.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_load(target, concurrency, duration_s, make))
+        runner.run(_load(target, report, duration_s, load))
+    return report
 
 
 def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
@@ -157,10 +177,13 @@ def mean_batch(before: tuple[float, float], after: tuple[float, float]) -> float
     return round((after[0] - before[0]) / executions, 2) if executions > 0 else None
 
 
+NextRequest = Callable[[], bytes]
+
+
 class LoadConnection(asyncio.Protocol):
     """Sends a request, waits for its answer, repeats; until `stopping` or an error."""
 
-    def __init__(self, request: bytes, report: LoadReport, ended: Callable[["LoadConnection"], None]) -> None:
+    def __init__(self, request: NextRequest, report: LoadReport, ended: Callable[["LoadConnection"], None]) -> None:
         self._request = request
         self._report = report
         self._ended = ended
@@ -207,7 +230,7 @@ class LoadConnection(asyncio.Protocol):
     def _send_request(self) -> None:
         self._buffer = b""
         self._sent_s = time.perf_counter()
-        self._transport.write(self._request)
+        self._transport.write(self._request())
 
     def _on_response(self, error: str) -> None:
         if error:
@@ -223,10 +246,94 @@ class LoadConnection(asyncio.Protocol):
             self._send_request()
 
 
+class OpenConnection(LoadConnection):
+    """Sends a request when one arrives. Latencies count from the arrival, so that waiting for a connection counts."""
+
+    def __init__(
+        self,
+        request: NextRequest,
+        free: Callable[["OpenConnection"], None],
+        report: LoadReport,
+        ended: Callable[[LoadConnection], None],
+    ) -> None:
+        super().__init__(request, report, ended)
+        self._free = free
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Waits for a request."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._free(self)
+
+    def send(self, arrived_s: float) -> None:
+        """Sends a request that arrived at an instant of `perf_counter`."""
+        self._send_request()
+        self._sent_s = arrived_s
+
+    def close(self) -> None:
+        """Closes an idle connection."""
+        self.stopping = True
+        self._transport.close()
+
+    def _go_on(self) -> None:
+        if self.stopping:
+            self._transport.close()
+        else:
+            self._free(self)
+
+
+class Arrivals:
+    """Gives requests that arrive at given gaps to idle connections; the others wait for one."""
+
+    def __init__(self, gaps_s: Iterator[float]) -> None:
+        self._gaps_s = gaps_s
+        self._idle: list[OpenConnection] = []
+        self._waiting: deque[float] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+
+    def begin(self) -> None:
+        """Starts the arrivals."""
+        self._loop = asyncio.get_running_loop()
+        self._due_s = time.perf_counter()
+        self._arrive()
+
+    def free(self, connection: OpenConnection) -> None:
+        """Takes a connection that has no request."""
+        if self._waiting:
+            connection.send(self._waiting.popleft())
+        else:
+            self._idle.append(connection)
+
+    def end(self, report: LoadReport) -> None:
+        """Ends the arrivals; requests that wait for a connection are errors."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for _ in self._waiting:
+            report.failed(f"not sent: all {report.concurrency} connections were busy; give a larger --concurrency")
+        self._waiting.clear()
+        for connection in self._idle:
+            connection.close()
+
+    def _arrive(self) -> None:
+        now_s = time.perf_counter()
+        while self._due_s <= now_s:
+            # timers are a millisecond late, which is not the server's fault
+            arrived_s = now_s if now_s - self._due_s < TIMER_S else self._due_s
+            if self._idle:
+                self._idle.pop().send(arrived_s)
+            else:
+                self._waiting.append(arrived_s)
+            gap_s = next(self._gaps_s, None)
+            if gap_s is None:
+                return
+            self._due_s += gap_s
+        self._timer = self._loop.call_later(self._due_s - now_s, self._arrive)
+
+
 class StreamConnection(LoadConnection):
     """Measures streamed responses (`/v1/…/infer_stream`)."""
 
-    def __init__(self, request: bytes, report: LoadReport, ended: Callable[[LoadConnection], None]) -> None:
+    def __init__(self, request: NextRequest, report: LoadReport, ended: Callable[[LoadConnection], None]) -> None:
         super().__init__(request, report, ended)
         if report.first_s is None:
             report.first_s = []
@@ -276,7 +383,8 @@ class SequenceConnection(LoadConnection):
     """Sends sequences from START to END; `stop` ends the current one first."""
 
     def __init__(self, steps: StepRequests, report: LoadReport, ended: Callable[[LoadConnection], None]) -> None:
-        super().__init__(b"", report, ended)
+        super().__init__(lambda: self._step, report, ended)
+        self._step = b""
         report.sequences_ended = report.sequences_ended or 0
         self._steps = steps
         self._id = 0
@@ -295,9 +403,7 @@ class SequenceConnection(LoadConnection):
         self._number += 1
         self._is_last = self.stopping or self._number == self._steps.per_sequence
         if self._number <= 2 or self._is_last:
-            self._request = self._steps.encode(
-                sequence_parameters(self._id, start=self._number == 1, end=self._is_last)
-            )
+            self._step = self._steps.encode(sequence_parameters(self._id, start=self._number == 1, end=self._is_last))
         super()._send_request()
 
     def _on_response(self, error: str) -> None:
@@ -320,9 +426,37 @@ MakeConnection = Callable[[LoadReport, Callable[[LoadConnection], None]], LoadCo
 """Gets the report, and the function to call at the end."""
 
 
-async def _load(target: LoadTarget, concurrency: int, duration_s: float, make: MakeConnection) -> LoadReport:
-    loop = asyncio.get_running_loop()
-    report = LoadReport(concurrency=concurrency)
+class Load(NamedTuple):
+    """How connections are made, and when requests arrive; `None`: as soon as the one before is answered."""
+
+    make: MakeConnection
+    arrivals: Arrivals | None = None
+    watch: Callable[[LoadReport], None] | None = None
+    """Called each `WATCH_S` while the load runs."""
+
+
+def poisson(rate: float, seed: int = 0) -> Iterator[float]:
+    """Yields the gaps of random arrivals, `rate` a second on average (exponential distribution)."""
+    expovariate = Random(seed).expovariate  # noqa: S311  not for security
+    while True:
+        yield expovariate(rate)
+
+
+def histogram(latencies_s: Sequence[float], most: int = 12) -> list[tuple[float, int]]:
+    """Returns upper bounds (1, 2, 5, 10, … of a unit) and counts of at most `most` ranges that have latencies."""
+    bounds = [10.0**power * times for power in range(-5, 4) for times in (1, 2, 5)]
+    counts = [0] * (len(bounds) + 1)
+    for latency_s in latencies_s:
+        counts[bisect_left(bounds, latency_s)] += 1
+    used = [place for place, count in enumerate(counts) if count]
+    if not used:
+        return []
+    return [
+        ((*bounds, math.inf)[place], counts[place]) for place in range(max(used[0], used[-1] - most + 1), used[-1] + 1)
+    ]
+
+
+async def _load(target: LoadTarget, report: LoadReport, duration_s: float, load: Load) -> None:
     open_connections: set[LoadConnection] = set()
     over, all_closed = asyncio.Event(), asyncio.Event()
 
@@ -336,21 +470,15 @@ async def _load(target: LoadTarget, concurrency: int, duration_s: float, make: M
         report.interrupted = True
         over.set()
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    tls = ssl.create_default_context() if target.tls else None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     started_s = time.perf_counter()
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            for _ in range(concurrency):
-                connection = make(report, ended)
-                open_connections.add(connection)
-                await loop.create_connection(lambda c=connection: c, target.host, target.port, ssl=tls)
-    except (OSError, TimeoutError) as error:
-        made = len(open_connections) - 1
-        raise CommandFailed(f"{made} of {concurrency} connections could be made, then: {error}") from None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(duration_s):
-            await over.wait()
+    await _connect(target, open_connections, lambda: load.make(report, ended), report.concurrency)
+    if load.arrivals is not None:
+        started_s = time.perf_counter()
+        load.arrivals.begin()
+    await _run_until(over, started_s, duration_s, report, load)
+    if load.arrivals is not None:
+        load.arrivals.end(report)
     for connection in open_connections:
         connection.stop()
     with contextlib.suppress(TimeoutError):
@@ -359,4 +487,29 @@ async def _load(target: LoadTarget, concurrency: int, duration_s: float, make: M
     report.duration_s = time.perf_counter() - started_s
     for connection in tuple(open_connections):
         connection.abort()
-    return report
+
+
+async def _connect(
+    target: LoadTarget, connections: set[LoadConnection], make: Callable[[], LoadConnection], count: int
+) -> None:
+    loop = asyncio.get_running_loop()
+    tls = ssl.create_default_context() if target.tls else None
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            for _ in range(count):
+                connection = make()
+                connections.add(connection)
+                await loop.create_connection(lambda c=connection: c, target.host, target.port, ssl=tls)
+    except (OSError, TimeoutError) as error:
+        made = len(connections) - 1
+        raise CommandFailed(f"{made} of {count} connections could be made, then: {error}") from None
+
+
+async def _run_until(over: asyncio.Event, started_s: float, duration_s: float, report: LoadReport, load: Load) -> None:
+    until_s = started_s + duration_s
+    while not over.is_set() and (left_s := until_s - time.perf_counter()) > 0:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), left_s if load.watch is None else min(left_s, WATCH_S))
+        if load.watch is not None:
+            report.duration_s = time.perf_counter() - started_s
+            load.watch(report)

@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -61,6 +62,10 @@ def analyze(
         list[str] | None,
         typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default: one item of random data."),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Requests to send in turn: .jsonl, .parquet, or the .json of perf_analyzer's --input-data."),
+    ] = None,
     window_s: Annotated[float, typer.Option(min=0.1, help="Seconds of a window; a measurement has 2 to 8.")] = 1.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory; default: analyze-MODEL.")] = None,
     apply: Annotated[str, typer.Option(help="URL of a gateway that loads the winner, in mode explicit.")] = "",
@@ -101,10 +106,13 @@ def analyze(
             backend=backend,
             concurrency=concurrency,
         )
-        target = _target(stack, model, inputs or [])
-        subject = Subject(model, digest(place), space, goal, mode, window_s, repr(inputs or ""))
+        targets = _targets(stack, model, inputs or [], data)
+        following = cycle([target.request for target in targets]).__next__
+        sent = digest(data) if data is not None else repr(inputs or "")
+        subject = Subject(model, digest(place), space, goal, mode, window_s, sent)
         journal = Journal(directory, subject)
-        meter = Meter(stack.client, model, target, goal, Rules(window_s, deadline_ms or math.inf), stack.memory_mb)
+        rules = Rules(window_s, deadline_ms or math.inf)
+        meter = Meter(stack.client, model, targets[0], following, goal, rules, stack.memory_mb)
         progress = _Progress(space, search.budget_of(space) if mode != "brute" else space.size, len(journal.known))
         try:
             steps: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[mode](space, goal)
@@ -210,17 +218,22 @@ def _parsed(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ..
     return values
 
 
-def _target(stack: "Stack", model: str, inputs: Sequence[str]) -> "LoadTarget":
+def _targets(stack: "Stack", model: str, inputs: Sequence[str], data: Path | None) -> "list[LoadTarget]":
     from qinfer.cli.client import fill, random, read_inputs
     from qinfer.cli.load import LoadTarget
+    from qinfer.cli.request_data import read_requests
     from qinfer.client.model_flows import model_path
     from qinfer.wire.kserve_client import encode_request
 
     wanted = stack.client.metadata(model, 0).inputs
-    tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
-    stack.client.infer(model, {one.name: one for one in tensors})
-    body, json_length = encode_request(tensors, parameters={}, binary=True)
-    return LoadTarget.for_url(stack.url, f"{model_path(model, 0, 'v2')}/infer", body, json_length)
+    if data is not None:
+        each = read_requests(data, wanted)
+    else:
+        each = [read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)]
+    stack.client.infer(model, {one.name: one for one in each[0]})
+    encoded = [encode_request(tensors, parameters={}, binary=True) for tensors in each]
+    path = f"{model_path(model, 0, 'v2')}/infer"
+    return [LoadTarget.for_url(stack.url, path, body, json_length) for body, json_length in encoded]
 
 
 def _write(directory: Path, found: "Facts", journal: Any) -> None:

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 from qinfer.cli.analyze.figures import Figures, Goal, Window
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.client import GatewayClient
-from qinfer.cli.load import LoadConnection, LoadReport, LoadTarget, batch_counts, mean_batch, run_load
+from qinfer.cli.load import (
+    Load,
+    LoadConnection,
+    LoadReport,
+    LoadTarget,
+    NextRequest,
+    batch_counts,
+    mean_batch,
+    run_load,
+)
 
 LEAST_WINDOWS, MOST_WINDOWS = 3, 8
 NARROW = 0.03
@@ -40,7 +49,8 @@ class Meter(NamedTuple):
     Attributes:
         client: A client of the gateway.
         model: The model's name.
-        target: The request that is repeated.
+        target: The gateway's address.
+        following: Returns the next request.
         goal: The objective.
         rules: How long a measurement lasts.
         memory_mb: Returns the memory of the workers.
@@ -49,6 +59,7 @@ class Meter(NamedTuple):
     client: GatewayClient
     model: str
     target: LoadTarget
+    following: NextRequest
     goal: Goal
     rules: Rules
     memory_mb: Callable[[], float]
@@ -59,7 +70,7 @@ class Meter(NamedTuple):
         Raises:
             KeyboardInterrupt: Ctrl-C; nothing of the measurement is kept.
         """
-        window = partial(_window, self.target, wanted.point.level, self.rules)
+        window = partial(_window, self.target, self.following, wanted.point.level, self.rules)
         window()  # connections, arenas and caches grow
         before, executed = self._batches(), _executions(self.client, self.model)
         found = Figures(())
@@ -85,25 +96,25 @@ def _is_enough(found: Figures, wanted: Wanted, goal: Goal) -> bool:
     return count >= MOST_WINDOWS or (count >= LEAST_WINDOWS and (score.half_width <= NARROW or not score.mean))
 
 
-def _window(target: LoadTarget, level: int, rules: Rules) -> Window:
+def _window(target: LoadTarget, following: NextRequest, level: int, rules: Rules) -> Window:
     for left in reversed(range(REPEATS)):
         clock = _Machine.now()
-        report = run_load(target, level, rules.window_s, partial(LoadConnection, target.request))
+        report = LoadReport(level, rules.deadline_ms / 1000)
+        run_load(target, report, rules.window_s, Load(partial(LoadConnection, following)))
         if report.interrupted:
             raise KeyboardInterrupt
         noise = clock.noise_until(_Machine.now())
         if noise <= MOST_NOISE or not left:
-            return _as_window(report, rules, noise)
+            return _as_window(report, noise)
     raise AssertionError("a window is measured at least once")
 
 
-def _as_window(report: LoadReport, rules: Rules, noise: float) -> Window:
-    good = sum(latency_s * 1000 <= rules.deadline_ms for latency_s in report.latencies_s)
+def _as_window(report: LoadReport, noise: float) -> Window:
     return Window(
         report.requests_per_s,
         report.percentile_s(50) * 1000,
         report.percentile_s(99) * 1000,
-        good / report.duration_s if report.duration_s else 0.0,
+        report.goodput_per_s,
         report.errors,
         noise,
     )

@@ -9,14 +9,19 @@ import pytest
 
 from qinfer.cli.console import CommandFailed
 from qinfer.cli.load import (
+    Arrivals,
+    Load,
     LoadConnection,
     LoadReport,
     LoadTarget,
+    OpenConnection,
     SequenceConnection,
     StepRequests,
     StreamConnection,
     batch_counts,
+    histogram,
     mean_batch,
+    poisson,
     run_load,
 )
 
@@ -48,7 +53,7 @@ def transport() -> FakeTransport:
 
 @pytest.fixture
 def connection(report: LoadReport, transport: FakeTransport) -> LoadConnection:
-    connection = LoadConnection(b"request", report, lambda _connection: None)
+    connection = LoadConnection(lambda: b"request", report, lambda _connection: None)
     connection.connection_made(transport)
     return connection
 
@@ -86,7 +91,7 @@ def test_responses_of_a_stream_are_counted_however_they_are_cut(
     report: LoadReport, transport: FakeTransport, size: int
 ) -> None:
     """A stream of three responses has a first one, and two times between; the next begins anew."""
-    connection = StreamConnection(b"request", report, lambda _connection: None)
+    connection = StreamConnection(lambda: b"request", report, lambda _connection: None)
     connection.connection_made(transport)
     text = STREAM_HEAD + 3 * RESPONSE + END
 
@@ -101,7 +106,7 @@ def test_responses_of_a_stream_are_counted_however_they_are_cut(
 
 def test_a_stream_that_breaks_is_an_error(report: LoadReport, transport: FakeTransport) -> None:
     """Its first response had its time."""
-    connection = StreamConnection(b"request", report, lambda _connection: None)
+    connection = StreamConnection(lambda: b"request", report, lambda _connection: None)
     connection.connection_made(transport)
 
     connection.data_received(STREAM_HEAD + RESPONSE + ERROR + END)
@@ -151,9 +156,9 @@ def test_run_against_nobody_fails_clearly(unused_tcp_port: int) -> None:
     with pytest.raises(CommandFailed, match="0 of 2 connections could be made"):
         run_load(
             LoadTarget.for_url(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None),
-            2,
+            LoadReport(concurrency=2),
             0.1,
-            partial(LoadConnection, b""),
+            Load(partial(LoadConnection, lambda: b"")),
         )
 
 
@@ -252,3 +257,61 @@ def test_figures_of_sequences_are_told_where_there_are_some(report: LoadReport) 
     report.sequences_ended = 4
 
     assert {"sequences_ended": 4, "sequences_lost": 0}.items() <= report.as_json().items()
+
+
+async def test_requests_arrive_whether_or_not_others_are_answered(report: LoadReport) -> None:
+    """With one connection, the second of two arrivals waits; its latency counts from its arrival."""
+    transport = FakeTransport()
+    arrivals = Arrivals(iter([0.0]))
+    connection = OpenConnection(lambda: b"request", arrivals.free, report, lambda _connection: None)
+    connection.connection_made(transport)
+    assert transport.written == []
+
+    arrivals.begin()
+    assert transport.written == [b"request"]
+    connection.data_received(ANSWER)
+    assert transport.written == [b"request", b"request"]
+    connection.data_received(ANSWER)
+
+    assert len(report.latencies_s) == 2
+    assert report.latencies_s[1] > report.latencies_s[0]
+    arrivals.end(report)
+    assert (transport.closed, report.errors) == (True, 0)
+
+
+async def test_arrivals_that_found_no_connection_are_errors(report: LoadReport) -> None:
+    arrivals = Arrivals(iter([0.0, 0.0]))
+    connection = OpenConnection(lambda: b"request", arrivals.free, report, lambda _connection: None)
+    connection.connection_made(FakeTransport())
+
+    arrivals.begin()
+    arrivals.end(report)
+
+    assert report.errors == 2
+    assert "all 1 connections were busy" in report.first_error
+
+
+def test_random_arrivals_have_their_rate_and_are_the_same_each_time() -> None:
+    gaps, again = poisson(100.0), poisson(100.0)
+    first = [next(gaps) for _ in range(10_000)]
+
+    assert sum(first) == pytest.approx(100.0, rel=0.05)
+    assert first[:5] == [next(again) for _ in range(5)]
+
+
+def test_goodput_counts_answers_within_the_deadline() -> None:
+    report = LoadReport(1, 0.02, duration_s=2.0, latencies_s=[0.01, 0.02, 0.03, 0.5])
+
+    assert report.as_json()["goodput_per_s"] == 1.0
+    assert "goodput_per_s" not in LoadReport(1).as_json()
+
+
+def test_a_histogram_has_round_bounds() -> None:
+    assert histogram([0.0009, 0.001, 0.0011, 0.004, 0.012]) == [
+        (0.001, 2),
+        (0.002, 1),
+        (0.005, 1),
+        (0.01, 0),
+        (0.02, 1),
+    ]
+    assert histogram([]) == []
