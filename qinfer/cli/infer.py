@@ -133,11 +133,15 @@ def bench(
     ] = None,
     rate: Annotated[
         float,
-        typer.Option(min=0, help="Requests a second that arrive at random, whether or not others are answered."),
+        typer.Option(
+            min=0, max=1_000_000, help="Requests a second that arrive at random, whether or not others are answered."
+        ),
     ] = 0.0,
     arrivals: Annotated[
         Path | None,
-        typer.Option(help="Instead of --rate: a file with the seconds between two arrivals, a number in each line."),
+        typer.Option(
+            help="Instead of --rate: a file with seconds between two arrivals, one number a line; it repeats."
+        ),
     ] = None,
     deadline_ms: Annotated[
         float, typer.Option(min=0, help="Report the goodput, too: answers a second within the deadline.")
@@ -235,7 +239,7 @@ def _load_of(
         return Load(partial(SequenceConnection, steps))
     following = cycle([encode({}).request for encode in encoders]).__next__
     if rate or arrivals is not None:
-        arriving = Arrivals(poisson(rate) if arrivals is None else iter(_gaps(arrivals)))
+        arriving = Arrivals(poisson(rate) if arrivals is None else cycle(_gaps(arrivals)))
         return Load(partial(OpenConnection, following, arriving.free), arriving)
     return Load(partial(StreamConnection if streaming else LoadConnection, following))
 
@@ -247,8 +251,8 @@ def _gaps(path: Path) -> list[float]:
         found = [float(line) for line in path.read_text(encoding="utf-8").split()]
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{path} has no number of seconds in each line: {error}") from None
-    if not found or not all(0 <= gap < math.inf for gap in found):
-        raise InvalidRequest(f"{path} has no seconds, or some that are negative or infinite")
+    if not all(0 <= gap < math.inf for gap in found) or not sum(found):
+        raise InvalidRequest(f"{path} has no seconds above 0, or some that are negative or infinite")
     return found
 
 
