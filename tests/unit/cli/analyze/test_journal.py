@@ -1,0 +1,68 @@
+"""The journal: what was written is there after a kill, and serves its own subject only."""
+
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from qinfer.cli.analyze.figures import Figures, Goal, Window
+from qinfer.cli.analyze.journal import Journal, Subject, digest
+from qinfer.cli.analyze.search import Wanted
+from qinfer.cli.analyze.space import Candidate, Point, Space
+from qinfer.cli.console import CommandFailed
+
+TODAY = Candidate(1, 8, 0.5, 0, "python")
+SPACE = Space((1,), (8,), (0.5,), (0,), ("python",), (1, 2), TODAY)
+SUBJECT = Subject("m", "digest", SPACE, Goal(), "quick", 1.0)
+FOUND = Figures((Window(100.0, 1.0, 2.0, 100.0), Window(101.0, 1.0, 2.0, 101.0)), 1.5, 80.0, ((1, 0.5), (2, 0.75)))
+
+
+def test_measurements_are_there_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    """The line that was cut off is measured again; the next one is whole."""
+    journal = Journal(tmp_path, SUBJECT)
+    for level in (1, 2):
+        journal.add(Wanted(Point(TODAY, level)), FOUND)
+    journal.close()
+    with journal.path.open("r+b") as file:
+        file.truncate(journal.path.stat().st_size - 10)
+
+    again = Journal(tmp_path, SUBJECT)
+    assert again.known == {(Point(TODAY, 1), 0): FOUND}
+    again.add(Wanted(Point(TODAY, 2), 1), FOUND)
+    again.close()
+
+    third = Journal(tmp_path, SUBJECT)
+    third.close()
+    assert third.known == {(Point(TODAY, 1), 0): FOUND, (Point(TODAY, 2), 1): FOUND}
+
+
+@pytest.mark.parametrize("other", [{"files": "changed"}, {"goal": Goal("p99")}, {"space": SPACE._replace(levels=(1,))}])
+def test_measurements_of_another_subject_are_refused(tmp_path: Path, other: dict[str, object]) -> None:
+    Journal(tmp_path, SUBJECT).close()
+
+    with pytest.raises(CommandFailed, match="has measurements of another model, configuration or set of options"):
+        Journal(tmp_path, Subject(**{name: getattr(SUBJECT, name) for name in SUBJECT.__struct_fields__} | other))  # type: ignore[arg-type]
+
+
+def test_parquet_has_a_row_for_each_window(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SUBJECT)
+    journal.add(Wanted(Point(TODAY, 2)), FOUND)
+    journal.close()
+    journal.write_parquet(tmp_path / "a.parquet")
+
+    rows = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+    assert [row["requests_per_s"] for row in rows] == [100.0, 101.0]
+    assert {(row["backend"], row["concurrency"], row["turn"], row["memory_mb"]) for row in rows} == {
+        ("python", 2, 0, 80.0)
+    }
+
+
+def test_a_digest_changes_with_names_and_contents(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a").write_text("1")
+    first = digest(tmp_path / "m")
+    (tmp_path / "m" / "a").rename(tmp_path / "m" / "b")
+    second = digest(tmp_path / "m")
+    (tmp_path / "m" / "b").write_text("2")
+
+    assert len({first, second, digest(tmp_path / "m")}) == 3
