@@ -6,11 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, facts, gateway_client, show, table
+from qinfer.cli.console import (
+    DEFAULT_URL,
+    JsonOption,
+    ModelArgument,
+    Options,
+    UrlOption,
+    facts,
+    gateway_client,
+    option,
+    show,
+    table,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
@@ -105,86 +117,89 @@ def _print(answer: "InferResult", *, as_json: bool) -> None:
 BENCH_EXAMPLE = "Example: qinfer bench digits --concurrency 64 --duration 10"
 
 
-def bench(
-    model: ModelArgument,
-    *,
-    url: UrlOption = DEFAULT_URL,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="Connections.")] = 64,
-    duration: Annotated[float, typer.Option("--duration", "-d", min=0.1, help="Seconds.")] = 10.0,
-    binary: Annotated[
-        bool, typer.Option("--binary/--json-body", help="Send tensors as binary, or all as JSON.")
-    ] = True,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default: one item of random data."),
-    ] = None,
-    version: Annotated[int, typer.Option(min=0, help="The version; 0 is the highest ready one.")] = 0,
-    streaming: Annotated[
-        bool, typer.Option("--streaming", help="Stream the responses; report the times to the first, and between two.")
-    ] = False,
-    sequences: Annotated[
-        int,
-        typer.Option(min=0, max=10_000, help="Sequences of a stateful model open at a time, a connection for each."),
-    ] = 0,
-    per_sequence: Annotated[int, typer.Option("--steps-per-sequence", min=1, help="Steps from START to END.")] = 20,
-    data: Annotated[
+BENCH_OPTIONS: Options = {
+    "url": (UrlOption, DEFAULT_URL),
+    "concurrency": option(int, 64, "Connections.", "--concurrency", "-c", min=1, max=10_000),
+    "duration": option(float, 10.0, "Seconds.", "--duration", "-d", min=0.1),
+    "binary": option(bool, True, "Send tensors as binary, or all as JSON.", "--binary/--json-body"),
+    "inputs": option(
+        list[str] | None, None, "name=VALUE as in `qinfer infer`; default: one item of random data.", "--input", "-i"
+    ),
+    "version": option(int, 0, "The version; 0 is the highest ready one.", min=0),
+    "streaming": option(
+        bool, False, "Stream the responses; report the times to the first, and between two.", "--streaming"
+    ),
+    "sequences": option(
+        int, 0, "Sequences of a stateful model open at a time, a connection for each.", min=0, max=10_000
+    ),
+    "per_sequence": option(int, 20, "Steps from START to END.", "--steps-per-sequence", min=1),
+    "data": option(
         Path | None,
-        typer.Option(help="Requests to send in turn: .jsonl, .parquet, or the .json of perf_analyzer's --input-data."),
-    ] = None,
-    rate: Annotated[
+        None,
+        "Requests to send in turn: .jsonl, .parquet, or the .json of perf_analyzer's --input-data.",
+    ),
+    "rate": option(
         float,
-        typer.Option(
-            min=0, max=1_000_000, help="Requests a second that arrive at random, whether or not others are answered."
-        ),
-    ] = 0.0,
-    arrivals: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of --rate: a file with seconds between two arrivals, one number a line; it repeats."
-        ),
-    ] = None,
-    deadline_ms: Annotated[
-        float, typer.Option(min=0, help="Report the goodput, too: answers a second within the deadline.")
-    ] = 0.0,
-    as_json: JsonOption = False,
-) -> None:
+        0.0,
+        "Requests a second that arrive at random, whether or not others are answered.",
+        min=0,
+        max=1_000_000,
+    ),
+    "arrivals": option(
+        Path | None, None, "Instead of --rate: a file with seconds between two arrivals, a number a line; it repeats."
+    ),
+    "deadline_ms": option(float, 0.0, "Report the goodput, too: answers a second within the deadline.", min=0),
+}
+
+
+@with_options(BENCH_OPTIONS)
+def bench(model: ModelArgument, *, as_json: JsonOption = False, **given: Any) -> None:
     """Load-test a model: one request after another on each connection. Ctrl-C prints the result so far.
 
     With --sequences, each connection sends the steps of one sequence after another. With --rate or --arrivals,
     latencies count from a request's arrival. The client runs in one Python process: beyond about 20,000 requests per
     second the client is the bottleneck.
     """
-    from qinfer.cli.client import fill, random, read_inputs
     from qinfer.cli.load import LoadReport, batch_counts, mean_batch, run_load
 
-    if streaming and sequences:
-        raise typer.BadParameter("give this or --streaming, not both", param_hint="--sequences")
-    if (rate or arrivals) and (streaming or sequences):
-        raise typer.BadParameter("give this without --streaming and --sequences", param_hint="--rate, --arrivals")
-    if data and (inputs or sequences):
-        raise typer.BadParameter("give this without --input and --sequences", param_hint="--data")
-    with gateway_client(url) as client:
-        wanted = client.metadata(model, version).inputs
-        if data is not None:
-            from qinfer.cli.request_data import read_requests
-
-            each = read_requests(data, wanted)
-        else:
-            each = [read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)]
-        asked: list[RepeatedCall] = [
-            {"model": model, "inputs": {t.name: t for t in tensors}, "version": version} for tensors in each
-        ]
+    _check_kinds(given)
+    sequences, streaming = given["sequences"], given["streaming"]
+    with gateway_client(given["url"]) as client:
+        asked = _calls(client, model, given)
         _ask_once(client, asked[0], streaming=streaming, is_stateful=sequences > 0)
-        encoders = [_encoder(url, one, binary=binary, streaming=streaming) for one in asked]
-        load = _load_of(encoders, per_sequence if sequences else 0, rate, arrivals, streaming=streaming)
+        encoders = [_encoder(given["url"], one, binary=given["binary"], streaming=streaming) for one in asked]
+        load = _load_of(encoders, given)._replace(watch=None if as_json else _bar(given["duration"]))
         before = batch_counts(client.metrics(), model)
-        report = LoadReport(sequences or concurrency, deadline_ms / 1000 or math.inf)
-        run_load(encoders[0]({}), report, duration, load._replace(watch=None if as_json else _bar(duration)))
+        report = LoadReport(sequences or given["concurrency"], given["deadline_ms"] / 1000 or math.inf)
+        run_load(encoders[0]({}), report, given["duration"], load)
         report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
     title = f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s"
     show(report.as_json(), lambda: facts(title, _report_facts(report)), as_json=as_json)
     if report.errors or not report.latencies_s:
         raise typer.Exit(1)
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuses options that exclude one another."""
+    if given["streaming"] and given["sequences"]:
+        raise typer.BadParameter("give this or --streaming, not both", param_hint="--sequences")
+    if (given["rate"] or given["arrivals"]) and (given["streaming"] or given["sequences"]):
+        raise typer.BadParameter("give this without --streaming and --sequences", param_hint="--rate, --arrivals")
+    if given["data"] and (given["inputs"] or given["sequences"]):
+        raise typer.BadParameter("give this without --input and --sequences", param_hint="--data")
+
+
+def _calls(client: "GatewayClient", model: str, given: Mapping[str, Any]) -> list[RepeatedCall]:
+    """Returns the calls that the load repeats, at least one."""
+    from qinfer.cli.client import fill, random, read_inputs
+    from qinfer.cli.request_data import read_requests
+
+    wanted = client.metadata(model, given["version"]).inputs
+    if given["data"] is not None:
+        each = read_requests(given["data"], wanted)
+    else:
+        each = [read_inputs(given["inputs"], wanted, model) if given["inputs"] else fill(wanted, random)]
+    return [{"model": model, "inputs": {t.name: t for t in one}, "version": given["version"]} for one in each]
 
 
 def _ask_once(client: "GatewayClient", asked: RepeatedCall, *, streaming: bool, is_stateful: bool) -> None:
@@ -215,14 +230,7 @@ def _encoder(
     return encode
 
 
-def _load_of(
-    encoders: "Sequence[Callable[[Mapping[str, Scalar]], LoadTarget]]",
-    per_sequence: int,
-    rate: float,
-    arrivals: Path | None,
-    *,
-    streaming: bool,
-) -> "Load":
+def _load_of(encoders: "Sequence[Callable[[Mapping[str, Scalar]], LoadTarget]]", given: Mapping[str, Any]) -> "Load":
     from qinfer.cli.load import (
         Arrivals,
         Load,
@@ -234,14 +242,15 @@ def _load_of(
         poisson,
     )
 
-    if per_sequence:
-        steps = StepRequests(lambda parameters: encoders[0](parameters).request, per_sequence)
+    if given["sequences"]:
+        steps = StepRequests(lambda parameters: encoders[0](parameters).request, given["per_sequence"])
         return Load(partial(SequenceConnection, steps))
     following = cycle([encode({}).request for encode in encoders]).__next__
-    if rate or arrivals is not None:
-        arriving = Arrivals(poisson(rate) if arrivals is None else cycle(_gaps(arrivals)))
+    if given["rate"] or given["arrivals"] is not None:
+        gaps = poisson(given["rate"]) if given["arrivals"] is None else cycle(_gaps(given["arrivals"]))
+        arriving = Arrivals(gaps)
         return Load(partial(OpenConnection, following, arriving.free), arriving)
-    return Load(partial(StreamConnection if streaming else LoadConnection, following))
+    return Load(partial(StreamConnection if given["streaming"] else LoadConnection, following))
 
 
 def _gaps(path: Path) -> list[float]:

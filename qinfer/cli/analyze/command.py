@@ -5,19 +5,29 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 
-from qinfer.cli.console import CommandFailed, JsonOption, ModelArgument, facts, show, table
+from qinfer.cli.console import (
+    CommandFailed,
+    JsonOption,
+    ModelArgument,
+    Options,
+    facts,
+    option,
+    show,
+    table,
+    with_options,
+)
 from qinfer.cli.models import RepositoryOption
 
 if TYPE_CHECKING:
-    from qinfer.cli.analyze.figures import Figures
-    from qinfer.cli.analyze.measure import Meter
+    from qinfer.cli.analyze.figures import Figures, Goal
+    from qinfer.cli.analyze.measure import Meter, Rules
     from qinfer.cli.analyze.report import Facts
     from qinfer.cli.analyze.search import Search, Wanted
     from qinfer.cli.analyze.space import Space
@@ -29,110 +39,139 @@ LEVELS = "1,2,4,8,16,32,64,128"
 MOST_BATCH = 64
 """The largest batch that is tried where the configuration has a smaller one."""
 
-_NUMBERS = "Values to try, such as 1,2,4."
+
+def _numbers(help_: str, default: str = "") -> Any:
+    return option(str, default, help_, metavar="N,N,…")
 
 
-def _numbers(help_: str) -> Any:
-    return typer.Option(help=help_, metavar="N,N,…")
-
-
-def analyze(
-    model: ModelArgument,
-    *,
-    model_repository: RepositoryOption = None,
-    mode: Annotated[
+OPTIONS: Options = {
+    "model_repository": (RepositoryOption, None),
+    "mode": option(
         Literal["quick", "brute", "optuna"],
-        typer.Option(help="quick: few measurements, chosen by what was found. brute: all. optuna: its sampler."),
-    ] = "quick",
-    objective: Annotated[
+        "quick",
+        "quick: few measurements, chosen by what was found. brute: all. optuna: its sampler.",
+    ),
+    "objective": option(
         Literal["throughput", "p99", "goodput", "cost"],
-        typer.Option(help="What is best: requests/s, p99, requests/s within --deadline-ms, or --price-per-hour."),
-    ] = "throughput",
-    p99_ms: Annotated[float, typer.Option(min=0, help="The largest p99; 0 = any.")] = 0.0,
-    memory_mb: Annotated[float, typer.Option(min=0, help="The most memory of the worker, in MiB; 0 = any.")] = 0.0,
-    deadline_ms: Annotated[float, typer.Option(min=0, help="The deadline of goodput.")] = 0.0,
-    price_per_hour: Annotated[float, typer.Option(min=0, help="The price of a core and hour, for cost.")] = 0.0,
-    instances: Annotated[str, _numbers("Instances; default: 1 to the number of cores.")] = "",
-    max_batch_size: Annotated[str, _numbers("Rows of a batch; default: powers of two.")] = "",
-    delay_ms: Annotated[str, _numbers("Waits for a fuller batch.")] = "0,1,5",
-    threads: Annotated[str, _numbers("Threads of an instance; default: 1 to the number of cores.")] = "",
-    backend: Annotated[str, typer.Option(help="Backends, such as onnxruntime,openvino; default: the model's.")] = "",
-    concurrency: Annotated[str, _numbers("Concurrent requests.")] = LEVELS,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default: one item of random data."),
-    ] = None,
-    data: Annotated[
+        "throughput",
+        "What is best: requests/s, p99, requests/s within --deadline-ms, or --price-per-hour.",
+    ),
+    "p99_ms": option(float, 0.0, "The largest p99; 0 = any.", min=0),
+    "memory_mb": option(float, 0.0, "The most memory of the worker, in MiB; 0 = any.", min=0),
+    "deadline_ms": option(float, 0.0, "The deadline of goodput.", min=0),
+    "price_per_hour": option(float, 0.0, "The price of a core and hour, for cost.", min=0),
+    "instances": _numbers("Instances; default: 1 to the number of cores."),
+    "max_batch_size": _numbers("Rows of a batch; default: powers of two."),
+    "delay_ms": _numbers("Waits for a fuller batch.", "0,1,5"),
+    "threads": _numbers("Threads of an instance; default: 1 to the number of cores."),
+    "backend": option(str, "", "Backends, such as onnxruntime,openvino; default: the model's."),
+    "concurrency": _numbers("Concurrent requests.", LEVELS),
+    "inputs": option(
+        list[str] | None, None, "name=VALUE as in `qinfer infer`; default: one item of random data.", "--input", "-i"
+    ),
+    "data": option(
         Path | None,
-        typer.Option(help="Requests to send in turn: .jsonl, .parquet, or the .json of perf_analyzer's --input-data."),
-    ] = None,
-    window_s: Annotated[float, typer.Option(min=0.1, help="Seconds of a window; a measurement has 2 to 8.")] = 1.0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory; default: analyze-MODEL.")] = None,
-    apply: Annotated[str, typer.Option(help="URL of a gateway that loads the winner, in mode explicit.")] = "",
-    as_json: JsonOption = False,
-) -> None:
+        None,
+        "Requests to send in turn: .jsonl, .parquet, or the .json of perf_analyzer's --input-data.",
+    ),
+    "window_s": option(float, 1.0, "Seconds of a window; a measurement has 2 to 8.", min=0.1),
+    "output": option(Path | None, None, "Directory; default: analyze-MODEL.", "--output", "-o"),
+    "apply": option(str, "", "URL of a gateway that loads the winner, in mode explicit."),
+}
+SPACE_OPTIONS = ("instances", "max_batch_size", "delay_ms", "threads", "backend", "concurrency")
+
+
+@with_options(OPTIONS)
+def analyze(model: ModelArgument, *, as_json: JsonOption = False, **given: Any) -> None:
     """Find the best configuration of a model by measurements on a private server.
 
     Writes report.html, config.pbtxt of the winner and all measurements into the output directory. The same command goes
     on after a kill. Let nothing else run on the machine.
     """
-    from qinfer.cli.analyze import search
-    from qinfer.cli.analyze.figures import Goal
-    from qinfer.cli.analyze.journal import Journal, Subject, digest
-    from qinfer.cli.analyze.measure import Meter, Rules
-    from qinfer.cli.analyze.report import Facts
-    from qinfer.cli.analyze.space import configured, today_of
-    from qinfer.cli.analyze.stack import config_text, private_stack
+    from qinfer.cli.analyze.space import configured
+    from qinfer.cli.analyze.stack import private_stack
 
-    if objective == "goodput" and not deadline_ms:
+    repositories = given["model_repository"] or ["models"]
+    asked = _asked(model, repositories, given)
+    directory = given["output"] or Path(f"analyze-{model}")
+    with private_stack(repositories, [model]) as stack:
+        config = stack.client.config(model)
+        found = _search(asked, stack, config, directory)
+    show(_as_json(found), lambda: _view(found, directory), as_json=as_json)
+    if given["apply"]:
+        _apply(given["apply"], model, configured(config, found.outcome.winner.candidate))
+
+
+def _asked(model: str, repositories: Sequence[str], given: Mapping[str, Any]) -> "_Asked":
+    from qinfer.cli.analyze.figures import Goal
+    from qinfer.cli.analyze.measure import Rules
+
+    if given["objective"] == "goodput" and not given["deadline_ms"]:
         raise typer.BadParameter("goodput needs it", param_hint="--deadline-ms")
-    if objective == "cost" and not price_per_hour:
+    if given["objective"] == "cost" and not given["price_per_hour"]:
         raise typer.BadParameter("cost needs it", param_hint="--price-per-hour")
-    repositories = model_repository or ["models"]
     place = next((Path(one) / model for one in repositories if (Path(one) / model).is_dir()), None)
     if place is None:
         raise CommandFailed(f"no {model} in {', '.join(repositories)}; give --model-repository, a local directory")
-    goal = Goal(objective, p99_ms or math.inf, memory_mb or math.inf, price_per_hour, os.cpu_count() or 1)
-    directory = output or Path(f"analyze-{model}")
-    with private_stack(repositories, [model]) as stack:
-        config = stack.client.config(model)
-        today = today_of(config)
-        space = _space(
-            today,
-            instances=instances,
-            max_batch_size=max_batch_size,
-            delay_ms=delay_ms,
-            threads=threads,
-            backend=backend,
-            concurrency=concurrency,
-        )
-        targets = _targets(stack, model, inputs or [], data)
-        following = cycle([target.request for target in targets]).__next__
-        sent = digest(data) if data is not None else repr(inputs or "")
-        subject = Subject(model, digest(place), space, goal, mode, window_s, sent)
-        journal = Journal(directory, subject)
-        rules = Rules(window_s, deadline_ms or math.inf)
-        meter = Meter(stack.client, model, targets[0], following, goal, rules, stack.memory_mb)
-        progress = _Progress(space, search.budget_of(space) if mode != "brute" else space.size, len(journal.known))
-        try:
-            steps: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[mode](space, goal)
-            outcome = search.drive(steps, _measurer(stack, model, config, meter, journal, progress))
-        except KeyboardInterrupt:
-            raise CommandFailed(
-                f"interrupted; the same command goes on with {len(journal.known)} measurements"
-            ) from None
-        finally:
-            journal.close()
-            progress.end()
+    limits = (given["p99_ms"] or math.inf, given["memory_mb"] or math.inf, given["price_per_hour"])
+    return _Asked(
+        model,
+        place,
+        given["mode"],
+        Goal(given["objective"], *limits, os.cpu_count() or 1),
+        Rules(given["window_s"], given["deadline_ms"] or math.inf),
+        {name: given[name] for name in SPACE_OPTIONS},
+        given["inputs"] or [],
+        given["data"],
+    )
+
+
+class _Asked(NamedTuple):
+    """What the options say."""
+
+    model: str
+    place: Path
+    mode: str
+    goal: "Goal"
+    rules: "Rules"
+    values: dict[str, str]
+    inputs: list[str]
+    data: Path | None
+
+
+def _search(asked: _Asked, stack: "Stack", config: dict[str, Any], directory: Path) -> "Facts":
+    """Searches, and writes what was found into a directory."""
+    from qinfer.cli.analyze import search
+    from qinfer.cli.analyze.journal import Journal, Subject, digest
+    from qinfer.cli.analyze.measure import Meter
+    from qinfer.cli.analyze.report import Facts
+    from qinfer.cli.analyze.space import configured, today_of
+    from qinfer.cli.analyze.stack import config_text
+
+    model, goal, mode = asked.model, asked.goal, asked.mode
+    space = _space(today_of(config), **asked.values)
+    targets = _targets(stack, model, asked.inputs, asked.data)
+    sent = digest(asked.data) if asked.data is not None else repr(asked.inputs)
+    following = cycle([target.request for target in targets]).__next__
+    meter = Meter(stack.client, model, targets[0], following, goal, asked.rules, stack.memory_mb)
+    journal = Journal(directory, Subject(model, digest(asked.place), space, goal, mode, asked.rules.window_s, sent))
+    progress = _Progress(space, search.budget_of(space) if mode != "brute" else space.size, len(journal.known))
+    steps: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[mode](space, goal)
+    try:
+        outcome = search.drive(steps, _measurer(stack, model, config, meter, journal, progress))
+    except KeyboardInterrupt:
+        known = len(journal.known)
+        raise CommandFailed(f"interrupted; the same command goes on after {known} measurements") from None
+    finally:
+        journal.close()
+        progress.end()
     figures: dict[Any, Figures] = {}
-    for (point, _), found in journal.known.items():
-        figures[point] = figures[point].joined(found) if point in figures else found
+    for (point, _), one in journal.known.items():
+        figures[point] = figures[point].joined(one) if point in figures else one
     text = config_text(configured(config, outcome.winner.candidate))
-    found_facts = Facts(model, _machine(), goal, outcome, figures, text)
-    _write(directory, found_facts, journal)
-    show(_as_json(found_facts), lambda: _view(found_facts, directory), as_json=as_json)
-    if apply:
-        _apply(apply, model, configured(config, outcome.winner.candidate))
+    found = Facts(model, _machine(), goal, outcome, figures, text)
+    _write(directory, found, journal)
+    return found
 
 
 def _measurer(
@@ -262,7 +301,8 @@ def _view(found: "Facts", directory: Path) -> Any:
         "files": f"{directory}/report.html, config.pbtxt, measurements.parquet",
     }
     listed = rows(found)[:10]
-    return Group(table("", COLUMNS, listed), facts(f"{found.model}: {outcome.measured} measurements", values))
+    columns = COLUMNS.replace("backend", "backend!")
+    return Group(table("", columns, listed), facts(f"{found.model}: {outcome.measured} measurements", values))
 
 
 def _as_json(found: "Facts") -> dict[str, Any]:
