@@ -286,7 +286,7 @@ def _write(directory: Path, found: "Facts", journal: Any) -> None:
 def _view(found: "Facts", directory: Path) -> Any:
     from rich.console import Group
 
-    from qinfer.cli.analyze.report import COLUMNS, limit_of, rows
+    from qinfer.cli.analyze.report import limit_of, rows
 
     outcome = found.outcome
     is_same = outcome.winner.candidate == outcome.today.candidate
@@ -301,7 +301,7 @@ def _view(found: "Facts", directory: Path) -> Any:
         "files": f"{directory}/report.html, config.pbtxt, measurements.parquet",
     }
     listed = rows(found)[:10]
-    columns = COLUMNS.replace("backend", "backend!")
+    columns = "inst!, batch!, delay!, thr!, backend!, load!, req/s!, ±!, p50!, p99!, rows!, MiB!"
     return Group(table("", columns, listed), facts(f"{found.model}: {outcome.measured} measurements", values))
 
 

@@ -132,8 +132,8 @@ def _row(point: Point, found: Figures, facts: Facts) -> tuple[str, ...]:
         f"{point.level}",
         f"{found.throughput.mean:,.0f}",
         "" if math.isinf(width) else f"{width:.1%}",
-        f"{found.p50_ms:.2f}",
-        f"{found.p99_ms:.2f}",
+        f"{found.p50_ms:.3g}",
+        f"{found.p99_ms:.3g}",
         f"{found.mean_batch:.1f}",
         f"{found.memory_mb:,.0f}" + ("" if facts.goal.score(found).mean else " (refused)"),
     )
