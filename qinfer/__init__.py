@@ -1,7 +1,7 @@
 """qinfer: a durable, queue-backed inference server that speaks NVIDIA Triton's protocol.
 
-The client, its results, `model` and `local` for served functions, `qinfer.errors` and `qinfer.tensors` are imported at
-their first use.
+The client, its results, `model`, `local` and `from_…` for served functions, `qinfer.errors` and `qinfer.tensors` are
+imported at their first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,11 @@ __all__ = [
     "TensorMetadata",
     "__version__",
     "call",
+    "from_mlflow",
+    "from_onnx",
+    "from_sklearn",
+    "from_torch",
+    "from_transformers",
     "local",
     "model",
 ]
@@ -40,6 +45,11 @@ _ELSEWHERE = {
     "Device": "qinfer.models.spec",
     "State": "qinfer.functions.declare",
     "call": "qinfer.functions.calls",
+    "from_mlflow": "qinfer.functions.frameworks",
+    "from_onnx": "qinfer.functions.frameworks",
+    "from_sklearn": "qinfer.functions.frameworks",
+    "from_torch": "qinfer.functions.frameworks",
+    "from_transformers": "qinfer.functions.frameworks",
     "local": "qinfer.functions.runner",
     "model": "qinfer.functions.declare",
 }
@@ -70,6 +80,7 @@ if TYPE_CHECKING:
     )
     from qinfer.functions.calls import call
     from qinfer.functions.declare import State, model
+    from qinfer.functions.frameworks import from_mlflow, from_onnx, from_sklearn, from_torch, from_transformers
     from qinfer.functions.runner import local
     from qinfer.models.spec import Device
 else:

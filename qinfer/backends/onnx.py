@@ -57,7 +57,7 @@ from qinfer.tensors import DATATYPES, from_bf16, to_bf16
 
 logger = logging.getLogger(__name__)
 
-_DATATYPES = {f"tensor({np.dtype(d.numpy).name})": d.name for d in DATATYPES.values() if d.numpy} | {
+ONNX_DATATYPES = {f"tensor({np.dtype(d.numpy).name})": d.name for d in DATATYPES.values() if d.numpy} | {
     "tensor(float)": "FP32",
     "tensor(double)": "FP64",
     "tensor(bfloat16)": "BF16",
@@ -347,7 +347,7 @@ def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found
     open_outputs = {tensor.name for tensor in configured if kind == "output" and tensor.dims == (-1,)}
     actual = {
         node.name: (
-            _DATATYPES.get(node.type, node.type),
+            ONNX_DATATYPES.get(node.type, node.type),
             [dim if isinstance(dim, int) else -1 for dim in node.shape]
             if node.shape and (spec.max_batch_size or node.name not in open_outputs)
             else None,

@@ -1,6 +1,7 @@
 """Python functions and classes as served models.
 
     declare      `@qinfer.model` and its options
+    frameworks   objects of scikit-learn, PyTorch, … as classes with such hints
     hints        type hints ──▶ signature: the inputs and outputs of a function       (pure)
     values       arrays of a batch ◀──▶ Python values                              (pure)
     runner       calls a function with the values of requests

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.functions.declare import options_of
+from qinfer.functions.declare import options_of, rename
 
 _QINFER = Path(__file__).parents[1]
 
@@ -39,7 +39,10 @@ def import_app(path: Path) -> ModuleType:
 
 
 def models_of(module: ModuleType, only: str = "") -> dict[str, Any]:
-    """Returns the decorated functions and classes of a module by their names there; `only` needs no decorator."""
+    """Returns the decorated functions and classes of a module by their names there; `only` needs no decorator.
+
+    Models of frameworks get these names, unless they have one.
+    """
     if only:
         target = getattr(module, only, None)
         if not (inspect.isclass(target) or inspect.isfunction(target)):
@@ -47,10 +50,17 @@ def models_of(module: ModuleType, only: str = "") -> dict[str, Any]:
             raise ModelLoadFailed(
                 f"the app has no function or class '{only}'; it has {known or 'no others with @qinfer.model'}"
             )
-        return {only: target}
+        return _named({only: target})
     found = {name: each for name, each in vars(module).items() if options_of(each) is not None}
     if not found:
         raise ModelLoadFailed("the app declares no model; write @qinfer.model above a function or a class")
+    return _named(found)
+
+
+def _named(found: dict[str, Any]) -> dict[str, Any]:
+    for name, each in found.items():
+        if not getattr(each, "is_named", True):
+            rename(each, name)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import isclass
 from typing import Any, TypeVar, overload
 
@@ -86,6 +86,11 @@ def model_name(target: Any) -> str:
     """Returns the default name of a model: `TextEmbed` → `text_embed`."""
     name: str = target.__name__
     return _CAPITAL.sub("_", name).lower() if isclass(target) else name
+
+
+def rename(target: Any, name: str) -> None:
+    """Gives a decorated function or class another name, or raises `ValueError` if it is not usable."""
+    setattr(target, _MARK, _validated(replace(target.__dict__[_MARK], name=name)))
 
 
 def options_of(target: Any) -> ModelOptions | None:

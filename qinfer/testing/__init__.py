@@ -223,11 +223,13 @@ class _Started:
 def _app_of(target: Any) -> str:
     if isinstance(target, str | Path):
         return str(target)
-    if "." in target.__qualname__:
+    module = sys.modules.get(target.__module__)
+    name = next((name for name, each in vars(module).items() if each is target), "") if module is not None else ""
+    if not name:
         raise ValueError(
             f"'{target.__qualname__}' is not at the top of its file, so that no other process can import it"
         )
-    return f"{inspect.getfile(target)}:{target.__qualname__}"
+    return f"{inspect.getfile(target)}:{name}"
 
 
 class FakeClock:

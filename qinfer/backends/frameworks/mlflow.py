@@ -24,11 +24,16 @@ _COLUMNS = {
 
 
 def load(asked: LoadFramework) -> "PyfuncModel":
-    """Loads a model's flavour `python_function`."""
+    """Loads a version's model."""
+    return load_uri(str(Path(asked.path).parent))
+
+
+def load_uri(uri: str) -> "PyfuncModel":
+    """Loads the flavour `python_function` of a directory, or of a URI that MLflow resolves."""
     import mlflow.pyfunc
 
     try:
-        model = mlflow.pyfunc.load_model(str(Path(asked.path).parent))
+        model = mlflow.pyfunc.load_model(uri)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # the model's own code

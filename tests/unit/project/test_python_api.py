@@ -45,7 +45,8 @@ def test_each_public_name_is_listed_and_exists(name: str) -> None:
 
 
 def test_qinfer_exports_what_the_client_exports_and_what_apps_need() -> None:
-    for_apps = {"Device", "State", "call", "local", "model"}
+    frameworks = {"from_mlflow", "from_onnx", "from_sklearn", "from_torch", "from_transformers"}
+    for_apps = {"Device", "State", "call", "local", "model"} | frameworks
 
     assert set(LISTED["qinfer"]) == {*public_names("qinfer.client"), "__version__", *for_apps}
 
