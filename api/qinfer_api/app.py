@@ -79,7 +79,7 @@ from qinfer_api.rest.management import (
     statistics_routes,
 )
 from qinfer_api.rest.openapi import docs_routes, document_of
-from qinfer_api.rest.plain import plain_routes, with_models
+from qinfer_api.rest.plain import PlainCodec, plain_routes, with_models
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling import backlog_routes
 from qinfer_api.shared_memory import SharedMemory
@@ -205,6 +205,7 @@ class Gateway:
         codec = InferCodec(self.dispatcher, self.memory, settings)
         fast = FastPath(self.dispatcher, settings, codec, restrictions, self.receiving)
         fast.call_type = self._tracing.call_type
+        fast.plain = partial(PlainCodec, self.dispatcher, codec.bounds)
         return fast
 
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:

@@ -1,7 +1,7 @@
-"""The fast path: `POST /v2/models/{m}[/versions/{v}]/infer` below ASGI.
+"""The fast path below ASGI: `POST /v2/models/{m}[/versions/{v}]/infer`, and `POST /models/{m}` with one response.
 
-The fast path and the FastAPI route (`rest/infer.py`) both use `http/infer.py`, so their answers are equal to the byte.
-Nothing here waits.
+The fast path and the FastAPI routes use the same codecs, `http/infer.py` and that of `rest/plain.py`, so their answers
+are equal to the byte. Nothing here waits.
 
 A request behind an unfinished ASGI request takes the ASGI path, because it may depend on it. An ASGI request waits for
 the calls before it, and reading pauses meanwhile.
@@ -9,12 +9,15 @@ the calls before it, and reading pauses meanwhile.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings import Settings
 from qinfer.errors import Overloaded, QinferError
+from qinfer.models.catalog import ServedVersion
 from qinfer.submission.memory import Landing
 from qinfer.submission.pending import Memory, PendingCall
 from qinfer.tensors import Bytes
@@ -31,6 +34,7 @@ from qinfer_api.http.infer import (
     JSON_BYTES,
     HttpReply,
     InferCodec,
+    UrlTarget,
     compile_forward,
     encoder_of,
     error_reply,
@@ -42,7 +46,7 @@ from qinfer_api.http.infer import (
     with_headers,
 )
 from qinfer_api.receiving import NO_ROOM, SPENT, ReceivingBudget, Reservation
-from qinfer_api.shared_memory import TakesLong, forgets_regions
+from qinfer_api.shared_memory import Land, TakesLong, forgets_regions
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,28 @@ LEAST_LANDED_BYTES = 64 * 1024
 
 _NO_REQUEST = OutgoingRequest(model="", inputs=())
 _GONE = HttpReply(400, b"")
+
+
+class CallCodec(Protocol):
+    """Decodes the body of a call, and encodes its response."""
+
+    shares_memory: bool
+
+    def decode(
+        self,
+        target: UrlTarget,
+        body: Bytes,
+        json_length: str | None,
+        tenant: str,
+        served: ServedVersion | None = None,
+        land: Land | None = None,
+    ) -> tuple[OutgoingRequest, OutputPlan]:
+        """Decodes a body."""
+        ...
+
+    def encode(self, response: Response, client_id: str, plan: OutputPlan, *, apart: bool = False) -> HttpReply:
+        """Encodes a response or a failure."""
+        ...
 
 
 class FastCall:
@@ -68,7 +94,7 @@ class FastCall:
     def __init__(self, connection: "QinferHttpProtocol", head: RequestHead) -> None:
         self._connection = connection
         self._pending: PendingCall | None = None
-        self._codec: InferCodec
+        self._codec: CallCodec
         self._plan: OutputPlan
         self.head = head
         self.memory: Memory | None = None
@@ -145,7 +171,7 @@ class FastCall:
         self.reply = reply
         self._connection.on_reply()
 
-    def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
+    def start(self, dispatcher: Dispatcher, codec: CallCodec) -> None:
         """Decodes and submits the request."""
         head, landing = self.head, self.landing
         body: Bytes = b"".join(self.parts) if len(self.parts) != 1 else self.parts[0]
@@ -282,12 +308,23 @@ class FastPath(HttpPort):
         enabled = http.fast_path and not restrictions.covers("inference")
         max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
         most_binary = http.max_input_bytes if enabled else -1
-        self.heads = HeadReader(max_bytes, self.forward, self.visitors, most_binary)
+        self.heads = HeadReader(max_bytes, self.forward, self.visitors, most_binary, self._takes_plain)
         self.call_type: type[FastCall] = FastCall
+        self.plain: Callable[[], CallCodec] | None = None
 
     def connect(self) -> "QinferHttpProtocol":
         """Creates the protocol of a connection."""
         return QinferHttpProtocol(self)
+
+    def codec_of(self, head: RequestHead) -> CallCodec:
+        """Returns the codec of a call."""
+        return self.plain() if head.is_plain and self.plain is not None else self.codec
+
+    def _takes_plain(self, model: str) -> bool:
+        try:
+            return self.plain is not None and not self.dispatcher.resolve(model, 0).spec.decoupled
+        except QinferError:
+            return False  # the route says what is wrong
 
     async def tick(self) -> None:
         """Checks timeouts, and gives up bodies that arrive too slowly."""
@@ -317,7 +354,7 @@ class QinferHttpProtocol(HttpConnection):
                 head, body = known
                 call = self._append(head)
                 call.parts.append(body)
-                call.start(self._fast.dispatcher, self._fast.codec)
+                call.start(self._fast.dispatcher, self._fast.codec_of(head))
                 if len(queue) >= MAX_PIPELINED:
                     self.go_on()
                 return
@@ -398,7 +435,7 @@ class QinferHttpProtocol(HttpConnection):
         super().on_message_complete()
         if isinstance(call, FastCall):
             self._release()
-            call.start(self._fast.dispatcher, self._fast.codec)
+            call.start(self._fast.dispatcher, self._fast.codec_of(call.head))
 
     def _reserve(self, call: FastCall) -> None:
         head, fast = call.head, self._fast

@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -32,6 +32,10 @@ MAX_BINARY_BYTES = 8 * 2**20
 """Larger binary bodies are, too, unless they are received in pieces: a copy would hold the loop up for milliseconds."""
 
 MAX_JSON_BYTES = 64 * 1024
+
+MAX_PLAIN_BYTES = 32 * 1024
+"""Larger bodies of plain JSON are decoded off the event loop."""
+
 _MAX_DIGITS = 9
 
 _MEANINGS = {
@@ -45,17 +49,19 @@ _MEANINGS = {
     b"request-timeout": "timeout",
     b"authorization": "authorization",
     b"x-api-key": "x-api-key",
+    b"endpoint-load-metrics-format": "load",
     b"transfer-encoding": "special",
     b"expect": "special",
     b"prefer": "special",
     b"upgrade": "special",
 }
 _MAX_URL_BYTES = 1024
+_PLAIN_JSON = b"/models/"
 _NO_HEADERS: Mapping[str, str] = {}
 
 
 class RequestHead(msgspec.Struct, frozen=True, gc=False):
-    """The parts of a head that the fast path needs; `json_length` is unchecked."""
+    """The parts of a head that the fast path needs; `json_length` is unchecked, and `is_plain` = plain JSON."""
 
     target: UrlTarget
     length: int
@@ -66,6 +72,7 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     sent: bytes | Headers = b""
     strict: bool = False
     timeout_s: float | None = None
+    is_plain: bool = False
 
     def headers(self) -> Headers:
         """Returns all headers."""
@@ -82,13 +89,15 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse_target(url: bytes) -> UrlTarget | None:
-    """Parses an infer URL; `None` = the route handles it."""
+    """Parses a URL of infer or of plain JSON; `None` = the route handles it."""
     return _parse_target(url) if len(url) <= _MAX_URL_BYTES else None
 
 
 @lru_cache(maxsize=1024)
 def _parse_target(url: bytes) -> UrlTarget | None:
     parts = url.split(b"/")
+    if len(parts) == 3 and parts[:2] == [b"", b"models"]:
+        parts = [b"", b"v2", b"models", parts[2], b"infer"]
     if len(parts) not in (5, 7) or parts[:3] != [b"", b"v2", b"models"] or parts[-1] != b"infer" or not parts[3]:
         return None
     if b"%" in url or b"?" in url or b"#" in url or not url.isascii():
@@ -119,7 +128,9 @@ def read_head(
             if meaning in found:
                 return None
             found[meaning] = value
-    if "special" in found or found.get("coding", b"").strip().lower() not in (b"", b"identity"):
+    is_plain = url.startswith(_PLAIN_JSON)
+    is_special = "special" in found or (is_plain and ("json" in found or "load" in found))
+    if is_special or found.get("coding", b"").strip().lower() not in (b"", b"identity"):
         return None
     length = int(found.get("length", b"-1"))
     json_length = found["json"].decode("latin-1") if "json" in found else None
@@ -129,13 +140,13 @@ def read_head(
         return None
     trace = _trace(found.get("traceparent"), found.get("tracestate"))
     context = _caller(trace, found.get("authorization"), found.get("x-api-key"))
-    encoding = _accepted(found["accept"]) if "accept" in found else None
+    encoding = _accepted(found["accept"]) if "accept" in found and not is_plain else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
     try:
         strict, timeout_s = _wishes(found.get("types"), found.get("timeout"))
     except InvalidRequest:
         return None  # the route refuses it
-    return RequestHead(target, length, json_length, context, encoding, forwarding, headers, strict, timeout_s)
+    return RequestHead(target, length, json_length, context, encoding, forwarding, headers, strict, timeout_s, is_plain)
 
 
 @lru_cache(maxsize=64)
@@ -212,7 +223,7 @@ _LINES = (  # the most frequent first
     _once(10, "timeout", _VALUE),
     rb"(?i:connection: keep-alive)\r\n",
 )
-_PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
+_PLAIN_HEAD = re.compile(rb"POST ((?:/v2)?/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
 """Every parser reads these alike; matching takes linear time."""
 
 _ORIGIN = re.compile(rb"\r\n(?i:origin): *+((?:%b)?)" % _VALUE)
@@ -322,7 +333,8 @@ class HeadReader:
     """Reads small requests that arrive in one packet, without the connection's parser.
 
     A regular expression reads the head, because proxies vary ids, traces and lengths. Other clients repeat heads, so
-    the last one of each packet length is cached. A negative `max_bytes` switches the fast path off.
+    the last one of each packet length is cached. A negative `max_bytes` switches the fast path off. `takes_plain` says
+    whether plain JSON for a model is read here.
     """
 
     def __init__(
@@ -331,8 +343,10 @@ class HeadReader:
         forward: re.Pattern[str] | None = None,
         visitors: Visitors | None = None,
         most_binary_bytes: int = 0,
+        takes_plain: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._max_bytes = max_bytes
+        self._takes_plain = takes_plain
         self._most_binary_bytes = most_binary_bytes
         self._forward = forward
         self._visitors = visitors
@@ -341,20 +355,21 @@ class HeadReader:
 
     def read(self, url: bytes, headers: Headers) -> RequestHead | None:
         """Calls `read_head` for a parsed POST."""
-        return read_head(url, headers, self._max_bytes, self._forward, self._most_binary_bytes)
+        head = read_head(url, headers, self._max_bytes, self._forward, self._most_binary_bytes)
+        return head if head is not None and self._takes(head) else None
 
     def find(self, packet: bytes) -> tuple[RequestHead, bytes] | None:
         """Splits a packet that is one plain request."""
         size = len(packet)
         known = self._known[size % _MAX_KNOWN]
         if known is not None and known[1] == size and packet.startswith(known[0]):
-            return known[2], packet[len(known[0]) :]
+            return (known[2], packet[len(known[0]) :]) if self._takes(known[2]) else None
         is_head_alone = packet.endswith(_END_OF_HEAD)
         match = None if is_head_alone else _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
         if match is None or (length := size - match.end()) > self._max_bytes:
             return None
         head = self._read_match(match, length)
-        if head is None:
+        if head is None or not self._takes(head):
             return None
         if not head.context.trace:
             self._known[size % _MAX_KNOWN] = packet[: match.end()], size, head
@@ -376,10 +391,15 @@ class HeadReader:
             self._begun = packet[: match.end()], head
         return head, body
 
+    def _takes(self, head: RequestHead) -> bool:
+        """A model is looked up each time, because a decoupled one, whose responses stream, may replace another."""
+        return not head.is_plain or (head.length <= MAX_PLAIN_BYTES and self._takes_plain(head.target.model))
+
     def _read_match(self, match: re.Match[bytes], body_bytes: int) -> RequestHead | None:
         url, length, trace, json_length, accept, authorization, key, state, types, timeout = match.groups()
         target, sent = parse_target(url), match[0]
-        if target is None or length is None or body_bytes != int(length):
+        is_plain = url.startswith(_PLAIN_JSON)
+        if target is None or length is None or body_bytes != int(length) or (is_plain and json_length is not None):
             return None
         try:
             strict, timeout_s = _wishes(types, timeout)
@@ -392,9 +412,10 @@ class HeadReader:
             body_bytes,
             None if json_length is None else json_length.decode(),
             _caller(_trace(trace, state), authorization, key),
-            None if accept is None else _accepted(accept),
+            None if accept is None or is_plain else _accepted(accept),
             _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(sent)),
             sent,
             strict,
             timeout_s,
+            is_plain,
         )

@@ -30,7 +30,7 @@ from qinfer.submission.validate import check_announced
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import repeated_key
-from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameters, custom_parameter, read_input
+from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameters, custom_parameter, flat, read_input
 from qinfer.wire.kserve_json import elements, pack
 from qinfer.wire.kserve_types import INPUTS, InputParameters
 from qinfer.wire.outputs import OutputPlan
@@ -535,10 +535,10 @@ def _parse_tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) 
 def pack_value(expected: TensorSpec, value: Any, shape: Sequence[int], most: int) -> Bytes:
     """Packs the value of a member: a list of elements, or one element, which may be a giant string."""
     name, datatype = expected.name, expected.datatype
-    if isinstance(value, LongArray) and value.is_text and datatype == "BYTES":
-        return pack(INPUTS[datatype](name, tuple(shape), InputParameters(), value), most)
-    data = value if isinstance(value, list | LongArray) else [value]
-    return pack(read_input({"name": name, "datatype": datatype, "shape": list(shape), "data": data}), most)
+    if isinstance(value, LongArray) and value.is_text and datatype != "BYTES":
+        return pack(read_input({"name": name, "datatype": datatype, "shape": list(shape), "data": value}), most)
+    data = value if isinstance(value, LongArray) else flat(value if isinstance(value, list) else [value], datatype)
+    return pack(INPUTS[datatype](name, tuple(shape), InputParameters(), data if 0 not in shape else []), most)
 
 
 def _shape(expected: TensorSpec, count: int, *, batched: bool) -> list[int]:

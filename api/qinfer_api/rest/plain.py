@@ -19,13 +19,16 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.to_spec import BASE64
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters
 from qinfer.wire.kserve_json import elements
-from qinfer_api.http.infer import HttpReply
+from qinfer.wire.outputs import OutputPlan
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.infer import HttpReply, UrlTarget, answered_by, failure_reply, refusal
 from qinfer_api.rest.infer import (
     JsonRequest,
     StreamSink,
@@ -39,6 +42,7 @@ from qinfer_api.rest.infer import (
 )
 from qinfer_api.rest.openapi import Json, body, describe_response, operation
 from qinfer_api.rest.services import INFER_ERRORS, REQUEST_TIMEOUT, Services, target_of
+from qinfer_api.shared_memory import Land
 
 _FIELDS: Json = {
     "type": "object",
@@ -89,6 +93,42 @@ def plain_routes(services: Services) -> APIRouter:
 
 async def _encoded(asked: PlainRequest, response: Response) -> HttpReply:
     return await reply_of(response, asked.request.endpoint, partial(encode_plain, asked, response))
+
+
+class PlainCodec:
+    """The codec of one call of the fast path."""
+
+    shares_memory = False
+
+    def __init__(self, dispatcher: Dispatcher, bounds: JsonBounds) -> None:
+        self._dispatcher, self._bounds = dispatcher, bounds
+
+    def decode(
+        self,
+        target: UrlTarget,
+        body: Bytes,
+        json_length: str | None,
+        tenant: str,
+        served: ServedVersion | None = None,
+        land: Land | None = None,
+    ) -> tuple[OutgoingRequest, OutputPlan]:
+        """Decodes a body, or raises `QinferError`."""
+        del json_length, tenant, land  # those of binary tensors
+        served = served or self._dispatcher.resolve(target.model, target.version)
+        self._asked = read_plain(body, target.model, target.version, served.spec, self._bounds)
+        return self._asked.request, OutputPlan(strict=self._asked.strict)
+
+    def encode(self, response: Response, client_id: str, plan: OutputPlan, *, apart: bool = False) -> HttpReply:
+        """Encodes a response or a failure."""
+        del client_id, apart
+        self._asked.strict = plan.strict
+        target = answered_by(response, self._asked.request.endpoint)
+        if response.failure is not None:
+            return refusal(response.failure, target)
+        try:
+            return HttpReply(200, encode_plain(self._asked, response), cache=response.cache, target=target)
+        except QinferError as error:
+            return failure_reply(error)
 
 
 def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> PlainRequest:

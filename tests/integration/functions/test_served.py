@@ -54,6 +54,35 @@ def test_a_batch_of_texts_by_plain_json_v2_and_grpc(served: Served, post: Any) -
     assert post("embed", text="a") == {"embedding": [1.0, 1.0]}
 
 
+@pytest.mark.parametrize(
+    ("model", "body", "headers"),
+    [
+        ("embed", b'{"text": ["h\xc3\xa9", "a"]}', {}),
+        ("embed", b'{"text": "a"}', {"accept-encoding": "gzip"}),
+        ("embed", b'{"text": ["%b"]}' % (b"a" * 60_000), {}),
+        ("embed", b'{"text": 1}', {}),
+        ("embed", b'{"text": ["a"]', {}),
+        ("embed", b"[]", {"inference-header-content-length": "1"}),
+        ("embed", b'{"text": ["a"]}', {"request-timeout": "x"}),
+        ("embed", b'{"text": ["a"]}', {"accept": "application/json; strict=true"}),
+        ("rate", b'{"title": "bad"}', {}),
+        ("size", b'{"image": "YWJj"}', {}),
+        ("none", b'{"text": "a"}', {}),
+        ("write", b'{"prompt": "a"}', {}),
+        ("total", b'{"number": 1, "sequence_id": 9, "sequence_start": true, "sequence_end": true}', {}),
+    ],
+)
+def test_the_fast_path_answers_as_the_route(served: Served, model: str, body: bytes, headers: dict[str, str]) -> None:
+    """Bodies in chunks are the route's."""
+    answers = [
+        httpx.post(f"{served.url}/models/{model}", content=content, headers=headers) for content in (body, iter([body]))
+    ]
+
+    fast, route = ((one.status_code, one.content, one.headers.get("content-type")) for one in answers)
+    assert fast == route
+    assert all("qinfer-request-id" in one.headers for one in answers)
+
+
 def test_a_request_of_more_items_than_a_batch_is_answered(post: Any) -> None:
     assert len(post("embed", text=["a"] * 100)["embedding"]) == 100
 

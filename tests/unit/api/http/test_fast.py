@@ -35,6 +35,9 @@ LENGTH = (b"Content-Length", b"10")
     [
         (b"/v2/models/m/infer", UrlTarget("m", 0)),
         (b"/v2/models/m/versions/12/infer", UrlTarget("m", 12)),
+        (b"/models/m", UrlTarget("m", 0)),
+        (b"/models/m/n", None),
+        (b"/models/", None),
         (b"/v2/models/m/infer/", None),
         (b"/v2/models//infer", None),
         (b"/v2/models/m/versions/x/infer", None),

@@ -243,3 +243,40 @@ def test_a_hostile_head_takes_linear_time() -> None:
     for value in (b"a" + b" " * 3900, b" " * 3900, b"a " * 1950):
         assert HeadReader().find(packet(LENGTH, b"Accept-Encoding: " + value + b"\x01")) is None
     assert HeadReader().find(packet(*[b"a: b"] * 600, b"\x01")) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "lines", "size", "is_fast"),
+    [
+        (b"/models/m", b"accept-encoding: gzip\r\n", 2, True),
+        (b"/models/m", b"", 32 * 1024, True),
+        (b"/models/m", b"", 32 * 1024 + 1, False),
+        (b"/models/other", b"", 2, False),
+        (b"/models/m", b"inference-header-content-length: 1\r\n", 2, False),
+        (b"/models/m", b"endpoint-load-metrics-format: text\r\n", 2, False),
+        (b"/v2/models/m", b"", 2, False),
+    ],
+)
+def test_plain_json_is_read_for_models_that_are_taken(path: bytes, lines: bytes, size: int, is_fast: bool) -> None:
+    whole = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n%b\r\n%b" % (path, size, lines, b" " * size)
+    headers = [tuple(line.split(b": ")) for line in (b"content-length: %d\r\n" % size + lines).split(b"\r\n")[:-1]]
+    reader = HeadReader(takes_plain=lambda model: model == "m")
+
+    found = [reader.find(whole), reader.find(whole)]
+    parsed = reader.read(path, headers)  # type: ignore[arg-type]
+
+    assert [each is not None and each[0].is_plain for each in found] == [is_fast, is_fast]
+    assert (parsed is not None and parsed.is_plain) is is_fast
+    assert not is_fast or (parsed is not None and parsed.encoding is None)
+
+
+def test_a_known_head_of_plain_json_is_not_read_when_its_model_is_not_taken_any_more() -> None:
+    taken = {"m"}
+    reader = HeadReader(takes_plain=taken.__contains__)
+    whole = b"POST /models/m HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}"
+
+    first = reader.find(whole)
+    taken.clear()
+
+    assert first is not None
+    assert reader.find(whole) is None
