@@ -89,12 +89,12 @@ def from_sklearn(
         return {name: getattr(estimator, name)(table) for name in methods}
 
     try:
-        outputs = {name: maker.port(name, getattr(estimator, name)(rows), len(rows)) for name in methods}
-    except HintError:
-        raise
+        found = {name: getattr(estimator, name)(rows) for name in methods}
     except Exception as error:
         raise maker.error(f"it does not run on the example; fit it, and give example=X[:2]: {error}") from error
-    return maker.made(inputs, outputs, run)
+    if lists := [name for name, result in found.items() if isinstance(result, list)]:
+        raise maker.error(f"'{lists[0]}' returns a list of arrays, one for each target; {_INSTEAD}")
+    return maker.made(inputs, {name: maker.port(name, each, len(rows)) for name, each in found.items()}, run)
 
 
 def from_torch(
@@ -340,7 +340,7 @@ class _Maker:
         def predict(*args: Any, **named: Any) -> Values:
             """Returns the outputs of a batch by name."""
             given = signature.bind(*args, **named).arguments
-            found = run({name: _taken(given[each], inputs[name][1]) for each, name in names.items()})
+            found = run({name: _taken(given[each], *inputs[name]) for each, name in names.items()})
             return {name: _given(found[name], dims) for name, (_, dims) in outputs.items()}
 
         predict.__annotations__ = {**hints, "return": result}
@@ -374,7 +374,7 @@ def _ones(maker: _Maker, estimator: Any) -> Array:
 
 def _table(maker: _Maker, rows: Any) -> tuple[dict[str, Port], Callable[[Values], Any]]:
     """Returns the inputs of an estimator by some of its rows, and the function that makes such rows of inputs."""
-    if hasattr(rows, "iloc"):  # a DataFrame of pandas
+    if hasattr(rows, "columns"):  # a DataFrame of pandas
         kinds = rows.dtypes.to_dict()
         ports = {str(name): maker.port(str(name), rows[name], len(rows)) for name in kinds}
         return ports, lambda given: type(rows)({name: given[str(name)] for name in kinds}).astype(kinds)
@@ -429,13 +429,13 @@ def _is_scalar(dims: Sequence[int]) -> bool:
     return set(dims[1:]) <= {1}
 
 
-def _taken(values: Any, dims: Sequence[int]) -> Any:
+def _taken(values: Any, datatype: str, dims: Sequence[int]) -> Any:
     """Returns an input as the framework takes it: an array of these dimensions; texts are `str` in an object array."""
-    if isinstance(values, list):
-        values = np.array(values, object) if isinstance(values[0], str) else values
-    elif values.dtype == object:
-        values = _array(values).astype(object)
-    return values.reshape(len(values), *dims[1:]) if _is_scalar(dims) and not isinstance(values, list) else values
+    if datatype == "IMAGE":
+        return values
+    array = np.array(values, object) if isinstance(values, list) else np.asarray(values)
+    array = _array(array).astype(object) if array.dtype == object and array.ndim > 1 else array
+    return array.reshape(len(array), *dims[1:]) if _is_scalar(dims) else array
 
 
 def _given(values: Any, dims: Sequence[int]) -> Any:

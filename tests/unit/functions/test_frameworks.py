@@ -16,6 +16,7 @@ from sklearn.cluster import DBSCAN, KMeans
 from sklearn.compose import make_column_transformer
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.multioutput import MultiOutputClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
@@ -68,7 +69,7 @@ def test_texts_and_sparse_results() -> None:
     vectors = TfidfVectorizer().fit(texts)
     classes = make_pipeline(TfidfVectorizer(), LogisticRegression(class_weight="balanced")).fit(texts, [1, 0, 0])
 
-    found = qinfer.local(qinfer.from_sklearn(vectors, example=texts))(["good", "é"])["transform"]
+    found = qinfer.local(qinfer.from_sklearn(vectors, example=pd.Series(texts)))(["good", "é"])["transform"]
 
     np.testing.assert_allclose(found, vectors.transform(["good", "é"]).toarray())
     assert qinfer.local(qinfer.from_sklearn(classes, example=texts))(["good"])["predict"].tolist() == [1]
@@ -89,6 +90,11 @@ def test_texts_and_sparse_results() -> None:
         ),
         (DBSCAN().fit(X), {}, "no method 'transform'; give method="),
         (OneHotEncoder().fit([["a"], ["b"]]), {"example": [["a"]]}, "is an array of texts; give a table"),
+        (
+            MultiOutputClassifier(LogisticRegression()).fit(X, [[0, 1], [1, 0], [0, 0], [1, 1]]),
+            {"method": "predict_proba"},
+            "'predict_proba' returns a list of arrays, one for each target; write a function",
+        ),
         (StandardScaler().fit(TWINS), {"example": TWINS}, "have one name as arguments"),
     ],
 )

@@ -257,7 +257,7 @@ def test_a_hostile_head_takes_linear_time() -> None:
         (b"/v2/models/m", b"", 2, False),
     ],
 )
-def test_plain_json_is_read_for_models_that_are_taken(path: bytes, lines: bytes, size: int, is_fast: bool) -> None:
+def test_plain_json_is_read_for_models_that_are_taken(path: bytes, lines: bytes, size: int, *, is_fast: bool) -> None:
     whole = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n%b\r\n%b" % (path, size, lines, b" " * size)
     headers = [tuple(line.split(b": ")) for line in (b"content-length: %d\r\n" % size + lines).split(b"\r\n")[:-1]]
     reader = HeadReader(takes_plain=lambda model: model == "m")
