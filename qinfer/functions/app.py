@@ -50,14 +50,14 @@ def models_of(module: ModuleType, only: str = "") -> dict[str, Any]:
             raise ModelLoadFailed(
                 f"the app has no function or class '{only}'; it has {known or 'no others with @qinfer.model'}"
             )
-        return _named({only: target})
+        return _with_names({only: target})
     found = {name: each for name, each in vars(module).items() if options_of(each) is not None}
     if not found:
         raise ModelLoadFailed("the app declares no model; write @qinfer.model above a function or a class")
-    return _named(found)
+    return _with_names(found)
 
 
-def _named(found: dict[str, Any]) -> dict[str, Any]:
+def _with_names(found: dict[str, Any]) -> dict[str, Any]:
     for name, each in found.items():
         if not getattr(each, "is_named", True):
             rename(each, name)

@@ -41,9 +41,8 @@ from qinfer.observe.tracing import (
 from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher, Ending, StoredTraces
-from qinfer_api.http.fast import FastCall, QinferHttpProtocol
+from qinfer_api.http.fast import CallCodec, FastCall, QinferHttpProtocol
 from qinfer_api.http.head import RequestHead
-from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import (
     INPUT,
     OUTPUT,
@@ -111,7 +110,7 @@ class TracedCall(FastCall):
         super().__init__(connection, head)
         self.received_s = self.read_s = time.monotonic()
 
-    def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
+    def start(self, dispatcher: Dispatcher, codec: CallCodec) -> None:
         """Decodes and submits the request, as `FastCall.start`."""
         self.read_s = time.monotonic()
         super().start(dispatcher, codec)
