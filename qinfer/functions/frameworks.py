@@ -84,7 +84,7 @@ def from_sklearn(
     rows = _ones(maker, estimator) if example is None else example
     inputs, rows_of = _table(maker, rows)
 
-    def run(given: Values) -> Values:
+    def computed(given: Values) -> Values:
         table = rows_of(given)
         return {name: getattr(estimator, name)(table) for name in methods}
 
@@ -94,7 +94,7 @@ def from_sklearn(
         raise maker.error(f"it does not run on the example; fit it, and give example=X[:2]: {error}") from error
     if lists := [name for name, result in found.items() if isinstance(result, list)]:
         raise maker.error(f"'{lists[0]}' returns a list of arrays, one for each target; {_INSTEAD}")
-    return maker.made(inputs, {name: maker.port(name, each, len(rows)) for name, each in found.items()}, run)
+    return maker.made(inputs, {name: maker.port(name, each, len(rows)) for name, each in found.items()}, computed)
 
 
 def from_torch(
@@ -128,7 +128,7 @@ def from_torch(
     place = next(iter(calls[0].values())).device
     module.eval()
 
-    def run(given: Values) -> Values:
+    def computed(given: Values) -> Values:
         with torch.inference_mode():
             tensors = {
                 name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(place, dtypes[name])
@@ -153,10 +153,10 @@ def from_torch(
 
     batches = [{name: _from_tensor(torch.cat([each, each])) for name, each in call.items()} for call in calls]
     try:
-        results = [run(batch) for batch in batches]
+        results = [computed(batch) for batch in batches]
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise maker.error(f"it does not run on an example repeated as a batch of two: {error}") from error
-    return maker.made(maker.ports(batches, batches), maker.ports(results, batches), run, setup)
+    return maker.made(maker.ports(batches, batches), maker.ports(results, batches), computed, setup)
 
 
 def from_transformers(
@@ -190,18 +190,18 @@ def from_transformers(
     else:
         raise maker.error(f"a pipeline of the task {pipeline.task} takes more than texts or images; {_INSTEAD}")
 
-    def run(given: Values) -> Values:
+    def computed(given: Values) -> Values:
         batch = list(given[name])
         results = pipeline(batch, batch_size=len(batch))
         return _members([results] if len(batch) == 1 != len(results) else results)
 
     try:
-        outputs = maker.ports([run({name: [item]}) for item in items], [{name: [item]} for item in items])
+        outputs = maker.ports([computed({name: [item]}) for item in items], [{name: [item]} for item in items])
     except Exception as error:
         raise maker.error(f"it does not run on the example; give example=[…], or {_INSTEAD}: {error}") from error
     if varied := [member for member, (_, dims) in outputs.items() if -1 in dims[1:]]:
         raise maker.error(f"'{varied[0]}' has another shape for each item; {_INSTEAD}")
-    return maker.made({name: port}, outputs, run)
+    return maker.made({name: port}, outputs, computed)
 
 
 def from_mlflow(uri: str | Path, **options: Unpack[FrameworkOptions]) -> type[FrameworkModel]:
@@ -229,14 +229,14 @@ def from_mlflow(uri: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fr
     except ModelLoadFailed as error:
         raise maker.error(error.message) from error
 
-    def run(given: Values) -> Values:
+    def computed(given: Values) -> Values:
         arrays = {name: _encoded(array) if array.dtype == object else array for name, array in given.items()}
         return loaded.execute(arrays, [port.name for port in loaded.outputs])
 
     inputs, outputs = (
         {port.name: (port.datatype, port.dims or ()) for port in of} for of in (loaded.inputs, loaded.outputs)
     )
-    return maker.made(inputs, outputs, run)
+    return maker.made(inputs, outputs, computed)
 
 
 def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[FrameworkModel]:
@@ -267,7 +267,7 @@ def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fra
         dims = {node.name: [size if isinstance(size, int) else -1 for size in node.shape or ()] for node in nodes}
         return {node.name: (ONNX_DATATYPES.get(node.type, node.type), dims[node.name]) for node in nodes}
 
-    def run(given: Values) -> Values:
+    def computed(given: Values) -> Values:
         return dict(zip(outputs, session.run([*outputs], given), strict=True))
 
     def setup(device: Device) -> None:
@@ -277,7 +277,7 @@ def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fra
             session = onnxruntime.InferenceSession(str(path), providers=[cuda, "CPUExecutionProvider"])
 
     outputs = ports(session.get_outputs())
-    return maker.made(ports(session.get_inputs()), outputs, run, setup)
+    return maker.made(ports(session.get_inputs()), outputs, computed, setup)
 
 
 class _Maker:
