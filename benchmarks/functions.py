@@ -44,9 +44,14 @@ def kinds(embedder: str) -> list[ServerKind]:
 
     def qinfer(launch: Launch) -> list[Command]:
         program = str(Path(sys.executable).with_name("qinfer"))
+        app = launch.directory / "app.py"  # no variables of ours are in the environment of an app
+        begin = (
+            f"import os, sys\nos.environ['BENCH_EMBEDDER'] = {embedder!r}\nsys.path.insert(0, {str(_APP.parent)!r})\n"
+        )
+        app.write_text(begin + _APP.read_text())
         data = ("--data-dir", str(launch.directory / "data"), "--workers", "1", "--metrics-port", "0")
         ports = ("--http-port", str(launch.port), "--grpc-port", str(launch.grpc_port))
-        return [Command(argv=(program, "up", str(_APP), *data, *ports), env=env)]
+        return [Command(argv=(program, "up", str(app), *data, *ports), env=env)]
 
     def peer(name: str, launch: Launch, **more: str) -> list[Command]:
         argv = (str(environments.ensure(name)), "-m", f"benchmarks.peers.{name}.embed")

@@ -137,8 +137,11 @@ def from_torch(
             result = module(**tensors)
         result = result._asdict() if hasattr(result, "_asdict") else result
         if not isinstance(result, Mapping):
-            names, parts = ([output], [result]) if isinstance(output, str) else (output, result)
-            result = dict(zip(names, parts, strict=False)) if len(names) == len(parts) else {"": result}
+            names = [output] if isinstance(output, str) else output
+            parts = result if isinstance(result, tuple | list) and not isinstance(output, str) else [result]
+            if len(parts) != len(names):
+                raise maker.error(f"its result has {len(parts)} parts, and output={output!r} names {len(names)}")
+            result = dict(zip(names, parts, strict=True))
         for part in result.values():
             if not isinstance(part, torch.Tensor):
                 what = f"its result has a {type(part).__name__} where a named tensor must be"

@@ -147,6 +147,11 @@ def test_outputs_have_the_names_of_a_named_tuple_or_given_names(form: str, outpu
     assert [port[0] for port in ports(model)] == ["ids", "mask", "total", "each"]
 
 
+def test_names_for_a_tuple_do_not_name_the_rows_of_one_tensor() -> None:
+    with pytest.raises(HintError, match=r"its result has 1 parts, and output=\('a', 'b'\) names 2"):
+        qinfer.from_torch(torch.nn.Linear(2, 2), torch.zeros(1, 2), output=("a", "b"))
+
+
 def test_half_floats_cross_as_floats() -> None:
     model = qinfer.from_torch(torch.nn.Linear(2, 3, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.bfloat16))
 
