@@ -70,6 +70,20 @@ class Template:
         return b"".join((self._begin, b"%d\r\n" % len(word), word, self._end))
 
 
+class PairTemplate:
+    """A command with two variable words, `between` them and at its end; the others are encoded once."""
+
+    def __init__(self, *words: Argument, between: Sequence[Argument]) -> None:
+        middle = pack(tuple(between)).partition(b"\r\n")[2]
+        command = pack((*words, b"", *between, b"")).removesuffix(middle + b"$0\r\n\r\n")
+        self._begin, self._middle = command.removesuffix(b"0\r\n\r\n"), b"\r\n%b$" % middle
+
+    def pack(self, first: Bytes, second: Bytes) -> bytes:
+        """Encodes the command, copying its words once."""
+        begin = (self._begin, b"%d\r\n" % len(first), first, self._middle)
+        return b"".join((*begin, b"%d\r\n" % len(second), second, b"\r\n"))
+
+
 Reply = Callable[[Any], None]
 
 _NOTHING = object()

@@ -13,8 +13,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
-from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest
+from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest, SequenceFlags
 from qinfer.errors import PayloadTooLarge
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import is_placed
@@ -29,6 +30,7 @@ from qinfer.wire.frame import (
     ReferringForm,
     Repeats,
     RequestForm,
+    encode_flags,
     encode_referring_request,
     encode_request,
     encode_request_apart,
@@ -91,19 +93,26 @@ def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kin
 
     `None` if its frame is unique or its bytes must be checked.
     """
-    if request.client_id or request.parameters or request.priority or request.sequence is not None or request.holders:
+    if request.client_id or request.parameters or request.priority or request.holders or request.calls is not None:
         return None
-    if request.calls is not None:
-        return None
-    trace = request.trace
+    trace, sequence = request.trace, request.sequence
     if trace and not trace.isascii():
         return None
     inputs = request.inputs
-    spares = request.spares_outputs
-    kind = (entrance, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s), request.landed_at)
+    spares, landed_at = request.spares_outputs, request.landed_at
+    kind: Kind = (entrance, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s), landed_at)
+    if sequence is not None:
+        kind += _kind_of_flags(sequence)
     if len(inputs) != 1:
         return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
     return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))
+
+
+@lru_cache(maxsize=8192)
+def _kind_of_flags(sequence: SequenceFlags) -> Kind:
+    """Returns what a frame and `check_sequence` tell apart."""
+    of = sequence.id
+    return type(of), bool(of), len(of.encode()) if isinstance(of, str) else 0, len(encode_flags(sequence))
 
 
 def _kind_of(tensor: Tensor) -> Kind:

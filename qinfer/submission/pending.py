@@ -300,7 +300,13 @@ class PendingRequests:
                 self.fail(pending, outcome)
             return
         pending.entry, load = outcome, pending.load
-        if load is not None and load.lane is not outcome.lane and load.lane != outcome.lane and pending in self:
+        if (
+            load is not None
+            and load.lane is not outcome.lane
+            and pending.step is None  # steps count nowhere
+            and load.lane != outcome.lane
+            and pending in self
+        ):
             load.own -= 1
             self.count(pending, self.load_of(outcome.lane))
         if pending.abandoned:

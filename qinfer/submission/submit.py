@@ -420,19 +420,33 @@ class SequenceEntrance(LaneEntrance):
 
     submit_near = Entrance.submit_near
 
+    def __init__(self, submission: Submission, served: ServedVersion) -> None:
+        super().__init__(submission, served)
+        self._steps = submission.steps.of(served.spec.name)
+        self._uncounted = LaneLoad(self._lane, 0)
+
     def submit(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None = None
     ) -> PendingCall:
         """See `Entrance.submit`."""
-        self.check_room(request)
-        pending = self.begin(request, sink, quota, LaneLoad(self._lane, 0))
         backlog_s = 0.0 if self.spec.steps else request.timeout_s
-        _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
-        frame, payload = self._layouts.lay_out(request, None)
+        kind = None if request.timeout_s else kind_of(request, self, timeout_s)
+        form = None if kind is None else self._layouts.find(kind)
+        if form is None:
+            self.check_room(request)
+        elif len(self.table) >= self._max_in_flight:
+            raise QueueFull(FULL)
+        pending = self.begin(request, sink, quota, self._uncounted)
+        if isinstance(form, RequestForm):
+            request.timeout_s = timeout_s
+            frame, payload = form.fill(request), None
+        else:
+            _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
+            frame, payload = self._layouts.lay_out(request, kind)
         first_s = timeout_s
         if backlog_s and (slot_s := max(backlog_s, TAKEN_S)) < first_s:
             first_s, pending.untaken = slot_s, partial(DeadlineExceeded, BACKLOG_TIMED_OUT)
-        self._submission.steps.submit(pending, request, self.served, frame, payload)
+        self._steps.submit(pending, request, self.served, frame, payload)
         self._add(pending, first_s, timeout_s)
         return pending
 

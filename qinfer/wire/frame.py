@@ -18,6 +18,7 @@ frame has version 2. Fields appended later are written only if set, so other fra
 import struct
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Items
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -125,6 +126,7 @@ _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(_RequestHeader)
 _responses_decoder = msgspec.msgpack.Decoder(list[_ResponseHeader])
 _reference_decoder = msgspec.msgpack.Decoder(MemoryReference)
+_flags_decoder = msgspec.msgpack.Decoder(SequenceFlags)
 _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
 
@@ -475,53 +477,58 @@ class Repeats:
 
 
 class RequestForm:
-    """A frame for similar requests, which differ only in id, timeout, trace and tensor bytes, of equal lengths."""
+    """A frame for similar requests: only id, timeout, trace, sequence and tensor bytes differ, of equal lengths."""
 
-    __slots__ = ("_begin", "_end", "_mid", "_paddings", "_rest", "_timeout_s", "_trace", "_trace_mark")
+    __slots__ = (
+        "_begin", "_end", "_mid", "_numbers", "_paddings", "_rest", "_sequence", "_timeout_s", "_trace", "_trace_mark"
+    )  # fmt: skip
 
     def __init__(self, request: InferRequest) -> None:
         frame, name = encode_request(request), request.id.encode()
         position = frame.index(name)
         area, _ = tensor_places(frame)
-        timeout, trace = _own_fields(frame, request)
+        timeout, trace, sequence = _own_fields(frame, request)
         self._begin, self._mid = frame[:position], frame[position + len(name) : timeout.start]
-        self._trace_mark, self._end = frame[timeout.stop : trace.start], frame[trace.stop : area]
-        self._timeout_s, self._trace, self._rest = request.timeout_s, request.trace, frame[position + len(name) : area]
+        self._trace_mark, self._numbers = frame[timeout.stop : trace.start], frame[trace.stop : sequence.start]
+        self._end, self._rest = frame[sequence.stop : area], frame[position + len(name) : area]
+        self._timeout_s, self._trace, self._sequence = request.timeout_s, request.trace, request.sequence
         self._paddings = [bytes(-len(tensor.data) % ALIGNMENT) for tensor in request.inputs]
 
     def fill(self, request: InferRequest) -> bytes:
         """Encodes a similar request as `encode_request` does."""
-        inputs, rest = request.inputs, self._rest
-        if request.timeout_s != self._timeout_s or request.trace != self._trace:
-            timeout = _encoder.encode(round(request.timeout_s * 1e6))
-            rest = b"".join((self._mid, timeout, self._trace_mark, request.trace.encode(), self._end))
+        inputs, rest, of = request.inputs, self._rest, request.sequence
+        if request.timeout_s != self._timeout_s or request.trace != self._trace or of != self._sequence:
+            timeout, trace, flags = round(request.timeout_s * 1e6), request.trace.encode(), encode_flags(of)
+            parts = (self._mid, _encoder.encode(timeout), self._trace_mark, trace, self._numbers, flags, self._end)
+            rest = b"".join(parts)
         if len(inputs) == 1:
             return b"".join((self._begin, request.id.encode(), rest, inputs[0].data, self._paddings[0]))
-        parts: list[Bytes] = [self._begin, request.id.encode(), rest]
+        pieces: list[Bytes] = [self._begin, request.id.encode(), rest]
         for tensor, padding in zip(inputs, self._paddings, strict=True):
-            parts += (tensor.data, padding)
-        return b"".join(parts)
+            pieces += (tensor.data, padding)
+        return b"".join(pieces)
 
 
 class ReferringForm:
     """A frame for similar requests whose tensors are in memory: they also differ in their place there."""
 
-    __slots__ = ("_begin", "_end", "_mid", "_trace_mark")
+    __slots__ = ("_begin", "_end", "_mid", "_numbers", "_trace_mark")
 
     def __init__(self, request: InferRequest, memory: MemoryReference, places: Items[int]) -> None:
         frame, name = encode_referring_request(request, memory, places), request.id.encode()
         position = frame.index(name)
-        timeout, trace = _own_fields(frame, request, memory)
+        timeout, trace, sequence = _own_fields(frame, request, memory)
         end = _PRELUDE.size + int.from_bytes(frame[4:8], "little") - len(_encoder.encode(memory))
         self._begin, self._mid = frame[_PRELUDE.size : position], frame[position + len(name) : timeout.start]
-        self._trace_mark, self._end = frame[timeout.stop : trace.start], frame[trace.stop : end]
+        self._trace_mark, self._numbers = frame[timeout.stop : trace.start], frame[trace.stop : sequence.start]
+        self._end = frame[sequence.stop : end]
 
     def fill(self, request: InferRequest, memory: MemoryReference) -> bytes:
         """Encodes a similar request as `encode_referring_request` does."""
-        timeout, place = _encoder.encode(round(request.timeout_s * 1e6)), _encoder.encode(memory)
-        trace = request.trace.encode() if request.trace else b""
-        parts = (self._begin, request.id.encode(), self._mid, timeout, self._trace_mark, trace, self._end, place)
-        header = b"".join(parts)
+        encode, trace = _encoder.encode, request.trace.encode() if request.trace else b""
+        begin = (self._begin, request.id.encode(), self._mid, encode(round(request.timeout_s * 1e6)), self._trace_mark)
+        flags, place = encode_flags(request.sequence), encode(memory)
+        header = b"".join((*begin, trace, self._numbers, flags, self._end, place))
         prelude = _PRELUDE.pack(FRAME_VERSION, _REQUEST, 0, len(header))
         return b"".join((prelude, header, _PADDING[-len(header) % ALIGNMENT]))
 
@@ -533,34 +540,43 @@ def timeout_width(timeout_s: float) -> int:
     return len(_encoder.encode(round(timeout_s * 1e6)))
 
 
-def _own_fields(frame: bytes, request: InferRequest, memory: MemoryReference | None = None) -> tuple[slice, slice]:
-    """Returns the places of the timeout and of the trace text."""
+@lru_cache(maxsize=8192)
+def encode_flags(sequence: SequenceFlags | None) -> bytes:
+    """Encodes sequence flags as a frame has them."""
+    return _encoder.encode(_flags(sequence))
+
+
+def _own_fields(
+    frame: bytes, request: InferRequest, memory: MemoryReference | None = None
+) -> tuple[slice, slice, slice]:
+    """Returns the places of the timeout, of the trace text and of the sequence flags."""
     wait_us = round(request.queue_timeout_s * 1e6)
-    long: tuple[Any, ...] = (wait_us,) if wait_us else ()
-    payload = _BESIDE if request.payload else ""
-    if memory is not None:
-        payload, long = _IN_MEMORY, (wait_us, (), request.spares_outputs, 0, memory)
-    last = (request.partition, request.generation, request.attempt, _flags(request.sequence), payload, *long)
+    long = _up_to_last(wait_us, request.holders, request.spares_outputs, 0, memory)
+    payload = _IN_MEMORY if memory is not None else _BESIDE if request.payload else ""
     encode, size = _encoder.encode, int.from_bytes(frame[4:8], "little")
-    stop = _PRELUDE.size + size - sum(len(encode(field)) for field in last)
+    stop = _PRELUDE.size + size - sum(len(encode(field)) for field in (payload, *long))
+    sequence = slice(stop - len(encode_flags(request.sequence)), stop)
+    numbers = (request.partition, request.generation, request.attempt)
+    stop = sequence.start - sum(len(encode(field)) for field in numbers)
     trace = slice(stop - len(request.trace.encode()), stop)
     stop -= len(encode(request.trace)) + len(encode(request.tenant)) + len(encode(request.reply_to))
-    return slice(stop - len(encode(round(request.timeout_s * 1e6))), stop), trace
+    return slice(stop - len(encode(round(request.timeout_s * 1e6))), stop), trace, sequence
 
 
 class _FrameLayout(NamedTuple):
-    """Ends of id, timeout, trace and header; tensors."""
+    """Ends of id, timeout, trace, sequence flags and header; tensors."""
 
     begin: int
     timeout: slice
     trace: slice
+    sequence: slice
     end: int
     area: int
 
     def common(self, frame: bytes) -> bytes:
-        timeout, trace = self.timeout, self.trace
-        parts = frame[self.begin : timeout.start], frame[timeout.stop : trace.start], frame[trace.stop : self.end]
-        return b"".join(parts)
+        begin, timeout, trace, sequence, end, _ = self
+        first = frame[begin : timeout.start], frame[timeout.stop : trace.start]
+        return b"".join((*first, frame[trace.stop : sequence.start], frame[sequence.stop : end]))
 
 
 class _KnownRequest(msgspec.Struct, gc=False):
@@ -591,9 +607,10 @@ class RequestReader:
         known = self._known.get(layout.common(frame))
         if known is None:
             return self._learn(frame)
-        begin, timeout, trace, end, area = layout
+        begin, timeout, trace, sequence, end, area = layout
         try:
             name, trace_text = frame[_ID_AT:begin].decode(), frame[trace].decode()
+            flags = _flags_decoder.decode(frame[sequence]) if sequence.start < sequence.stop else None
             memory = _reference_decoder.decode(frame[end:area]) if known.places else None
         except _UNREADABLE:
             return decode_request(frame)  # raises the error
@@ -604,7 +621,7 @@ class RequestReader:
         for tensor, datatype, shape, first, last in known.tensors:
             tensors.append(Tensor(tensor, datatype, shape, data[area + first : area + last]))
         request = msgspec.structs.replace(known.request, id=name, inputs=tuple(tensors), parameters={})
-        request.trace = trace_text
+        request.trace, request.sequence = trace_text, flags
         if timeout.start < timeout.stop:
             request.timeout_s = int.from_bytes(frame[timeout]) / 1e6
         if memory is not None:
@@ -624,18 +641,22 @@ class RequestReader:
 
     def _note(self, frame: bytes, request: InferRequest, kept: Items[TensorPlace]) -> None:
         """Remembers the second of similar frames; `kept` has the tensors that are in memory."""
-        is_special = request.client_id or request.parameters or request.sequence is not None or request.holders
+        is_special = request.client_id or request.parameters or request.holders
         if is_special or request.calls is not None or frame[8:12] != (_LONG_ID_REFERRING if kept else _LONG_ID):
             return
         begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
-        timeout, trace = _own_fields(frame, request, request.memory)
+        timeout, trace, sequence = _own_fields(frame, request, request.memory)
+        if request.sequence is None:
+            sequence = slice(trace.stop, trace.stop)
+        elif frame[sequence] != encode_flags(request.sequence):
+            return  # another program's, of other lengths
         # The first byte gives the size.
         is_usual = timeout.stop - timeout.start == _TIMEOUT_BYTES
         number = slice(timeout.start + 1, timeout.stop) if is_usual else slice(timeout.start, timeout.start)
         area, places = tensor_places(frame)
         if kept:
             area, end, places = end, end - len(_encoder.encode(request.memory)), []
-        layout = _FrameLayout(begin, number, trace, end, area)
+        layout = _FrameLayout(begin, number, trace, sequence, end, area)
         common = layout.common(frame)
         if not self._repeats.has(common):
             return
@@ -646,7 +667,7 @@ class RequestReader:
             (tensor.name, tensor.datatype, tensor.shape, first, last)
             for tensor, (first, last) in zip(request.inputs, places, strict=True)
         ]
-        known = msgspec.structs.replace(request, id="", inputs=(), trace="", memory=None)
+        known = msgspec.structs.replace(request, id="", inputs=(), trace="", sequence=None, memory=None)
         size = max((last for _, last in places), default=0)
         self._known[common] = _KnownRequest(known, tensors, size, kept)
         self._layouts[frame[:_ID_AT]] = layout

@@ -162,6 +162,10 @@ class Form(NamedTuple):
 
 def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> Form:
     """Sorts parameters into fields of an `InferRequest`; returns the outputs' form."""
+    sequence_flags = _usual_step(parameters)
+    if sequence_flags is not None:
+        fields["sequence"] = sequence_flags
+        return _BINARY if parameters.get("binary_data_output") else _JSON
     binary = strict = False
     custom: dict[str, Any] = {}
     sequence: dict[str, Any] = {}
@@ -183,6 +187,22 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> F
     if sequence:
         _put_sequence(sequence, fields)
     return Form(binary, strict)
+
+
+_JSON, _BINARY = Form(), Form(binary=True)
+_OF_STEPS = frozenset((*SEQUENCE_KEYS, "binary_data_output"))
+
+
+def _usual_step(parameters: Mapping[str, Any]) -> SequenceFlags | None:
+    """Returns the flags of a step without mistakes and with no other parameters of the model: most steps are such."""
+    get = parameters.get
+    of, start, end, step = get("sequence_id"), get("sequence_start", False), get("sequence_end", False), get(STEP)
+    is_known = parameters.keys() <= _OF_STEPS and type(get("binary_data_output", False)) is bool
+    is_named = (type(of) is str and of) or (type(of) is int and 0 < of < 2**64)
+    is_numbered = step is None or (type(step) is int and 0 < step < 2**53)
+    if is_known and is_named and is_numbered and type(start) is bool and type(end) is bool:
+        return SequenceFlags(of, start, end, step or 0)
+    return None
 
 
 _RESERVED = frozenset((*SEQUENCE_KEYS, STRICT_JSON, "priority", "timeout", "binary_data_output", "headers"))

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from qinfer.core.messages import OutgoingRequest, Response, Scalar
+from qinfer.core.messages import OutgoingRequest, Response, Scalar, SequenceFlags
 from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.frame import Repeats
-from qinfer.wire.kserve_exact import STEP, STRICT_JSON, apply_parameters
+from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STEP, STRICT_JSON, apply_parameters
 from qinfer.wire.kserve_json import elements_of
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
@@ -309,6 +309,11 @@ def decode_infer(message: ParsedRequest, regions: Regions, max_bytes: int = MAX_
 _MAX_REMEMBERED = 1024
 _MOST_LEARNT_BYTES = 8 * 2**20
 _MAX_BEGIN_BYTES = 1024
+_MOST_LAYOUTS = 24
+"""Of messages of one size: as many as four parameters have orders."""
+
+_PARAMETERS = pb.ModelInferRequest.PARAMETERS_FIELD_NUMBER << 3 | LENGTH
+_MAP_KEY, _MAP_VALUE = 1 << 3 | LENGTH, 2 << 3 | LENGTH
 
 
 class _KnownMessage(NamedTuple):
@@ -319,11 +324,19 @@ class _KnownMessage(NamedTuple):
     shape: tuple[int, ...]
     outputs: tuple[str, ...]
 
+    def request(self, blob: Bytes, begin: int) -> DecodedRequest:
+        """Returns the request whose data begins there."""
+        model, version, name, datatype, shape, outputs = self
+        data = blob[begin:] if len(blob) <= _COPY_MAX_BYTES else memoryview(blob)[begin:]
+        request = OutgoingRequest(model=model, inputs=(Tensor(name, datatype, shape, data),), outputs=outputs)
+        return DecodedRequest(request, version, _PLAIN, empty_final=False)
+
 
 class Repetitions:
     """Decodes messages that differ from earlier messages only in their data, without protobuf.
 
-    Such messages have one raw input, at their end, no id and no parameters. One thread reads, others may learn.
+    Such messages have one raw input, at their end, and no id. Those with parameters are steps of sequences, which also
+    differ in their sequence and number (`_StepMessages`). One thread reads, others may learn.
     """
 
     def __init__(self) -> None:
@@ -331,19 +344,15 @@ class Repetitions:
         self._models: dict[int, tuple[str, str]] = {}  # message size → the last model and version
         self._known: dict[bytes, _KnownMessage] = {}
         self._repeats = Repeats()
+        self._steps = _StepMessages(self._repeats)
 
     def decode(self, blob: Bytes) -> DecodedRequest | None:
         """Decodes a known message, or returns `None`."""
         begin = self._begins.get(len(blob))
-        if begin is None:
-            return None
-        known = self._known.get(bytes(blob[:begin]))
-        if known is None:
-            return None
-        model, version, name, datatype, shape, outputs = known
-        data = blob[begin:] if len(blob) <= _COPY_MAX_BYTES else memoryview(blob)[begin:]
-        request = OutgoingRequest(model=model, inputs=(Tensor(name, datatype, shape, data),), outputs=outputs)
-        return DecodedRequest(request, version, _PLAIN, empty_final=False)
+        known = None if begin is None else self._known.get(bytes(blob[:begin]))
+        if known is None or begin is None:
+            return self._steps.decode(blob)
+        return known.request(blob, begin)
 
     def expected(self, size: int) -> tuple[str, str, int] | None:
         """Returns model, version and the data's start of a message of so many bytes, if known."""
@@ -356,24 +365,135 @@ class Repetitions:
         request = decoded.request
         if len(raw) != 1 or len(request.inputs) != 1 or request.inputs[0].data is not raw[0]:
             return
-        if fields.id or fields.parameters or decoded.plan is not _PLAIN:
+        if fields.id or decoded.plan is not _PLAIN:
             return
         if len(blob) > LARGE_BYTES and (request.inputs[0].datatype == "BYTES" or len(blob) > _MOST_LEARNT_BYTES):
             return  # each string is checked; the comparison below takes long
-        begin = len(blob) - len(raw[0])
+        begin, tensor = len(blob) - len(raw[0]), request.inputs[0]
+        if begin > _MAX_BEGIN_BYTES:
+            return
+        known = _KnownMessage(
+            request.model, decoded.version, tensor.name, tensor.datatype, tensor.shape, request.outputs
+        )
+        if fields.parameters:
+            if request.sequence is not None and set(fields.parameters) <= SEQUENCE_KEYS.keys():
+                self._steps.learn(blob, begin, request.sequence, known)
+            return
         key = bytes(blob[:begin])
-        if begin > _MAX_BEGIN_BYTES or not self._repeats.has(key) or not _ends_with_data(key, blob, raw[0]):
+        if not self._repeats.has(key) or not _ends_with_data(key, blob, raw[0]):
             return
         if len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
             self._begins.clear()
             self._models.clear()
-        tensor = request.inputs[0]
         self._begins[len(blob)] = begin
         self._models[len(blob)] = request.model, decoded.version
-        self._known[key] = _KnownMessage(
-            request.model, decoded.version, tensor.name, tensor.datatype, tensor.shape, request.outputs
-        )
+        self._known[key] = known
+
+
+class _StepLayout(NamedTuple):
+    """The places of a step's sequence ID and number (empty = not numbered), of the rest, and of the data.
+
+    `known` has the meanings of the rest.
+    """
+
+    of: slice
+    step: slice
+    rest: tuple[slice, ...]
+    begin: int
+    known: dict[bytes, "_KnownStep"]
+
+    def common(self, blob: Bytes) -> bytes:
+        return b"".join(map(blob.__getitem__, self.rest))
+
+    def flags(self, blob: Bytes, known: "_KnownStep") -> SequenceFlags | None:
+        """Returns the flags of a message, unless they can't be read from their places."""
+        of, step, is_numbered = self.of, self.step, self.step.start < self.step.stop
+        try:
+            name = str(blob[of], "utf-8") if known.is_text else _number_of(bytes(blob[of]))
+        except UnicodeDecodeError:
+            return None
+        number = _number_of(bytes(blob[step])) if is_numbered else 0
+        if not name or number >= 2**53 or (is_numbered and not number):
+            return None
+        return SequenceFlags(name, known.start, known.end, number)
+
+
+class _KnownStep(NamedTuple):
+    message: _KnownMessage
+    is_text: bool
+    start: bool
+    end: bool
+
+
+@lru_cache(maxsize=8192)
+def _number_of(digits: bytes) -> int:
+    """Returns the number that these bytes are; 0 = it ends before or behind them."""
+    if digits[-1] >= 0x80:
+        return 0
+    value, stop = varint(digits, 0)
+    return value % 2**64 if stop == len(digits) else 0
+
+
+class _StepMessages:
+    """Decodes messages of steps that differ from earlier ones only in sequence, number and data.
+
+    They have no other parameters than those of sequences, which clients write in any order.
+    """
+
+    def __init__(self, repeats: Repeats) -> None:
+        self._layouts: dict[int, tuple[_StepLayout, ...]] = {}  # message size → its layouts
+        self._repeats = repeats
+        self._count = 0
+
+    def decode(self, blob: Bytes) -> DecodedRequest | None:
+        for layout in self._layouts.get(len(blob), ()):
+            known = layout.known.get(layout.common(blob))
+            if known is not None and (flags := layout.flags(blob, known)) is not None:
+                decoded = known.message.request(blob, layout.begin)
+                decoded.request.sequence = flags
+                return decoded
+        return None
+
+    def learn(self, blob: Bytes, begin: int, flags: SequenceFlags, message: _KnownMessage) -> None:
+        """Remembers a message whose data begins there, if others may repeat it."""
+        layout = _step_layout(blob, begin)
+        if layout is None:
+            return
+        key, known = layout.common(blob), _KnownStep(message, isinstance(flags.id, str), flags.start, flags.end)
+        if layout.flags(blob, known) != flags or not self._repeats.has(key):
+            return
+        if not _ends_with_data(bytes(blob[:begin]), blob, blob[begin:]):
+            return
+        self._count += 1
+        if self._count > _MAX_REMEMBERED:
+            self._count = 1
+            self._layouts.clear()
+        layouts = self._layouts.get(len(blob), ())
+        same = next((one for one in layouts if one[:-1] == layout[:-1]), layout)
+        same.known[key] = known
+        if same is layout:
+            self._layouts[len(blob)] = (layout, *layouts[: _MOST_LAYOUTS - 1])
+
+
+def _step_layout(blob: Bytes, begin: int) -> _StepLayout | None:
+    """Returns the layout of a step's message, unless it is written in an unusual way."""
+    values: dict[str, slice] = {}
+    try:
+        for _, tag, at, stop in fields_of(blob):
+            if tag == _PARAMETERS:
+                (_, key, *name), (_, value, first, last) = fields_of(blob, at, stop)
+                ((_, _, *place),) = fields_of(blob, first, last)
+                text = str(blob[slice(*name)], "utf-8")
+                if (key, value) != (_MAP_KEY, _MAP_VALUE) or text in values:
+                    return None
+                values[text] = slice(*place)
+    except (InvalidRequest, ValueError):
+        return None
+    of, step = values["sequence_id"], values.get(STEP, slice(begin, begin))
+    one, other = sorted((of, step), key=lambda place: place.start)
+    rest = slice(one.start), slice(one.stop, other.start), slice(other.stop, begin)
+    return _StepLayout(of, step, rest if step.start < step.stop else rest[:2], begin, {})
 
 
 def _ends_with_data(begin: bytes, blob: Bytes, data: Bytes) -> bool:

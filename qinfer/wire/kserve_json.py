@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from msgspec import UNSET
 
-from qinfer.core.messages import OutgoingRequest, Response, Scalar
+from qinfer.core.messages import OutgoingRequest, Response, Scalar, SequenceFlags
 from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire import kserve_exact
@@ -137,12 +137,14 @@ class _KnownText(NamedTuple):
     nbytes: int
     outputs: tuple[str, ...]
     plan: OutputPlan
+    sequence: SequenceFlags | None
 
     def request(self, model: str, version: int, tail: Bytes) -> tuple[OutgoingRequest, OutputPlan]:
         """Returns a request whose inputs are in `tail`."""
         inputs = tuple([Tensor(name, datatype, shape, tail[place]) for name, datatype, shape, place in self.inputs])
         client_id, outputs = self.client_id, self.outputs
         request = OutgoingRequest(model=model, inputs=inputs, version=version, client_id=client_id, outputs=outputs)
+        request.sequence = self.sequence
         return request, self.plan
 
 
@@ -151,6 +153,7 @@ def _known_text(text: bytes, depth: int) -> _KnownText | Request:
     """Returns a text as parsed if it has data, shared memory, classes, or parameters of the model."""
     parsed, fields = _parsed(text, depth), dict[str, Any]()
     form = _PLAIN if parsed.parameters is UNSET else kserve_exact.apply_parameters(parsed.parameters, fields)
+    sequence = fields.pop("sequence", None)
     if fields:
         return parsed
     inputs, position = [], 0
@@ -166,7 +169,7 @@ def _known_text(text: bytes, depth: int) -> _KnownText | Request:
         if asked is not UNSET and (asked.classification, asked.shared_memory_region) != (UNSET, UNSET):
             return parsed
     outputs, plan = _plan(parsed.outputs, NO_REGIONS, form) if parsed.outputs else ((), _plan_of(form))
-    return _KnownText(parsed.id, inputs, position, outputs, plan)
+    return _KnownText(parsed.id, inputs, position, outputs, plan, sequence)
 
 
 def encode_infer(

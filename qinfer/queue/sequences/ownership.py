@@ -27,7 +27,7 @@ idle time, or by an error; a START while it runs begins the next life behind it.
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
@@ -51,7 +51,7 @@ from qinfer.errors import (
 )
 from qinfer.queue import keys
 from qinfer.queue.clients import Sentinels, parse_place
-from qinfer.queue.connection import Argument, packable
+from qinfer.queue.connection import Argument, PairTemplate, packable
 from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -86,6 +86,7 @@ from qinfer.queue.sequences.records import (
     steps_full,
 )
 from qinfer.queue.values import StagedValue, Values
+from qinfer.tensors import Bytes
 
 AT_ONCE = 32
 """Steps or sequences per script: a few milliseconds, during which Redis serves no other client."""
@@ -96,8 +97,8 @@ _WAITING = ("seq.handed", "seq")
 _KEPT_S = 7 * 86400.0
 """Object stores keep states and responses longer than any step waits."""
 
-_ROUTE_S = 10.0
-_MOST_ROUTES = 65_536
+_LANE_KNOWN_S = 10.0
+_MOST_LANES = 65_536
 
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
@@ -117,6 +118,9 @@ _UNANSWERED = load_script("sequences/unanswered", *_SHARED)
 _LEAVE = load_script("sequences/leave", *_SHARED)
 _SIZES = load_script("sequences/sizes")
 _BACKLOG = load_script("sequences/backlog", *_SHARED)
+
+Appended = Callable[[SubmittedStep | QinferError | None], None]
+"""Gets the outcome of `Sequences.append`."""
 
 RENEW_OWNER = load_script("sequences/renew", "now_ms")
 """The script that renews a worker's lease on its sequences; the worker's renewer runs its text."""
@@ -147,8 +151,8 @@ class Sequences:
         self._owners = keys.sequence_owners(model, partition).encode()
         self._orphans = keys.sequence_owned(model, partition, "").encode()
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
-        self._sender = Sender(os.urandom(8).hex(), 0)
-        self._routes: dict[SequenceId, _Route] = {}
+        self._gateway, self._sent = os.urandom(8).hex(), 0
+        self._lanes: dict[SequenceId, OwnersLane] = {}
         """The owners that read their sequences' steps from their lanes."""
 
     async def submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits = NO_LIMITS) -> SubmittedStep:
@@ -162,9 +166,38 @@ class Sequences:
         """Raises `BrokerUnavailable` if the node is not connected; `submit` would wait."""
         self._router.check_up(self._slot)
 
-    def is_free(self, sequence: SequenceId) -> bool:
-        """Tells whether no step is being appended."""
-        return sequence not in self._locks
+    def owners_lane(self, sequence: SequenceId, limit: int, *, is_end: bool) -> "OwnersLane | None":
+        """Returns the lane for the next step if it is known; a script says what is behind END, or behind a full lane.
+
+        `limit` is that of waiting steps.
+        """
+        lane = self._lanes.get(sequence)
+        if lane is None:
+            return None
+        is_over = 0 < limit <= lane.appended or time.monotonic() >= lane.until_s
+        if is_over or is_end:
+            del self._lanes[sequence]
+        lane.limit = limit
+        return None if is_over else lane
+
+    def append(
+        self,
+        lane: "OwnersLane",
+        frame: Bytes,
+        appended: Appended,
+        payload_id: str = "",
+    ) -> None:
+        """Appends a step without blocking, once the reply to the step before has come.
+
+        `appended` is called once; `None` = the lane is closed, and the step has to go by script (`submit_together`).
+        """
+        lane.appended += 1
+        self._sent += 1
+        command = lane.usual
+        if command is None or payload_id:
+            command = lane.command(self._gateway, payload_id)
+        done = partial(self._appended, lane, payload_id, appended)
+        self._router.send(self._slot, command.pack(b"%d" % self._sent, frame), done)
 
     async def submit_together(
         self, steps: Items[tuple[SequenceId, StepRequest]], limits: SubmitLimits = NO_LIMITS
@@ -406,7 +439,7 @@ class Sequences:
         while left:
             heads: dict[SequenceId, int] = {}
             for position in left:
-                if steps[position][0] in self._routes:
+                if steps[position][0] in self._lanes:
                     heads.setdefault(steps[position][0], position)
             calls = [self._append_direct(*steps[position], limits) for position in heads.values()]
             for position, outcome in zip(heads.values(), await asyncio.gather(*calls), strict=True):
@@ -434,33 +467,40 @@ class Sequences:
         return [self._outcome(*of, reply) for of, reply in zip(steps, replies, strict=True)]
 
     def _count(self) -> Sender:
-        self._sender = Sender(self._sender.gateway, self._sender.sent + 1)
-        return self._sender
+        self._sent += 1
+        return Sender(self._gateway, self._sent)
 
     async def _append_direct(
         self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits
     ) -> SubmittedStep | QinferError | None:
         """Returns `None`, and forgets the owner, if the step has to go by script."""
-        route = self._routes.get(sequence)
-        is_full = route is not None and 0 < limits.steps <= route.appended
-        if route is None or step.start is not None or is_full or time.monotonic() >= route.until_s:
-            self._routes.pop(sequence, None)
+        if step.start is not None:
+            self._lanes.pop(sequence, None)
             return None
-        of_payload = (b"p", step.payload.request_id) if step.payload else ()
-        route.appended += 1
-        sender = self._count()
-        about = (b"s", sequence.name, b"l", route.life, b"t", route.token, b"m", limits.steps)
-        by = (b"g", sender.gateway, b"k", sender.sent, b"f", packable(step.frame), *of_payload)
+        lane = self.owners_lane(sequence, limits.steps, is_end=step.end)
+        if lane is None:
+            return None
+        done: asyncio.Future[SubmittedStep | QinferError | None] = asyncio.get_running_loop().create_future()
         try:
-            added = await self._router.call(self._slot, b"XADD", route.key, b"NOMKSTREAM", b"*", *about, *by)
+            payload_id = step.payload.request_id if step.payload else ""
+            self.append(lane, step.frame, partial(_set_outcome, done), payload_id)
         except QinferError as error:
             return error
-        if added is None or step.end:
-            self._routes.pop(sequence, None)
-        if added is None:
-            return None
-        payload_id = step.payload.request_id if step.payload else ""
-        return SubmittedStep(StepPlace(sequence, route.life, 0), Entry(route.lane, added.decode(), "", payload_id))
+        return await done
+
+    def _appended(
+        self,
+        lane: "OwnersLane",
+        payload_id: str,
+        appended: Appended,
+        reply: Any,
+    ) -> None:
+        if type(reply) is bytes:
+            appended(SubmittedStep(lane.place, Entry(lane.lane, reply.decode(), "", payload_id)))
+            return
+        if reply is None and self._lanes.get(lane.place.sequence) is lane:
+            del self._lanes[lane.place.sequence]
+        appended(reply)
 
     def _submit_words(
         self,
@@ -491,18 +531,19 @@ class Sequences:
         if what == b"direct":
             _, life, entry_id, version, owner, token = reply
             lane = Lane(self._model, int(version), f"seq@{owner.decode()}", self._partition)
-            self._learn(sequence, step, _Route(lane, keys.lane(lane), life, token, time.monotonic() + _ROUTE_S))
-            return SubmittedStep(StepPlace(sequence, life, 0), Entry(lane, entry_id.decode(), "", payload_id))
+            place = StepPlace(sequence, life, 0)
+            self._learn(sequence, step, OwnersLane(lane, place, token, time.monotonic() + _LANE_KNOWN_S))
+            return SubmittedStep(place, Entry(lane, entry_id.decode(), "", payload_id))
         place = StepPlace(sequence, reply[1], reply[2])
         is_new = what == b"new"
         return SubmittedStep(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
-    def _learn(self, sequence: SequenceId, step: StepRequest, route: "_Route") -> None:
+    def _learn(self, sequence: SequenceId, step: StepRequest, lane: "OwnersLane") -> None:
         if step.end or step.start is not None:  # the script has to see the first step behind a START
             return
-        if len(self._routes) >= _MOST_ROUTES:
-            del self._routes[next(iter(self._routes))]
-        self._routes[sequence] = route
+        if len(self._lanes) >= _MOST_LANES:
+            del self._lanes[next(iter(self._lanes))]
+        self._lanes[sequence] = lane
 
     def _refusal(self, sequence: SequenceId, step: StepRequest, what: bytes, about: Items[Any]) -> QinferError:
         """A missing START has Triton's text (reference §3.4)."""
@@ -625,18 +666,36 @@ def may_lose(settings: RedisSettings) -> bool:
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
 
 
-class _Route(msgspec.Struct):
+class OwnersLane(msgspec.Struct, eq=False):
     """An owner's lane for a sequence's steps.
 
     After `until_s` (monotonic), or as many steps as may wait, a script reads record and lane again: it may be full.
     """
 
     lane: Lane
-    key: bytes
-    life: int
+    place: StepPlace
     token: int
     until_s: float
     appended: int = 0
+    limit: int = 0
+    usual: PairTemplate | None = None
+
+    def command(self, gateway: str, payload_id: str) -> PairTemplate:
+        """Returns the command that appends a step; its variable words are the gateway's count and the frame."""
+        payload = (b"p", payload_id) if payload_id else ()
+        about = (b"s", self.place.sequence.name, b"l", self.place.life, b"t", self.token, b"m", self.limit)
+        words = (b"XADD", keys.lane(self.lane), b"NOMKSTREAM", b"*", *about, *payload, b"g", gateway, b"k")
+        command = PairTemplate(*words, between=(b"f",))
+        if not payload_id:
+            self.usual = command
+        return command
+
+
+def _set_outcome(
+    done: "asyncio.Future[SubmittedStep | QinferError | None]", outcome: SubmittedStep | QinferError | None
+) -> None:
+    if not done.done():
+        done.set_result(outcome)
 
 
 def _parse_entry(lane: Lane, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:

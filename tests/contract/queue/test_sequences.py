@@ -152,14 +152,14 @@ async def test_steps_submitted_together_are_not_overtaken(gateway: Gateway) -> N
     steps.append((early, later(1)))
     together = asyncio.create_task(gateway.sequences.submit_together(steps))
     await asyncio.sleep(0)
-    assert not gateway.sequences.is_free(late)
+    assert late in gateway.sequences._locks
 
     found = [await gateway.sequences.submit(sequence, later(2)) for sequence in (early, late)]
 
     assert [submitted.place.number for submitted in found] == [3, 2]
     outcomes = await together
     assert {type(outcome) for outcome in outcomes} == {SubmittedStep}
-    assert gateway.sequences.is_free(late)
+    assert late not in gateway.sequences._locks
 
 
 async def test_ids_of_tenants_and_types_are_never_confused(gateway: Gateway) -> None:

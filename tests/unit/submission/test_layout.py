@@ -109,7 +109,6 @@ def test_a_lane_a_generation_and_a_tenant_count() -> None:
         {"client_id": "mine"},
         {"parameters": {"a": 1}},
         {"priority": 1},
-        {"sequence": SequenceFlags(1)},
         {"calls": CallTraces(has_tensors=False)},
         {"trace": "é"},
         {"inputs": (Tensor("x0", "BYTES", (1, 1), pack_bytes([b"abc"])),)},
