@@ -206,7 +206,8 @@ class ModelSteps:
 
     async def _deliver_stored(self, pending: PendingCall) -> None:
         of_step = pending.step
-        assert of_step is not None and of_step.place is not None, "it has one"
+        assert of_step is not None, "it is a step"
+        assert of_step.place is not None, "it has one"
         try:
             self._pending.deliver(await stored_response(of_step.sequences, of_step.place, pending.request_id))
         except QinferError as error:

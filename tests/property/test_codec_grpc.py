@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, RequestError
 from qinfer.tensors import DATATYPES, from_numpy, to_numpy
-from qinfer.wire.kserve_grpc import cut_out, decode_infer, encode_infer, parse_infer
+from qinfer.wire.kserve_grpc import DecodedRequest, Repetitions, cut_out, decode_infer, encode_infer, parse_infer
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan
 
 NUMPY = {d.name: np.dtype(d.numpy) for d in DATATYPES.values() if d.numpy}
@@ -71,6 +71,77 @@ def test_arrays_survive_as_typed_contents(array: Any) -> None:
     decoded = decode_infer(parse_infer(request.SerializeToString()), NO_REGIONS).request
 
     assert _same(to_numpy(decoded.inputs[0]), array)
+
+
+def _step(kinds: dict[str, tuple[str, Any]], order: list[str], data: bytes) -> bytes:
+    """Returns the message of a step whose parameters are written in this order."""
+    tensor = pb.ModelInferRequest(model_name="m", model_version="3")
+    tensor.inputs.add(name="x", datatype="UINT8", shape=[1, len(data)])
+    rest = pb.ModelInferRequest(raw_input_contents=[data])
+    rest.outputs.add(name="y")
+    parts = [pb.ModelInferRequest(parameters={name: pb.InferParameter(**dict([kinds[name]]))}) for name in order]
+    return b"".join(part.SerializeToString() for part in (tensor, *parts, rest))
+
+
+def _told(decode: Any, blob: bytes) -> object:
+    try:
+        return decode(blob)
+    except RequestError as error:
+        return type(error), error.message
+
+
+def _decode(blob: bytes) -> Any:
+    return decode_infer(parse_infer(blob), NO_REGIONS)
+
+
+_NUMBERS = st.one_of(st.integers(-1, 200), st.integers(2**62, 2**63 - 1))
+_IDS = st.one_of(
+    st.tuples(st.just("int64_param"), _NUMBERS),
+    st.tuples(st.just("uint64_param"), st.integers(2**63, 2**64 - 1)),
+    st.tuples(st.just("string_param"), st.text(max_size=3)),
+)
+_STEPS = st.fixed_dictionaries(
+    {"sequence_id": _IDS},
+    optional={
+        "sequence_start": st.tuples(st.just("bool_param"), st.booleans()),
+        "sequence_end": st.tuples(st.just("bool_param"), st.booleans()),
+        "qinfer_step": st.tuples(st.just("int64_param"), st.one_of(st.integers(-1, 300), st.just(2**53))),
+        "own": st.tuples(st.just("bool_param"), st.booleans()),
+    },
+)
+
+
+@given(st.lists(st.tuples(_STEPS, st.randoms(use_true_random=False), st.binary(min_size=1, max_size=2)), max_size=9))
+def test_steps_are_decoded_from_what_they_share_as_protobuf_decodes_them(steps: list[Any]) -> None:
+    """Whatever came before, in whichever order clients write the parameters."""
+    repetitions = Repetitions()
+    for kinds, chance, data in [step for step in steps for _ in range(3)]:
+        order = list(kinds)
+        chance.shuffle(order)
+        blob = _step(kinds, order, data)
+        found = repetitions.decode(blob)
+        if isinstance(exact := _told(_decode, blob), DecodedRequest):
+            assert found in (None, exact)
+            parsed = parse_infer(blob)
+            repetitions.learn(blob, parsed, decode_infer(parsed, NO_REGIONS))
+        else:
+            assert found is None
+
+
+@given(_IDS.filter(lambda one: one[1] not in (0, "")), st.integers(1, 300), st.data())
+def test_a_damaged_step_is_read_as_protobuf_reads_it(of: Any, number: int, data: st.DataObject) -> None:
+    """Also if the message that it was made of is known."""
+    kinds = {"qinfer_step": ("int64_param", number), "sequence_id": of, "sequence_start": ("bool_param", True)}
+    blob, repetitions = _step(kinds, list(kinds), b"data"), Repetitions()
+    for _ in range(2):
+        parsed = parse_infer(blob)
+        repetitions.learn(blob, parsed, decode_infer(parsed, NO_REGIONS))
+    assert repetitions.decode(blob) == _decode(blob)
+
+    position, byte = data.draw(st.integers(0, len(blob) - 1)), data.draw(st.integers(0, 255))
+    damaged = blob[:position] + bytes([byte]) + blob[position + 1 :]
+
+    assert (found := repetitions.decode(damaged)) is None or found == _decode(damaged)
 
 
 @given(st.binary(max_size=200), st.booleans())

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis.extra import numpy as npst
 from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, RequestError
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, to_numpy
+from qinfer.wire import kserve_exact
 from qinfer.wire.json_scan import check_depth
 from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan
@@ -50,6 +52,39 @@ def test_arrays_survive_json(array: Any, nested: bool) -> None:  # noqa: FBT001 
     assert np.array_equal(to_numpy(decoded), array, equal_nan=array.dtype.kind == "f")
     answer = np.array(json.loads(reply.body)["outputs"][0]["data"], dtype=array.dtype).reshape(array.shape)
     assert np.array_equal(answer, array, equal_nan=array.dtype.kind == "f")
+
+
+_IDS = st.one_of(st.integers(-1, 2), st.just(2**64), st.text(max_size=2), st.booleans(), st.just(1.0))
+_FLAGS = st.one_of(st.booleans(), st.integers(0, 1), st.just("true"))
+_PARAMETERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "sequence_id": _IDS,
+        "sequence_start": _FLAGS,
+        "sequence_end": _FLAGS,
+        "qinfer_step": st.one_of(st.integers(-1, 2), st.just(2**53), st.booleans()),
+        "binary_data_output": _FLAGS,
+        "priority": st.integers(0, 1),
+        "own": st.integers(0, 1),
+    },
+)
+
+
+@given(_PARAMETERS)
+def test_a_usual_step_is_read_as_any_parameters_are(parameters: dict[str, Any]) -> None:
+    """Both readers give the same flags and form, or the usual one leaves the parameters to the other."""
+
+    def told() -> object:
+        fields: dict[str, Any] = {}
+        try:
+            return kserve_exact.apply_parameters(parameters, fields), fields
+        except RequestError as error:
+            return type(error), error.message
+
+    with mock.patch.object(kserve_exact, "_usual_step", return_value=None):
+        exact = told()
+
+    assert told() == exact
 
 
 @given(arrays(list(NUMPY)))

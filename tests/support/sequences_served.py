@@ -148,7 +148,12 @@ def refused(reply: httpx.Response) -> tuple[int, str]:
 
 @asynccontextmanager
 async def sequences_served(
-    *, dims: int = 2, strategy: str = "direct { }", versions: tuple[int, ...] = (1,), **sections: Any
+    *,
+    dims: int = 2,
+    strategy: str = "direct { }",
+    versions: tuple[int, ...] = (1,),
+    explicit: bool = False,
+    **sections: Any,
 ) -> AsyncIterator[SequencesServed]:
     """Runs the gateway, its model stored and no worker started, until the block ends.
 
@@ -156,12 +161,13 @@ async def sequences_served(
         dims: Elements of a row of the model.
         strategy: How its sequences are batched.
         versions: Its versions.
+        explicit: Whether it would have its state in memory; it answers with `x` then.
         sections: Sections of the gateway's settings, as `settings_of` takes them.
     """
     limits = {"wait_for_workers_s": 10, "inline_max_bytes": SMALL_BYTES, **sections.pop("limits", {})}
     settings = settings_of(limits=limits, grpc={}, **sections)
     async with Database() as database, inline_workers(await database.delivery(), database.store()) as scene:
-        sums = Sequencing(scene)
+        sums = Sequencing(scene, explicit=explicit)
         await sums.model(dims=dims, strategy=strategy, versions=versions)
         rpc = open_port(settings)
         assert rpc is not None

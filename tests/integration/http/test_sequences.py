@@ -12,7 +12,10 @@ import pytest
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.errors import BACKLOG_TIMED_OUT, START_MISSING
 from qinfer.queue import keys
+from qinfer.queue.sequences.ownership import Sequences
+from qinfer.submission import memory, submit
 from qinfer.testing import eventually
+from qinfer_api.rpc import infer
 from tests.support.sequences_served import URL, SequencesServed, body_of, refused, sequences_served, sum_of
 
 ONE = "oldest { max_candidate_sequences: 1 }"
@@ -43,6 +46,31 @@ async def test_binary_tensors(served: SequencesServed) -> None:
     replies = [await served.post_binary(n, "a", start=n == 1, end=n == 3) for n in (1, 2, 3)]
 
     assert [sum_of(reply) for reply in replies] == [1, 3, 6]
+
+
+@pytest.mark.parametrize("way", ["post", "post_binary", "call"])
+async def test_steps_of_a_known_owner_cost_what_similar_requests_cost(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not parsed by protobuf, checked, encoded or submitted by script, as those before them were."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the fast path leaves this out")
+
+    async with sequences_served(explicit=True) as one:
+        await one.start()
+        send = getattr(one, way)
+        for number in range(1, 6):
+            assert sum_of(await send(number, start=number == 1, end=False)) == number
+            assert sum_of(await send(number, 2, start=number == 1, end=number == 5)) == number
+        monkeypatch.setattr(Sequences, "submit_together", never)
+        for place in (submit, memory, infer):
+            for name in {"check", "encode_request", "parse_infer"} & vars(place).keys():
+                monkeypatch.setattr(place, name, never)
+
+        answers = [sum_of(await send(number, start=False, end=False)) for number in range(6, 9)]
+
+        assert answers == [6, 7, 8]
 
 
 async def test_generate(sums: SequencesServed) -> None:

@@ -6,8 +6,20 @@ import weakref
 
 import pytest
 
-from qinfer.queue.connection import Argument, CommandRefused, Template, pack, pack_large
+from qinfer.queue.connection import Argument, CommandRefused, PairTemplate, Template, pack, pack_large
 from qinfer.queue.lanes import Queue
+
+
+@pytest.mark.parametrize("words", [(b"", b""), (b"12", b"frame"), (b"7", b"x" * 300)])
+@pytest.mark.parametrize("between", [(b"f",), ("a", 1, b"b")])
+def test_two_words_of_a_template_are_packed_as_the_others(
+    words: tuple[bytes, bytes], between: tuple[Argument, ...]
+) -> None:
+    first, second = words
+
+    packed = PairTemplate(b"XADD", "lane", 1, between=between).pack(first, second)
+
+    assert packed == pack((b"XADD", "lane", 1, first, *between, second))
 
 
 @pytest.mark.parametrize("last", [b"", b"frame", bytearray(b"\r\n"), memoryview(b"x" * 1000)])

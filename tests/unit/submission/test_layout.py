@@ -90,6 +90,47 @@ def test_what_a_frame_or_the_model_tells_apart_has_another_kind(changes: Mapping
     assert other != kind(request(4))
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (SequenceFlags(1, start=True), SequenceFlags(127, end=True)),
+        (SequenceFlags(2**40), SequenceFlags(2**64 - 1, start=True, end=True)),
+        (SequenceFlags("ab"), SequenceFlags("cd", start=True)),
+        (SequenceFlags("ab", step=1), SequenceFlags("cd", step=100)),
+    ],
+)
+def test_steps_of_sequences_are_alike(one: SequenceFlags, other: SequenceFlags) -> None:
+    """What their frames have in common is laid out once."""
+    layouts, first, second = Layouts(inline_max_bytes=100), request(4, sequence=one), request(4, sequence=other)
+    found = kind(first)
+    assert found is not None
+    assert found == kind(second)
+    for _ in range(2):
+        layouts.lay_out(first, found)
+    form = layouts.find(found)
+    assert isinstance(form, RequestForm)
+
+    assert form.fill(second) == encode_request(second)
+
+
+def test_what_the_check_of_a_step_tells_apart_has_another_kind() -> None:
+    """No ID, text or a number, text that is too long; also where numbers make the flags equally long."""
+    flags = [
+        None,
+        SequenceFlags(0),
+        SequenceFlags(""),
+        SequenceFlags(1),
+        SequenceFlags("1"),
+        SequenceFlags(1, step=1),
+        SequenceFlags("x" * 128, step=1),
+        SequenceFlags("x" * 129),
+        SequenceFlags("é" * 64),
+        SequenceFlags("é" * 65),
+    ]
+
+    assert len({kind(request(4, sequence=one)) for one in flags}) == len(flags)
+
+
 def test_a_lane_a_generation_and_a_tenant_count() -> None:
     """The frame has them, or the check that is spared was another model's."""
     one = request(4)

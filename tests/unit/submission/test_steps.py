@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -9,15 +10,18 @@ import pytest
 
 from qinfer.core.messages import OutgoingRequest, Response, SequenceFlags
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotReady, QueueFull
+from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotReady, QinferError, QueueFull
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
 from qinfer.models.spec import ModelSpec, Routes, lanes_of
 from qinfer.observe.stats import GatewayTally
-from qinfer.queue.entries import CHUNK_BYTES, Lane
+from qinfer.queue.entries import CHUNK_BYTES, Lane, Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequences.ownership import AT_ONCE, Sequences
-from qinfer.submission.pending import PendingCall
+from qinfer.queue.sequences.ownership import AT_ONCE, Appended, OwnersLane, Sequences
+from qinfer.queue.sequences.records import SequenceId, StepPlace, SubmitLimits
+from qinfer.queue.tenants import Places
+from qinfer.submission.pending import PendingCall, PendingRequests
+from qinfer.submission.steps import ModelSteps
 from qinfer.tensors import Bytes, Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
@@ -497,3 +501,117 @@ async def test_a_model_without_sequences_ignores_their_parameters(scene: Scene) 
 
     (lease,) = await scene.queue.fetch([Lane("sum", 1)], "w", 1, 10.0)
     assert decode_request(lease.frame).parameters == {}
+
+
+# --- in the lane of an owner ------------------------------------------------------------------------------------------
+
+
+class OwnersLanes:
+    """Sequences with known owners, whose replies come when a test gives them."""
+
+    def __init__(self) -> None:
+        self.is_known = True
+        self.replies: list[tuple[bytes, Appended]] = []
+        self.by_script: list[list[bytes]] = []
+
+    def check_up(self) -> None:
+        """Redis is there."""
+
+    def owners_lane(self, sequence: SequenceId, limit: int, *, is_end: bool) -> OwnersLane | None:
+        place = StepPlace(sequence, 1, 0)
+        return OwnersLane(Lane("sum", 1, "seq@w1"), place, token=1, until_s=math.inf) if self.is_known else None
+
+    def append(self, lane: OwnersLane, frame: bytes, appended: Appended) -> None:
+        self.replies.append((frame, appended))
+
+    async def submit_together(self, steps: list[Any], limits: object) -> list[QinferError]:
+        self.by_script.append([step.frame for _, step in steps])
+        return [BrokerUnavailable("away")] * len(steps)
+
+    def reply(self, outcome: QinferError | None) -> bytes:
+        """Answers the append that has waited for longest; returns its frame."""
+        frame, appended = self.replies.pop(0)
+        appended(outcome)
+        return frame
+
+
+class OwnedSteps:
+    """Steps on their way to known owners, and what became of them."""
+
+    def __init__(self) -> None:
+        self.lanes, self.ended = OwnersLanes(), list[bytes]()
+        sequences, pending = cast(Sequences, self.lanes), cast(PendingRequests, self)
+        self.steps = ModelSteps(sequences, Places(time.monotonic), SubmitLimits(), pending, lambda: None)
+
+    def submitted(self, pending: PendingCall, outcome: object) -> None:
+        self.ended.append(pending.request_id.encode())
+
+    def send(self, frame: bytes, of: int = 1, *, start: bool = False, payload: Payload | None = None) -> None:
+        request = OutgoingRequest(model="sum", inputs=(), sequence=SequenceFlags(of, start=start))
+        pending = PendingCall(frame.decode(), "", "sum", 1, Asked(), 0.0)
+        self.steps.submit(pending, request, Models().asked("sum", 1), frame, payload)
+
+    async def run_scripts(self) -> None:
+        for steps in list(self.steps.take_waiting()):
+            await self.steps.submit_together(steps)
+
+
+@pytest.fixture
+def owned() -> OwnedSteps:
+    return OwnedSteps()
+
+
+def test_a_step_is_sent_after_the_reply_to_the_one_before(owned: OwnedSteps) -> None:
+    """Those of other sequences don't wait."""
+    for frame, of in ((b"a1", 1), (b"a2", 1), (b"b1", 2), (b"a3", 1)):
+        owned.send(frame, of)
+    sent = [frame for frame, _ in owned.lanes.replies]
+    for _ in range(4):
+        owned.lanes.reply(BrokerUnavailable("the reply is lost"))
+
+    assert sent == [b"a1", b"b1"]
+    assert owned.ended == [b"a1", b"b1", b"a2", b"a3"]
+    assert not owned.steps._behind
+
+
+async def test_a_step_that_finds_its_lane_closed_goes_before_those_behind_it(owned: OwnedSteps) -> None:
+    for frame in (b"1", b"2", b"3"):
+        owned.send(frame)
+    owned.lanes.reply(None)
+    owned.send(b"4")
+
+    await owned.run_scripts()
+
+    assert owned.lanes.by_script == [[b"1", b"2", b"3", b"4"]]
+    assert owned.lanes.replies == []
+    assert owned.ended == [b"1", b"2", b"3", b"4"]
+    assert not owned.steps._behind
+
+
+async def test_starts_and_large_steps_go_by_script_in_their_turn(owned: OwnedSteps) -> None:
+    owned.send(b"1")
+    owned.send(b"2", payload=Payload("r", b"", 1.0))
+    owned.send(b"3")
+    owned.lanes.reply(BrokerUnavailable("the reply is lost"))
+    await owned.run_scripts()
+    owned.send(b"4", start=True)
+    owned.send(b"5")
+    await owned.run_scripts()
+
+    assert owned.lanes.by_script == [[b"2", b"3"], [b"4", b"5"]]
+    assert owned.ended == [b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_without_a_queue_the_steps_that_wait_fail(owned: OwnedSteps, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise BrokerUnavailable("Redis can't be reached")
+
+    for frame in (b"1", b"2", b"3"):
+        owned.send(frame)
+    monkeypatch.setattr(owned.lanes, "append", away)
+    owned.lanes.reply(BrokerUnavailable("the reply is lost"))
+
+    assert owned.ended == [b"1", b"2", b"3"]
+    with pytest.raises(BrokerUnavailable):
+        owned.send(b"4")
+    assert not owned.steps._behind

@@ -141,6 +141,76 @@ def test_a_damaged_place_in_memory_is_refused_as_ever() -> None:
                 assert outcome(reader.decode, damaged) == outcome(decode_request, damaged), position
 
 
+STEPS = [
+    (SequenceFlags(7, start=True), SequenceFlags(8, end=True)),
+    (SequenceFlags(2**63), SequenceFlags(2**64 - 1, start=True, end=True)),
+    (SequenceFlags("one"), SequenceFlags("two", end=True)),
+    (SequenceFlags("é" * 60, step=300), SequenceFlags("ü" * 60, end=True, step=301)),
+    (SequenceFlags(1, start=True, step=1), SequenceFlags(2, step=127)),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), STEPS)
+@pytest.mark.parametrize("changes", [{}, {"queue_timeout_s": 0.5}, {"spares_outputs": True}, {"trace": "00"}])
+def test_steps_of_sequences_fill_a_form(first: SequenceFlags, second: SequenceFlags, changes: dict[str, Any]) -> None:
+    form = RequestForm(request(8, 3, sequence=first, **changes))
+    timeout_s = 4000.0
+    for one in (first, second):
+        step = request(8, 3, sequence=one, timeout_s=timeout_s, **changes)
+
+        assert form.fill(step) == encode_request(step)
+
+
+@pytest.mark.parametrize(("first", "second"), STEPS)
+def test_steps_of_sequences_whose_tensors_are_in_memory_fill_a_form(
+    first: SequenceFlags, second: SequenceFlags
+) -> None:
+    one, other = landed(4096, 1, sequence=first), landed(8192, 2, sequence=second)
+    assert one.landed is not None
+    assert other.landed is not None
+    form = ReferringForm(one, one.landed.reference, one.landed_at)
+
+    filled = form.fill(other, other.landed.reference)
+
+    assert filled == encode_referring_request(other, other.landed.reference, other.landed_at)
+
+
+@pytest.mark.parametrize(("first", "second"), STEPS)
+def test_a_reader_gives_each_step_its_own_sequence(first: SequenceFlags, second: SequenceFlags) -> None:
+    """The frames have the same layout, which is remembered once."""
+    reader = RequestReader()
+    for sequence in (first, second, first, second):
+        frame = encode_request(request(3, 8, sequence=sequence))
+
+        assert reader.decode(frame) == decode_request(frame)
+    assert len(reader._known) == 1
+
+
+def test_steps_and_plain_requests_share_a_reader() -> None:
+    """Their headers may have the same length."""
+    reader = RequestReader()
+    for _ in range(3):
+        for sequence, model in ((None, "model"), (SequenceFlags(1), "mo"), (SequenceFlags("ab", step=3), "")):
+            one = request(3, sequence=sequence)
+            one.model = model
+            frame = encode_request(one)
+
+            assert reader.decode(frame) == decode_request(frame)
+
+
+def test_flags_that_another_program_encodes_otherwise_are_not_remembered() -> None:
+    """A number of 0 is left out here."""
+    frame = encode_request(request(4, sequence=SequenceFlags(7, step=5)))
+    place = frame.index(b"\x94\x07\xc2\xc2\x05")
+    unusual = frame[: place + 4] + b"\0" + frame[place + 5 :]
+    reader = RequestReader()
+    for _ in range(3):
+        assert reader.decode(unusual) == decode_request(unusual)
+
+    assert decode_request(unusual).sequence == SequenceFlags(7)
+    assert not reader._known
+
+
 @pytest.mark.parametrize("sizes", [(), (1,), (8,), (13,), (3, 8, 5), (0, 7), (20_000, 3)])
 def test_a_reader_gives_each_its_own(sizes: tuple[int, ...]) -> None:
     """Its id and its bytes; what it has in common with others is the same."""
@@ -244,9 +314,10 @@ def test_requests_share_nothing_that_can_be_changed() -> None:
     assert len({id(one) for one in requests}) == len(requests)
 
 
-def test_every_damage_is_found_as_before() -> None:
+@pytest.mark.parametrize("sequence", [None, SequenceFlags(300, start=True, step=9), SequenceFlags("one")])
+def test_every_damage_is_found_as_before(sequence: SequenceFlags | None) -> None:
     """Each byte in turn is another one, and each length too short, with a reader that knows the good frame."""
-    frame = encode_request(request(5, 3, trace="00-" + "a" * 52))
+    frame = encode_request(request(5, 3, trace="00-" + "a" * 52, sequence=sequence))
     reader = RequestReader()
     reader.decode(frame)
     reader.decode(frame)
