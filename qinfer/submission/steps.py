@@ -69,8 +69,9 @@ class _Step(msgspec.Struct, eq=False, gc=False):
     pending: PendingCall
     sequence: SequenceId
     flags: SequenceFlags
-    request: OutgoingRequest
-    served: ServedVersion
+    start: SequencePin | None
+    digest: str
+    timeout_s: float
     frame: bytes
     payload: Payload | None
 
@@ -108,7 +109,9 @@ class ModelSteps:
         assert flags is not None, "a request to a stateful model names its sequence"
         sequence = SequenceId(request.tenant, flags.id)
         pending.step = OfStep(self._sequences, is_numbered=flags.step > 0)
-        step = _Step(pending, sequence, flags, request, served, frame, payload)
+        start = _pin(served) if flags.start else None
+        digest = _digest(request) if flags.start and flags.step else ""
+        step = _Step(pending, sequence, flags, start, digest, request.timeout_s, frame, payload)
         if sequence in self._behind:
             self._sequences.check_up()
             behind = self._behind[sequence]
@@ -155,7 +158,7 @@ class ModelSteps:
 
     def _append(self, step: _Step) -> bool:
         """Appends a step to its owner's lane, if that is known; `_appended` gets the outcome."""
-        if step.payload is not None or step.flags.start:
+        if step.payload is not None or step.start is not None:
             return False
         lane = self._sequences.owners_lane(step.sequence, self._limits.steps, is_end=step.flags.end)
         if lane is None:
@@ -214,16 +217,16 @@ class ModelSteps:
             self._pending.submitted(pending, error)
 
     def _request_of(self, step: _Step) -> StepRequest:
-        request, flags = step.request, step.flags
+        tenant, flags = step.sequence.tenant, step.flags
         return StepRequest(
             frame=step.frame,
-            timeout_s=request.timeout_s,
-            start=_pin(step.served) if flags.start else None,
+            timeout_s=step.timeout_s,
+            start=step.start,
             end=flags.end,
             number=flags.step,
-            digest=_digest(request) if flags.start and flags.step else "",
+            digest=step.digest,
             payload=step.payload,
-            weight=self._places.weigh(request.tenant) if flags.start and request.tenant else 0,
+            weight=self._places.weigh(tenant) if flags.start and tenant else 0,
         )
 
 

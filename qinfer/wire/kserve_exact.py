@@ -4,7 +4,7 @@
 `kParseNanAndInfFlag`, triton-inference-server/common `triton_json.h`), and mistakes. It is slower, so it runs second.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
@@ -195,7 +195,7 @@ _OF_STEPS = frozenset((*SEQUENCE_KEYS, "binary_data_output"))
 
 def _usual_step(parameters: Mapping[str, Any]) -> SequenceFlags | None:
     """Returns the flags of a step without mistakes and with no other parameters of the model: most steps are such."""
-    get = parameters.get
+    get: Callable[..., Any] = parameters.get
     of, start, end, step = get("sequence_id"), get("sequence_start", False), get("sequence_end", False), get(STEP)
     is_known = parameters.keys() <= _OF_STEPS and type(get("binary_data_output", False)) is bool
     is_named = (type(of) is str and of) or (type(of) is int and 0 < of < 2**64)
