@@ -194,7 +194,7 @@ _OF_STEPS = frozenset((*SEQUENCE_KEYS, "binary_data_output"))
 
 
 def _usual_step(parameters: Mapping[str, Any]) -> SequenceFlags | None:
-    """Returns the flags of a step without mistakes and with no other parameters of the model: most steps are such."""
+    """Returns the flags of a step without mistakes and with no other parameters of the model, as most have."""
     get: Callable[..., Any] = parameters.get
     of, start, end, step = get("sequence_id"), get("sequence_start", False), get("sequence_end", False), get(STEP)
     is_known = parameters.keys() <= _OF_STEPS and type(get("binary_data_output", False)) is bool

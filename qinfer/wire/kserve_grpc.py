@@ -335,8 +335,8 @@ class _KnownMessage(NamedTuple):
 class Repetitions:
     """Decodes messages that differ from earlier messages only in their data, without protobuf.
 
-    Such messages have one raw input, at their end, and no id. Those with parameters are steps of sequences, which also
-    differ in their sequence and number (`_StepMessages`). One thread reads, others may learn.
+    Such messages have one raw input, at their end, and no id. Only steps of sequences have parameters, and also differ
+    in their sequence and number (`_StepMessages`). One thread reads, others may learn.
     """
 
     def __init__(self) -> None:
