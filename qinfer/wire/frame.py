@@ -564,7 +564,7 @@ def _own_fields(
 
 
 class _FrameLayout(NamedTuple):
-    """Ends of id, timeout, trace, sequence flags and header; tensors."""
+    """Ends of id, timeout, trace, sequence flags and header; tensors; `rest` is what similar frames have in common."""
 
     begin: int
     timeout: slice
@@ -572,11 +572,10 @@ class _FrameLayout(NamedTuple):
     sequence: slice
     end: int
     area: int
+    rest: tuple[slice, ...]
 
     def common(self, frame: bytes) -> bytes:
-        begin, timeout, trace, sequence, end, _ = self
-        first = frame[begin : timeout.start], frame[timeout.stop : trace.start]
-        return b"".join((*first, frame[trace.stop : sequence.start], frame[sequence.stop : end]))
+        return b"".join(map(frame.__getitem__, self.rest))
 
 
 class _KnownRequest(msgspec.Struct, gc=False):
@@ -607,7 +606,7 @@ class RequestReader:
         known = self._known.get(layout.common(frame))
         if known is None:
             return self._learn(frame)
-        begin, timeout, trace, sequence, end, area = layout
+        begin, timeout, trace, sequence, end, area, _ = layout
         try:
             name, trace_text = frame[_ID_AT:begin].decode(), frame[trace].decode()
             flags = _flags_decoder.decode(frame[sequence]) if sequence.start < sequence.stop else None
@@ -656,7 +655,10 @@ class RequestReader:
         area, places = tensor_places(frame)
         if kept:
             area, end, places = end, end - len(_encoder.encode(request.memory)), []
-        layout = _FrameLayout(begin, number, trace, sequence, end, area)
+        rest: list[slice] = [slice(begin, number.start), slice(number.stop, trace.start), slice(trace.stop, end)]
+        if request.sequence is not None:
+            rest[2:] = slice(trace.stop, sequence.start), slice(sequence.stop, end)
+        layout = _FrameLayout(begin, number, trace, sequence, end, area, tuple(rest))
         common = layout.common(frame)
         if not self._repeats.has(common):
             return
