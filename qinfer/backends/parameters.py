@@ -8,12 +8,13 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from qinfer.backends.triton_host.library import TritonFiles
-from qinfer.errors import ModelLoadFailed
+from qinfer.errors import BackendUnavailable, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 from qinfer.observe.host import MemoryUse
 
@@ -40,6 +41,7 @@ _engine_cache: list[Path] = []
 _environments: list[EnvironmentStore] = []
 _model_variables: dict[str, str] = {}
 _triton_files: list[TritonFiles] = []
+_terminal: list[str] = []
 
 
 def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
@@ -202,6 +204,27 @@ def use_model_variables(environment: Mapping[str, str]) -> None:
 def model_variables() -> Mapping[str, str]:
     """Returns the environment of models' processes."""
     return _model_variables
+
+
+def use_terminal(path: str) -> None:
+    """Sets the terminal of models' processes, once."""
+    _terminal[:] = [path] if path else []
+
+
+@contextmanager
+def open_terminal() -> Iterator[int | None]:
+    """Opens the terminal of models' processes, if they have one; raises `BackendUnavailable` if that fails."""
+    if not _terminal:
+        yield None
+        return
+    try:
+        descriptor = os.open(_terminal[0], os.O_RDWR | os.O_NOCTTY)
+    except OSError as error:
+        raise BackendUnavailable(f"the terminal {_terminal[0]} can't be opened: {error.strerror}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def use_triton_files(files: TritonFiles) -> None:

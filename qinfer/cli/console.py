@@ -229,8 +229,8 @@ class ErrorsAsText(TyperGroup):
 
 
 def _are_json(arguments: Sequence[str]) -> bool:
-    """Returns whether a possibly wrong command line of `qinfer up` asks for JSON messages."""
-    if arguments[:1] != ["up"]:
+    """Returns whether a possibly wrong command line of `qinfer up` or `dev` asks for JSON messages."""
+    if arguments[:1] not in (["up"], ["dev"]):
         return False
     chosen = [os.environ.get("QINFER_LOG__FORMAT", "")]
     chosen += [value for option, value in pairwise(arguments) if option == "--log-format"]

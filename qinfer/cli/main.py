@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import backends, bridge, dlq, endpoints, example, infer, keys, models, status
+from qinfer.cli import apps, backends, bridge, dlq, endpoints, example, infer, keys, models, status
 from qinfer.cli.analyze import command as analyze
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
@@ -31,6 +31,9 @@ app = Commands(
 )
 _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (up.up, up.EXAMPLE, "Run everything on this machine."),
+    (up.dev, up.DEV_EXAMPLE, "Develop apps: reload on save, breakpoint() in this terminal."),
+    (apps.new, apps.NEW_EXAMPLE, "Begin with an app: a function as a model, and its test."),
+    (apps.build, apps.BUILD_EXAMPLE, "Make a model repository of an app."),
     (example.example, example.EXAMPLE, "Write an example: a model with inputs, or alerts."),
     (autoscale.autoscale, autoscale.EXAMPLE, "Run as many workers as the waiting work needs."),
     (infer.infer, infer.INFER_EXAMPLE, None),
@@ -43,7 +46,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (status.queues, status.QUEUES_EXAMPLE, "Show the lanes and their work."),
     (status.workers, status.WORKERS_EXAMPLE, None),
     (doctor.doctor, doctor.EXAMPLE, "Check the installation, and show remedies for problems."),
-    (models.app, "models", "Manage models: sync with a repository, list, load, unload."),
+    (models.app, "models", "Manage models: check, sync with a repository, list, load, unload."),
     (backends.app, "backends", None),
     (endpoints.app, "endpoints", None),
     (keys.app, "keys", "Manage API keys: new, list, rotate, revoke."),

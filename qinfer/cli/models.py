@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from qinfer.core.settings import RedisSettings
     from qinfer.models.sync import SyncedModel
 
-app = Commands(help="Manage models: sync with a repository, list, load, unload.", no_args_is_help=True)
+app = Commands(help="Manage models: check, sync with a repository, list, load, unload.", no_args_is_help=True)
+
+CHECK_EXAMPLE = "Example: qinfer models check ./models   or   qinfer models check app.py"
 
 SYNC_EXAMPLE = "Example: qinfer models sync --model-repository ./models"
 LIST_EXAMPLE = "Example: qinfer models list --json"
@@ -50,6 +52,30 @@ RepositoryOption = Annotated[
         help="Directory or URL of a model repository; repeatable. Default: QINFER_REPOSITORY__PATH, or models.",
     ),
 ]
+
+
+@app.command("check", epilog=CHECK_EXAMPLE, short_help="Show completed configurations and errors, without a server.")
+def check_models(
+    place: Annotated[
+        str, typer.Argument(metavar="DIR", help="A model repository, or app.py, app.py:Embed, a package's directory.")
+    ],
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """Read a model repository, or an app, without a server: show each model's completed configuration, or its error.
+
+    It imports an app, and runs auto_complete_config of model.py. Exit codes: 0 all models are usable, 1 one is not.
+    """
+    from qinfer.cli.checks.models import check_place
+
+    checked = check_place(place)
+    text = "\n".join(f"# {each.model}, version {each.version}\n{each.config}" for each in checked if not each.error)
+    show(checked, text, as_json=as_json)
+    for each in checked:
+        if each.error:
+            print_error(f"model '{each.model}': {each.error}")
+    if any(each.error for each in checked):
+        raise typer.Exit(FAILED)
 
 
 @app.command("sync", epilog=SYNC_EXAMPLE, short_help="Load new and changed models, unload removed ones.")

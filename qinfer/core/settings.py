@@ -417,6 +417,11 @@ class WorkerSettings(Section):
         description="Further variables that code of `python` models gets, by name or pattern: HF_TOKEN, ACME_*. It "
         "never gets settings, and by default no credentials. `qinfer up` and `qinfer autoscale` pass them to workers.",
     )
+    model_terminal: str = Field(
+        "",
+        description="Terminal that processes of `python` models read from and print to, as for breakpoint(): "
+        "/dev/pts/1. Empty = their output is in the log. `qinfer dev` sets it.",
+    )
     max_environment_bytes: int = Field(
         8 * 2**30,
         gt=0,

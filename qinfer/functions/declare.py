@@ -21,6 +21,7 @@ class ModelOptions:
     max_batch_size: int = 32
     max_delay_ms: float = 0.0
     timeout_s: float = 0.0
+    idle_s: float = 1.0
     instances: int = 1
 
 
@@ -41,6 +42,7 @@ def model(
     max_batch_size: int = 32,
     max_delay_ms: float = 0.0,
     timeout_s: float = 0.0,
+    idle_s: float = 1.0,
     instances: int = 1,
 ) -> Callable[[T], T]: ...
 def model(target: Any = None, /, **options: Any) -> Any:
@@ -56,6 +58,7 @@ def model(target: Any = None, /, **options: Any) -> Any:
         max_batch_size: The most items of a batch.
         max_delay_ms: The longest wait for a batch to fill, in milliseconds.
         timeout_s: The timeout of a request without one; 0 = the server's.
+        idle_s: The longest pause between two requests of a sequence, after which its state is gone.
         instances: The number of processes, each with an instance of the model.
 
     Returns:
@@ -108,6 +111,7 @@ def _validated(options: ModelOptions) -> ModelOptions:
         ("instances", 1, int),
         ("max_delay_ms", 0, int | float),
         ("timeout_s", 0, int | float),
+        ("idle_s", 0.001, int | float),
     )
     for field, least, kind in numbers:
         value = getattr(options, field)

@@ -1,4 +1,7 @@
-"""The model of a host process that runs a function of an app: Triton's `initialize` and `execute`, by a `Runner`."""
+"""The model of a host process that runs a function of an app: Triton's `initialize` and `execute`, by a `Runner`.
+
+It also runs in Triton's own Python backend, whose classes `pb_utils` has there.
+"""
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
@@ -7,11 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from qinfer.backends.python_host import utils as pb_utils
-from qinfer.backends.python_host.errors import code_of, message_of
+import triton_python_backend_utils as pb_utils
+
+from qinfer.backends.python_host.errors import message_of
 from qinfer.backends.python_host.inference import InferenceRequest
 from qinfer.backends.python_host.telemetry import emit
-from qinfer.errors import QinferError
+from qinfer.errors import QinferError, RequestError
 from qinfer.functions.app import import_app, models_of, short_trace
 from qinfer.functions.declare import State
 from qinfer.functions.hints import read_function
@@ -121,7 +125,7 @@ class Hosted:
     def _response(self, outputs: Sequence[Array]) -> pb_utils.InferenceResponse:
         named = zip(self._function.result.ports, outputs, strict=True)
         return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(port.name, array, "BF16" if port.datatype == "BF16" else None) for port, array in named]
+            [pb_utils.Tensor(port.name, array, *(["BF16"] * (port.datatype == "BF16"))) for port, array in named]
         )
 
     def _part(self, result: Any) -> pb_utils.InferenceResponse:
@@ -174,9 +178,9 @@ class Hosted:
         await asyncio.to_thread(sender.send, last, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-def serves(path: str, name: str) -> type[Hosted]:
-    """Returns the model that runs the object `name` of the app at `path`."""
-    return type("TritonPythonModel", (Hosted,), {"path": path, "name": name})
+def serves(path: str, name: str, file: str) -> type[Hosted]:
+    """Returns the model that runs the object `name` of the app at `path`, absolute or from the folder of `file` on."""
+    return type("TritonPythonModel", (Hosted,), {"path": str(Path(file).parent / path), "name": name})
 
 
 def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
@@ -198,9 +202,13 @@ def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
 def _failed(error: BaseException) -> pb_utils.InferenceResponse:
     is_ours = isinstance(error, QinferError)
     text = message_of(error) if is_ours else f"{type(error).__name__}: {message_of(error)}"
-    code = code_of(error) if isinstance(error, QinferError) else pb_utils.TritonError.INTERNAL
+    code = pb_utils.TritonError.INVALID_ARG if isinstance(error, RequestError) else pb_utils.TritonError.INTERNAL
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
 
 
 def _report(error: BaseException, request: InferenceRequest) -> None:
-    emit("ERROR", "the function failed", short_trace(error), [request._server_id])
+    event, trace = "the function failed", short_trace(error)
+    if isinstance(request, InferenceRequest):
+        emit("ERROR", event, trace, [request._server_id])
+    else:  # Triton's
+        pb_utils.Logger.log_error(f"{event}: {trace}")

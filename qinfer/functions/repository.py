@@ -5,8 +5,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from google.protobuf import text_format
 
 from qinfer.errors import ModelLoadFailed
@@ -16,11 +18,12 @@ from qinfer.models.config.message import ModelConfig
 from qinfer.models.config.to_spec import BASE64, DEFAULT_TIMEOUT, SPLIT
 from qinfer.tensors import DATATYPES
 
+_GENERATED = "Runs a model of an app; generated."
 _MODEL = '''"""Runs a model of an app; generated. The SHA-256 of its sources is {digest}."""
 
 from qinfer.functions.hosted import serves
 
-TritonPythonModel = serves({path!r}, {name!r})
+TritonPythonModel = serves({path!r}, {name!r}, __file__)
 '''
 
 
@@ -40,6 +43,7 @@ def configuration(declared: Declared) -> ModelConfig:
         config.max_batch_size = options.max_batch_size
         if signature.has_state:
             config.sequence_batching.oldest.SetInParent()  # `direct` would call the function for rows of no request
+            config.sequence_batching.max_sequence_idle_microseconds = round(options.idle_s * 1e6)
         else:
             config.parameters[SPLIT].string_value = "true"
             config.dynamic_batching.max_queue_delay_microseconds = round(options.max_delay_ms * 1000)
@@ -51,12 +55,19 @@ def configuration(declared: Declared) -> ModelConfig:
     return config
 
 
-def write_repository(apps: Iterable[str], root: Path, environment: Mapping[str, str]) -> Sequence[Declared]:
+def write_repository(
+    apps: Iterable[str], root: Path, environment: Mapping[str, str], *, is_dev: bool = False
+) -> Sequence[Declared]:
     """Makes `root` the repository of the models of apps, and returns them; unchanged files are not touched.
 
-    Raises `ModelLoadFailed`.
+    For a developer, each model has one instance and no timeout. Raises `ModelLoadFailed`.
     """
     declared = [model for app in apps for model in examine(app, environment)]
+    if is_dev:
+        declared = [
+            msgspec.structs.replace(model, options=replace(model.options, instances=1, timeout_s=0.0))
+            for model in declared
+        ]
     names = [model.options.name for model in declared]
     for name in names:
         if names.count(name) > 1:
@@ -73,13 +84,40 @@ def write_repository(apps: Iterable[str], root: Path, environment: Mapping[str, 
     return declared
 
 
-def write_model(declared: Declared, directory: Path) -> None:
-    """Writes a model's directory."""
+def build_repository(app: str, root: Path, environment: Mapping[str, str]) -> Sequence[Declared]:
+    """Adds the models of an app, with copies of its sources, to a repository; Triton's Python backend loads it, too.
+
+    Raises `ModelLoadFailed`.
+    """
+    declared = examine(app, environment)
+    for model in declared:
+        name, file = model.options.name, root / model.options.name / "1" / "model.py"
+        if halves := [p.name for p in (*model.signature.inputs, *model.signature.outputs) if p.datatype == "BF16"]:
+            raise ModelLoadFailed(
+                f"model '{name}' can't be built: '{halves[0]}' is BF16, of which Triton's Python backend makes no "
+                "arrays; write FP32"
+            )
+        if (root / name).exists() and not (file.is_file() and _GENERATED in file.read_text()):
+            raise ModelLoadFailed(f"{root / name} is there, and no model that was built; remove it, or rename '{name}'")
+    for model in declared:
+        path, version = Path(model.path), root / model.options.name / "1"
+        copies = version / "app" / path.name
+        shutil.rmtree(copies.parent, ignore_errors=True)
+        for source in sources_of(path):
+            copy = copies / source.relative_to(path) if path.is_dir() else copies.parent / source.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy)
+        write_model(msgspec.structs.replace(model, path=str(copies)), version.parent, f"app/{path.name}")
+    return declared
+
+
+def write_model(declared: Declared, directory: Path, shown: str = "") -> None:
+    """Writes a model's directory; `shown` is the app's path from the version on."""
     app = Path(declared.path)
     digest = hashlib.sha256()
     for source in sources_of(app):
         digest.update(b"%d\n%b" % (source.stat().st_size, source.read_bytes()))
-    model = _MODEL.format(name=declared.name, digest=digest.hexdigest(), path=declared.path)
+    model = _MODEL.format(name=declared.name, digest=digest.hexdigest(), path=shown or declared.path)
     _write(directory / "config.pbtxt", text_format.MessageToString(configuration(declared)))
     _write(directory / "1" / "model.py", model)
 
@@ -94,9 +132,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(root: str, *apps: str) -> int:
-    """Writes the repository again; an error goes to stdout."""
+    """Writes the repository of `qinfer dev` again; an error goes to stdout."""
     try:
-        write_repository(apps, Path(root), os.environ)
+        write_repository(apps, Path(root), os.environ, is_dev=True)
     except ModelLoadFailed as error:
         sys.stdout.write(error.message)
         return 1

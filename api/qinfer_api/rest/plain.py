@@ -8,11 +8,13 @@ input out. The responses of a decoupled model are server-sent events.
 import binascii
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -22,7 +24,7 @@ from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.to_spec import BASE64
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
+from qinfer.tensors import DATATYPES, Bytes, Tensor, from_numpy, iter_bytes, numpy_dtype, pack_bytes, to_numpy
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters
 from qinfer.wire.kserve_json import elements
@@ -63,6 +65,7 @@ _PLAIN = operation(
     takes=body(_FIELDS),
 )
 _MOST_DOCUMENTED = 200
+_HALVES = ("FP16", "BF16")
 _FLAGS = {"'sequence_id'": "a string, or an integer of 0 or more"}
 _NUMBERS = {"BOOL": "boolean", "FP32": "number", "FP64": "number", "FP16": "number", "BF16": "number"}
 
@@ -221,7 +224,7 @@ def _nested_long(expected: TensorSpec, value: LongArray) -> tuple[int, ...]:
 def _tensor(expected: TensorSpec, value: Any, shape: Sequence[int], most: int, spec: ModelSpec) -> Tensor:
     name, datatype = expected.name, expected.datatype
     try:
-        packed = pack_value(expected, value, shape, most)
+        packed = _packed(expected, value, shape, most)
     except QinferError as error:
         reason = error.message.removeprefix("Unable to parse 'data': ")
         raise InvalidRequest(f"field '{name}' must be {_said(expected, spec)}: {reason}") from None
@@ -233,13 +236,31 @@ def _tensor(expected: TensorSpec, value: Any, shape: Sequence[int], most: int, s
     return Tensor(name, datatype, tuple(shape), packed)
 
 
+def _packed(expected: TensorSpec, value: Any, shape: Sequence[int], most: int) -> Bytes:
+    """Packs a value; numbers of 16 bits, which JSON has only here, are rounded from 64 bits.
+
+    Raises `QinferError`.
+    """
+    if expected.datatype not in _HALVES:
+        return pack_value(expected, value, shape, most)
+    wide = np.frombuffer(pack_value(replace(expected, datatype="FP64"), value, shape, 4 * most), "<f8")
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(numpy_dtype(expected.datatype))
+    if np.any(np.isinf(narrow) & np.isfinite(wide)):
+        raise InvalidRequest(f"it has a value outside the range of {expected.datatype}")
+    return from_numpy(expected.name, narrow, expected.datatype).data
+
+
 def encode_plain(asked: PlainRequest, response: Response) -> bytes:
     """Encodes the outputs of a response, or raises `QinferError`."""
     spec = asked.spec
     scalars = {output.name for output in spec.outputs if output.dims == (1,)}
     coded = _base64(spec)
     rendered = {}
-    for tensor in response.outputs:
+    for each in response.outputs:
+        tensor = each
+        if each.datatype in _HALVES:
+            tensor = from_numpy(each.name, to_numpy(each).astype("<f4"))
         shape = tensor.shape[:-1] if tensor.name in scalars and tensor.shape[-1:] == (1,) else tensor.shape
         if asked.is_one and shape[:1] == (1,):
             shape = shape[1:]

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from qinfer.backends.parameters import environments, model_variables
+from qinfer.backends.parameters import environments, model_variables, open_terminal
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.telemetry import LINE_BYTES, MARK, MetricMemory
@@ -118,15 +118,17 @@ class HostProcess:
             command += [*map(str, descriptors), str(os.getpid())]
 
             def start() -> subprocess.Popen[bytes]:
-                return subprocess.Popen(  # noqa: S603  our own interpreter and module
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=descriptors,
-                    env={**model_variables(), **variables},
-                    start_new_session=True,
-                )
+                # A process reads from a terminal that is not its session's, as if it were in the foreground.
+                with open_terminal() as terminal:
+                    return subprocess.Popen(  # noqa: S603  our own interpreter and module
+                        command,
+                        stdin=subprocess.DEVNULL if terminal is None else terminal,
+                        stdout=subprocess.PIPE if terminal is None else terminal,
+                        stderr=subprocess.STDOUT if terminal is None else subprocess.PIPE,
+                        pass_fds=descriptors,
+                        env={**model_variables(), **variables},
+                        start_new_session=True,
+                    )
 
             try:
                 self._process = _spawner.run(start)
@@ -215,7 +217,7 @@ class HostProcess:
         self._ended(self)
 
     def _listen(self) -> None:
-        output = self._process.stdout
+        output = self._process.stdout or self._process.stderr
         if output is not None:
             with output:
                 while line := output.readline(LINE_BYTES):

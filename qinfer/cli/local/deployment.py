@@ -115,14 +115,14 @@ Sections = Mapping[str, Mapping[str, Any]]
 class UpOptions:
     """The options of `qinfer up`.
 
-    `apps` declare models by `@qinfer.model`; `reload` follows the saves of their files after `began_ns` (Unix time).
+    `apps` declare models by `@qinfer.model`; `is_dev` follows the saves of their files after `began_ns` (Unix time).
     `settings` replace those of the environment; empty settings of the repository replace nothing. Without `redis_url` a
     private Redis runs, with at most `redis_memory_bytes` (0 = half of the memory).
     """
 
     settings: Sections
     apps: Sequence[str] = ()
-    reload: bool = False
+    is_dev: bool = False
     allow_client_shm: bool
     data_dir: Path
     redis_url: str
@@ -371,7 +371,7 @@ class LocalDeployment:
 
     def _watch(self) -> AbstractContextManager[object]:
         options = self._options
-        if not options.reload:
+        if not options.is_dev:
             return nullcontext()
         from qinfer.functions.watch import AppWatch
 

@@ -56,7 +56,8 @@ class Preparation:
         if self._options.apps:
             from qinfer.functions.repository import write_repository
 
-            write_repository(self._options.apps, self._options.functions, os.environ)
+            options = self._options
+            write_repository(options.apps, options.functions, os.environ, is_dev=options.is_dev)
         for place in settings.repository.path.split(","):
             check_repository(place)
         check_exposure(settings.auth, settings.http.host)
@@ -176,7 +177,7 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     if "execute_timeout_s" not in settings.limits.model_fields_set:
         execute_s = EXECUTE_TIMEOUT_S
     payloads = payload_store(options, settings)
-    limits = {"execute_timeout_s": execute_s, **payloads}
+    limits = {"execute_timeout_s": execute_s, **payloads, **options.settings.get("limits", {})}
     if payloads:
         stores["deny"] = (*settings.stores.deny, payloads["payload_url"])
     here = "" if options.redis_url else str(options.data_dir.resolve() / "memory")  # there is no data directory

@@ -1,6 +1,7 @@
-"""`qinfer up`: the options; `qinfer.cli.local.deployment` does the work."""
+"""`qinfer up` and `qinfer dev`: the options; `qinfer.cli.local.deployment` does the work."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,9 +13,9 @@ from qinfer.cli.models import RepositoryOption
 from qinfer.errors import QinferError
 
 EXAMPLE = "Example: qinfer up app.py --model-repository ./models --workers 2"
+DEV_EXAMPLE = "Example: qinfer dev app.py"
 
 _MOST = 256
-RELOAD_POLL_S = 0.5
 
 _text, _texts = partial(option, str), partial(option, list[str] | None, None)
 _port = partial(option, int, min=0, max=65535)
@@ -25,13 +26,6 @@ _APPS = typer.Argument(
 )
 UP_OPTIONS: Options = {
     "apps": (Annotated[list[str] | None, _APPS], None),
-    "reload": option(
-        bool,
-        False,
-        "Load the models of the apps again when one of their files is saved; the old models serve meanwhile. Implies "
-        "--model-control-mode poll.",
-        "--reload",
-    ),
     "model_repository": (RepositoryOption, None),
     "model_control_mode": option(
         Literal["none", "poll", "explicit"],
@@ -132,23 +126,77 @@ def up(**given: Any) -> None:
     A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
     ends at once. The queue survives both, and kill -9.
     """
+    _run(given, {})
+
+
+_DEV: Mapping[str, Any] = {
+    "workers": 1,
+    "autoscale": "",
+    "model_control_mode": "poll",
+    "load_model": None,
+    "repository_poll_secs": 0.5,
+}
+_DAY_S = 86400.0
+_DEV_DRAIN_S = 1.0
+DEV_OPTIONS: Options = {name: of for name, of in UP_OPTIONS.items() if name not in _DEV}
+
+
+@with_options(DEV_OPTIONS)
+def dev(**given: Any) -> None:
+    """Develop apps: `qinfer up` with one worker, which loads their models again when one of their files is saved.
+
+    The old models serve until the new ones are ready. Each model has one instance, and this terminal: it prints here,
+    and breakpoint() works. No execution and no request has a time limit but the caller's own. Ctrl-C stops at once.
+    """
+    if not given["apps"]:
+        raise typer.BadParameter("give an app, such as app.py", param_hint="[APP]...")
+    with _terminal() as terminal:
+        _run(
+            {**given, **_DEV},
+            {
+                "http": {"drain_s": _DEV_DRAIN_S},
+                "worker": {"drain_s": _DEV_DRAIN_S, "model_terminal": terminal},
+                "limits": {"default_timeout_s": _DAY_S, "max_timeout_s": _DAY_S, "execute_timeout_s": 0.0},
+            },
+            is_dev=True,
+        )
+
+
+@contextmanager
+def _terminal() -> Iterator[str]:
+    """Lends the terminal of stdin, if it is one; a debugger that was killed leaves it without echo."""
+    import os
+    import termios
+
+    if not os.isatty(0):
+        yield ""
+        return
+    modes = termios.tcgetattr(0)
+    try:
+        yield os.ttyname(0)
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, modes)
+
+
+def _run(given: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], *, is_dev: bool = False) -> None:
     from qinfer.cli.local.deployment import UpOptions, run_deployment
 
     _check_plans(given["cache_config"], given["rate_limit_resource"] or ())
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "redis": {"durability": given["durability"]},
+        "http": {"host": given["host"], "port": given["http_port"]},
+        "grpc": {"port": given["grpc_port"]},
+        "metrics": {"port": given["metrics_port"]},
+        "cache": {"config": given["cache_config"]},
+        "rate_limit": {"mode": given["rate_limit"], "resources": tuple(given["rate_limit_resource"] or ())},
+        "stores": {"allow": tuple(given["allow_store"] or ())},
+        "repository": _repository(given),
+        "log": {"format": given["log_format"], "level": given["log_level"], "model_output": given["model_output"]},
+    }
     options = UpOptions(
-        settings={
-            "redis": {"durability": given["durability"]},
-            "http": {"host": given["host"], "port": given["http_port"]},
-            "grpc": {"port": given["grpc_port"]},
-            "metrics": {"port": given["metrics_port"]},
-            "cache": {"config": given["cache_config"]},
-            "rate_limit": {"mode": given["rate_limit"], "resources": tuple(given["rate_limit_resource"] or ())},
-            "stores": {"allow": tuple(given["allow_store"] or ())},
-            "repository": _repository(given),
-            "log": {"format": given["log_format"], "level": given["log_level"], "model_output": given["model_output"]},
-        },
+        settings={name: {**settings.get(name, {}), **more.get(name, {})} for name in {**settings, **more}},
         apps=tuple(given["apps"] or ()),
-        reload=given["reload"],
+        is_dev=is_dev,
         allow_client_shm=given["allow_client_shm"],
         data_dir=given["data_dir"],
         redis_url=given["redis"],
@@ -172,18 +220,11 @@ def _repository(given: Mapping[str, Any]) -> dict[str, Any]:
     mode, models = given["model_control_mode"], tuple(given["load_model"] or ())
     if models and mode != "explicit":
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
-    poll_s = given["repository_poll_secs"]
-    if given["reload"]:
-        if not given["apps"]:
-            raise typer.BadParameter("it needs an app, such as app.py", param_hint="--reload")
-        if mode == "explicit":
-            raise typer.BadParameter("it polls, and can't be used with explicit", param_hint="--reload")
-        mode, poll_s = "poll", min(poll_s, RELOAD_POLL_S)
     return {
         "path": ",".join(given["model_repository"] or ()),
         "control_mode": mode,
         "load_models": models,
-        "poll_s": poll_s,
+        "poll_s": given["repository_poll_secs"],
         "strict_readiness": given["strict_readiness"],
     }
 

@@ -1,8 +1,8 @@
 """Follows a page of the documentation literally: `python -m tests.support.docs.doc_runner PAGE DIRECTORY [VENV]`.
 
 Its blocks run in order, in DIRECTORY, where variables of the shell stay from block to block as in a terminal. What
-keeps running (`qinfer up`, `prometheus`) gets a terminal of its own, and is waited for; it is stopped when the page
-starts another one of its kind, or ends. Ports are those that the page says: run this in a network of its own,
+keeps running (`qinfer up` or `dev`, `prometheus`) gets a terminal of its own, and is waited for; it is stopped when the
+page starts another one of its kind, or ends. Ports are those that the page says: run this in a network of its own,
 `unshare --net`. With VENV, a virtual environment, nothing but what is installed in it is there: no clone.
 """
 
@@ -27,7 +27,7 @@ from tests.support.docs.doc_blocks import ROOT, Block, blocks
 
 READY_URLS = {"qinfer up": "http://127.0.0.1:8000/v2/health/ready", "prometheus": "http://127.0.0.1:9090/-/ready"}
 READY_WITHIN_S, STOP_WITHIN_S, BLOCK_WITHIN_S = 60.0, 60.0, 150.0
-SERVED = re.compile(r"^((?:[A-Z_]+=\S+ +)*)(qinfer up\b|prometheus(?= ))", re.MULTILINE)
+SERVED = re.compile(r"^((?:[A-Z_]+=\S+ +)*)(qinfer (?:up|dev)\b|prometheus(?= ))", re.MULTILINE)
 CONTINUED = re.compile(r"\\\n\s*")
 PUBLIC = ("LANG", "TERM", "TZ", "XDG_RUNTIME_DIR")  # what a block may see of the environment of whoever runs the tests
 
@@ -85,7 +85,7 @@ class Terminal:
         elif block.is_shell:
             for part in _parts(CONTINUED.sub(" ", block.code)):
                 if served := SERVED.match(part):
-                    self.serve(part, served[2])
+                    self.serve(part, served[2].replace("qinfer dev", "qinfer up"))
                 else:
                     printed += self._shell(part, block)
         elif block.is_executed:

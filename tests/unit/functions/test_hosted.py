@@ -14,7 +14,7 @@ from tests.support import functions_app
 
 
 def hosted(name: str) -> Hosted:
-    model = serves(functions_app.__file__, name)()
+    model = serves(functions_app.__file__, name, "")()
     model.initialize({"model_instance_kind": "CPU", "model_instance_device_id": "0"})
     return model
 

@@ -18,7 +18,13 @@ from pathlib import Path
 import uvloop
 
 from qinfer.backends import registry
-from qinfer.backends.parameters import use_engine_cache, use_environments, use_model_variables, use_triton_files
+from qinfer.backends.parameters import (
+    use_engine_cache,
+    use_environments,
+    use_model_variables,
+    use_terminal,
+    use_triton_files,
+)
 from qinfer.backends.triton_host.library import TritonFiles
 from qinfer.core.processes import SWITCH_INTERVAL_S, model_environment, protect_process
 from qinfer.core.settings import Settings, load_settings
@@ -105,6 +111,7 @@ def _set_up_backends(settings: Settings) -> None:
         use_engine_cache(Path(cache_dir) / "engines")
     use_environments(cache_dir, worker.max_environment_bytes, worker.max_environment_files)
     use_model_variables(model_environment(os.environ, worker.model_env))
+    use_terminal(worker.model_terminal)
     use_triton_files(TritonFiles(worker.triton_directory, worker.triton_backends))
 
 
