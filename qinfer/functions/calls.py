@@ -1,5 +1,6 @@
 """`qinfer.call`: a served function calls another model."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,15 @@ def call(model: str, /, **inputs: Any) -> dict[str, Array]:
         The outputs by name; BYTES are arrays of `bytes`.
 
     Raises:
-        InferenceFailed: The model answered with an error.
+        InferenceFailed: The model answered with an error, or this is a process of Triton.
         TritonModelException: No worker has started this process for a model, as in a unit test.
         UnsupportedDatatype: An input is no array of a datatype of tensors.
     """
+    if "c_python_backend_utils" in sys.builtin_module_names:
+        raise InferenceFailed(
+            f"qinfer.call can't run model '{model}' in Triton, which must be told the outputs; write "
+            "triton_python_backend_utils.InferenceRequest(…).exec()"
+        )
     from qinfer.backends.python_host.inference import InferenceRequest
     from qinfer.backends.python_host.responses import InferenceResponse
     from qinfer.backends.python_host.tensor import Tensor

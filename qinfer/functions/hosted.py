@@ -27,7 +27,8 @@ STATES_OF_A_SLOT = 16
 """Limits the kept states, of which one is in use: no END tells of sequences that were idle too long."""
 
 Call = Callable[[], Any]
-Responses = list[pb_utils.InferenceResponse]
+# Triton adds its classes to the module after the import of a model.
+Responses = list["pb_utils.InferenceResponse"]
 
 
 class Hosted:
@@ -92,7 +93,7 @@ class Hosted:
             responses[at] = self._answer(requests[at], results[span])
         return responses
 
-    def _answer(self, request: InferenceRequest, results: Sequence[Any]) -> pb_utils.InferenceResponse:
+    def _answer(self, request: InferenceRequest, results: Sequence[Any]) -> "pb_utils.InferenceResponse":
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         try:
             if failed is None:
@@ -122,13 +123,13 @@ class Hosted:
                 del self._states[next(iter(self._states))]
         return {self._function.state: state}
 
-    def _response(self, outputs: Sequence[Array]) -> pb_utils.InferenceResponse:
+    def _response(self, outputs: Sequence[Array]) -> "pb_utils.InferenceResponse":
         named = zip(self._function.result.ports, outputs, strict=True)
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor(port.name, array, *(["BF16"] * (port.datatype == "BF16"))) for port, array in named]
         )
 
-    def _part(self, result: Any) -> pb_utils.InferenceResponse:
+    def _part(self, result: Any) -> "pb_utils.InferenceResponse":
         return self._response([array[0] for array in self._runner.item_outputs([result])])
 
     async def _run_async(self, steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
@@ -199,7 +200,7 @@ def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
         return done
 
 
-def _failed(error: BaseException) -> pb_utils.InferenceResponse:
+def _failed(error: BaseException) -> "pb_utils.InferenceResponse":
     is_ours = isinstance(error, QinferError)
     text = message_of(error) if is_ours else f"{type(error).__name__}: {message_of(error)}"
     code = pb_utils.TritonError.INVALID_ARG if isinstance(error, RequestError) else pb_utils.TritonError.INTERNAL

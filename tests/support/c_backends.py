@@ -3,7 +3,10 @@
 Without NVIDIA's library, which `scripts/tools tritonserver` fetches, or a compiler, tests are skipped.
 """
 
+import os
 import re
+import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +15,10 @@ from qinfer.backends.parameters import use_triton_files
 from qinfer.backends.triton import TritonBackend
 from qinfer.backends.triton_host.library import TritonFiles
 from qinfer.models.spec import Device
+from qinfer.testing import wait_until
 from tests.support.foreign import program, run, tool
 from tests.support.python_models import DECOUPLED, spec_of
+from tests.support.servers.servers import free_port
 
 SOURCES = Path(__file__).parents[1] / "data" / "c_backends"
 SUBJECTS = ("identity", "square", "repeat", "crash", "leak", "errors", "sequence", "shapes")
@@ -85,3 +90,37 @@ def loaded(repository: Path, backends: Path, backend: str, **options: object) ->
         yield model
     finally:
         model.unload()
+
+
+@contextmanager
+def server(repository: Path, backends: Path) -> Iterator[str]:
+    """Runs NVIDIA's server; yields its URL."""
+    directory, port = triton(), free_port()
+    packages = directory.resolve().parents[1]
+    command = [
+        *(str(directory / "bin/tritonserver"), "--backend-directory", str(backends), "--allow-metrics", "false"),
+        *("--model-repository", str(repository), "--allow-grpc", "false", "--http-address", "127.0.0.1"),
+        *("--http-port", str(port)),
+    ]
+    links = repository.parent / "links"
+    links.mkdir()
+    libraries = packages / "nvidia_pytriton.libs"
+    (links / "libtritonserver.so").symlink_to(next(libraries.glob("libtritonserver-*.so")))
+    variables = {**os.environ, "LD_LIBRARY_PATH": f"{links}:{libraries}"}
+    url = f"http://127.0.0.1:{port}"
+    with (repository.parent / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+        try:
+            wait_until(lambda: process.poll() is not None or _is_ready(url), timeout_s=40)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

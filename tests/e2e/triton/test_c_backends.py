@@ -1,12 +1,8 @@
 """The same C backends in NVIDIA's server and in qinfer: answers and errors are compared."""
 
 import json
-import os
-import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +18,10 @@ from qinfer.core.messages import InferRequest
 from qinfer.errors import QinferError
 from qinfer.models.spec import Device
 from qinfer.tensors import DATATYPES, to_numpy
-from qinfer.testing import wait_until
 from tests.support.backends import Answers
 from tests.support.c_backends import DATATYPES as OF_SUBJECTS
-from tests.support.c_backends import compile_backends, triton, write_model
+from tests.support.c_backends import compile_backends, server, triton, write_model
 from tests.support.python_models import spec_of
-from tests.support.servers.servers import free_port
 
 CASES = [
     ("identity", [[1, 2, 3], [4, 5, 6]]),
@@ -41,40 +35,6 @@ CASES = [
 ]
 STATUS = {0: 400, 1: 500, 2: 404, 3: 400, 4: 503, 5: 501}
 """Triton's code → the status of its HTTP server (its `HttpCodeFromError`)."""
-
-
-@contextmanager
-def server(repository: Path, backends: Path) -> Iterator[str]:
-    """Runs NVIDIA's server; yields its URL."""
-    directory, port = triton(), free_port()
-    packages = directory.resolve().parents[1]
-    command = [
-        *(str(directory / "bin/tritonserver"), "--backend-directory", str(backends), "--allow-metrics", "false"),
-        *("--model-repository", str(repository), "--allow-grpc", "false", "--http-address", "127.0.0.1"),
-        *("--http-port", str(port)),
-    ]
-    links = repository.parent / "links"
-    links.mkdir()
-    libraries = packages / "nvidia_pytriton.libs"
-    (links / "libtritonserver.so").symlink_to(next(libraries.glob("libtritonserver-*.so")))
-    variables = {**os.environ, "LD_LIBRARY_PATH": f"{links}:{libraries}"}
-    url = f"http://127.0.0.1:{port}"
-    with (repository.parent / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
-        try:
-            wait_until(lambda: process.poll() is not None or _is_ready(url), timeout_s=40)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def asked(url: str, model: str, values: Any) -> tuple[int, Any]:
