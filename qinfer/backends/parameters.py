@@ -212,17 +212,20 @@ def use_terminal(path: str) -> None:
 
 
 @contextmanager
-def open_terminal() -> Iterator[int | None]:
-    """Opens the terminal of models' processes, if they have one; raises `BackendUnavailable` if that fails."""
+def open_streams() -> Iterator[tuple[int, int, int]]:
+    """Opens stdin, stdout and stderr for a model's process: one pipe, or the terminal and a pipe for log records.
+
+    Raises `BackendUnavailable` if the terminal can't be opened.
+    """
     if not _terminal:
-        yield None
+        yield subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         return
     try:
         descriptor = os.open(_terminal[0], os.O_RDWR | os.O_NOCTTY)
     except OSError as error:
         raise BackendUnavailable(f"the terminal {_terminal[0]} can't be opened: {error.strerror}") from None
     try:
-        yield descriptor
+        yield descriptor, descriptor, subprocess.PIPE
     finally:
         os.close(descriptor)
 

@@ -82,5 +82,5 @@ def record(review: Review) -> Rated:
 
 
 @qinfer.model
-def perhaps(x: str | None = None) -> str:
-    return "nothing" if x is None else x
+def perhaps(x: str | None = None, twice: bool = True) -> str:  # noqa: FBT001, FBT002  an input
+    return "nothing" if x is None else f"{x} again" if twice else x

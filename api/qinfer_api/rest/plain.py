@@ -151,6 +151,8 @@ def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: J
     for expected in spec.inputs:
         if expected.name not in given and not expected.optional:
             raise InvalidRequest(f"field '{expected.name}' is missing; send, for example, {_example(spec)}")
+    if spec.max_batch_size and inputs and not given:
+        raise InvalidRequest(f"no field is given; send one of {', '.join(inputs)}")
     shapes = {name: _shape(inputs[name], value, spec) for name, value in given.items()}
     ones = {is_one for _, is_one in shapes.values()}
     if len(ones) > 1:

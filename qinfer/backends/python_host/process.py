@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
-from qinfer.backends.parameters import environments, model_variables, open_terminal
+from qinfer.backends.parameters import environments, model_variables, open_streams
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.telemetry import LINE_BYTES, MARK, MetricMemory
@@ -116,22 +117,8 @@ class HostProcess:
             # -B: byte code beside the model would look like a change.
             command = [sys.executable, "-P", "-B", "-u", "-m", *_program(environment)]
             command += [*map(str, descriptors), str(os.getpid())]
-
-            def start() -> subprocess.Popen[bytes]:
-                # A process reads from a terminal that is not its session's, as if it were in the foreground.
-                with open_terminal() as terminal:
-                    return subprocess.Popen(  # noqa: S603  our own interpreter and module
-                        command,
-                        stdin=subprocess.DEVNULL if terminal is None else terminal,
-                        stdout=subprocess.PIPE if terminal is None else terminal,
-                        stderr=subprocess.STDOUT if terminal is None else subprocess.PIPE,
-                        pass_fds=descriptors,
-                        env={**model_variables(), **variables},
-                        start_new_session=True,
-                    )
-
             try:
-                self._process = _spawner.run(start)
+                self._process = _spawner.run(partial(_open, command, descriptors, {**model_variables(), **variables}))
             except BaseException:
                 mine.close()
                 self.asks.close()
@@ -231,6 +218,20 @@ class HostProcess:
         if mark:
             level, message, extra = logged(record)
             said.log(level, message, extra={**self._of_model, **extra})
+
+
+def _open(command: list[str], descriptors: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # A process reads from a terminal that is not its session's, as if it were in the foreground.
+    with open_streams() as (stdin, stdout, stderr):
+        return subprocess.Popen(  # noqa: S603  our own interpreter and module
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=descriptors,
+            env=variables,
+            start_new_session=True,
+        )
 
 
 def _program(environment: Path | None) -> list[str]:

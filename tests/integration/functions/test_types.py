@@ -33,7 +33,6 @@ VALID = [
     ("half", [0.5, -2, 0, 65504, 2**-24]),
     ("brain", [[0.5, -2.0], [0, 2.0**127]]),
     ("record", ["hi", "", "日本"]),
-    ("perhaps", ["hi", ""]),
 ]
 """Model → values that come back."""
 WRONG = [
@@ -110,7 +109,10 @@ def test_sixteen_bit_floats_are_the_nearest(served: Served) -> None:
 
 
 def test_optional_inputs_and_fields_have_defaults(served: Served) -> None:
-    assert post(served, "perhaps") == (200, {"output": "nothing"})
+    assert post(served, "perhaps", x="a") == (200, {"output": "a again"})
+    assert post(served, "perhaps", x=["a"], twice=[False]) == (200, {"output": ["a"]})
+    assert post(served, "perhaps", x=None) == (400, {"error": "no field is given; send one of x, twice"})
+    assert post(served, "perhaps", twice=False) == (200, {"output": "nothing"})
     assert post(served, "record", x="a") == (200, {"output": "a", "stars": 3})
     assert post(served, "record", x="a", stars=0)[0] == 400
 

@@ -16,7 +16,7 @@ from qinfer.cli.console import model_names, print_json
 from qinfer.cli.main import app
 from qinfer.errors import BrokerUnavailable
 
-RUNS_ON = {"autoscale", "bridge", "up"}
+RUNS_ON = {"autoscale", "bridge", "dev", "up"}
 """Programs: they run until they are stopped, and log."""
 
 
