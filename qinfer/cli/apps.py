@@ -45,16 +45,7 @@ def new(
             f"it becomes the name of a function: letters, digits and '_', and no word of Python's, got {name!r}",
             param_hint="NAME",
         )
-    folder = Path(name)
-    try:
-        folder.mkdir()
-        for file, text in (("app.py", _APP), ("test_app.py", _TEST)):
-            (folder / file).write_text(text.format(name=name))
-    except FileExistsError:
-        raise CommandFailed(f"{folder} is there already; give another name, or remove it") from None
-    except OSError as error:
-        raise CommandFailed(f"{folder} can't be written: {error.strerror or error}") from None
-    written = [str(folder / file) for file in ("app.py", "test_app.py")]
+    written = write_app(Path(name), name)
     text = (
         f"wrote {' and '.join(written)}\n"
         f"test it:   cd {name} && python -m pytest\n"
@@ -62,6 +53,20 @@ def new(
         f'then:      curl localhost:8000/models/{name} -d \'{{"text": ["hi"]}}\''
     )
     show({"written": written}, text, as_json=as_json)
+
+
+def write_app(folder: Path, name: str) -> list[str]:
+    """Writes the app of `qinfer new` and its test; returns their paths, or raises `CommandFailed`."""
+    files = {folder / "app.py": _APP, folder / "test_app.py": _TEST}
+    try:
+        folder.mkdir()
+        for path, text in files.items():
+            path.write_text(text.format(name=name))
+    except FileExistsError:
+        raise CommandFailed(f"{folder} is there already; give another name, or remove it") from None
+    except OSError as error:
+        raise CommandFailed(f"{folder} can't be written: {error.strerror or error}") from None
+    return [str(path) for path in files]
 
 
 def build(

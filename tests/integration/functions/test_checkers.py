@@ -1,0 +1,52 @@
+"""Type checkers accept the apps of the documents, of `qinfer new` and of these tests."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qinfer.cli.apps import write_app
+from tests.support.docs.doc_blocks import ROOT, blocks
+
+APPS = ("functions_app.py", "typed_app.py")
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    for page in ("functions.md", "develop-models.md"):
+        for block in blocks(ROOT / "docs" / "how-to" / page):
+            if block.saved_as.endswith(".py"):
+                (tmp_path / block.saved_as).write_text(block.code)
+    for name in APPS:
+        shutil.copy(ROOT / "tests" / "support" / name, tmp_path)
+    write_app(tmp_path / "greet", "greet")
+    return tmp_path
+
+
+def check(command: list[str], examples: Path) -> str:
+    found = ""
+    for folder in (examples, examples / "greet"):  # both have an app.py
+        files = sorted(path.name for path in folder.glob("*.py"))
+        done = subprocess.run([*command, *files], cwd=folder, capture_output=True, text=True, check=False)
+        found += done.stdout + done.stderr if done.returncode else ""
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_mypy_accepts_the_examples(examples: Path) -> None:
+    cache = ["--cache-dir", str(ROOT / ".mypy_cache" / "examples")]
+
+    assert check([sys.executable, "-m", "mypy", "--disallow-any-generics", *cache], examples) == ""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_pyright_accepts_the_examples(examples: Path) -> None:
+    pyright = shutil.which("pyright") or pytest.skip(
+        "pyright is not installed: pip install pyright, which needs Node.js"
+    )
+
+    assert check([pyright, "--pythonpath", sys.executable], examples) == ""
