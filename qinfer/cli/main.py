@@ -31,7 +31,7 @@ app = Commands(
 )
 _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (up.up, up.EXAMPLE, "Run everything on this machine."),
-    (up.dev, up.DEV_EXAMPLE, "Develop apps: reload on save, breakpoint() in this terminal."),
+    (up.dev, up.DEV_EXAMPLE, "Develop models: reload on save, breakpoint() in this terminal."),
     (apps.new, apps.NEW_EXAMPLE, "Begin with an app: a function as a model, and its test."),
     (apps.build, apps.BUILD_EXAMPLE, "Make a model repository of an app."),
     (example.example, example.EXAMPLE, "Write an example: a model with inputs, or alerts."),

@@ -145,14 +145,7 @@ def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: J
     inputs = {expected.name: expected for expected in spec.inputs}
     flags = {key: document[key] for key in SEQUENCE_KEYS if key in document and spec.sequences is not None}
     given = {key: value for key, value in document.items() if value is not None and key not in flags}
-    for name in given:
-        if name not in inputs:
-            raise InvalidRequest(f"unknown field '{name[:100]}'; model '{spec.name}' takes {', '.join(inputs)}")
-    for expected in spec.inputs:
-        if expected.name not in given and not expected.optional:
-            raise InvalidRequest(f"field '{expected.name}' is missing; send, for example, {_example(spec)}")
-    if spec.max_batch_size and inputs and not given:
-        raise InvalidRequest(f"no field is given; send one of {', '.join(inputs)}")
+    _check_names(given, spec)
     shapes = {name: _shape(inputs[name], value, spec) for name, value in given.items()}
     ones = {is_one for _, is_one in shapes.values()}
     if len(ones) > 1:
@@ -172,6 +165,17 @@ def read_plain(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: J
         raise InvalidRequest(f"field {wrong} must be {_FLAGS.get(wrong, 'true or false')}") from None
     request = OutgoingRequest(model=model, inputs=tuple(tensors), version=version, **fields)
     return PlainRequest(request, form.strict, spec, ones == {True} and spec.max_batch_size > 0)
+
+
+def _check_names(given: Mapping[str, Any], spec: ModelSpec) -> None:
+    known = ", ".join(expected.name for expected in spec.inputs)
+    if unknown := given.keys() - {expected.name for expected in spec.inputs}:
+        raise InvalidRequest(f"unknown field '{min(unknown)[:100]}'; model '{spec.name}' takes {known}")
+    for expected in spec.inputs:
+        if expected.name not in given and not expected.optional:
+            raise InvalidRequest(f"field '{expected.name}' is missing; send, for example, {_example(spec)}")
+    if spec.max_batch_size and spec.inputs and not given:
+        raise InvalidRequest(f"no field is given; send one of {known}")
 
 
 def _shape(expected: TensorSpec, value: Any, spec: ModelSpec) -> tuple[tuple[int, ...], bool]:

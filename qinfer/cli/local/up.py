@@ -143,13 +143,12 @@ DEV_OPTIONS: Options = {name: of for name, of in UP_OPTIONS.items() if name not 
 
 @with_options(DEV_OPTIONS)
 def dev(**given: Any) -> None:
-    """Develop apps: `qinfer up` with one worker, which loads their models again when one of their files is saved.
+    """Develop models: `qinfer up` with one worker, which loads models again when one of their files is saved.
 
-    The old models serve until the new ones are ready. Each model has one instance, and this terminal: it prints here,
-    and breakpoint() works. No execution and no request has a time limit but the caller's own. Ctrl-C stops at once.
+    The old models serve until the new ones are ready. Models in Python have this terminal: they print here, and
+    breakpoint() works. No execution and no request has a time limit but the model's own and the caller's. A model of an
+    app has one instance and no timeout. Ctrl-C stops at once.
     """
-    if not given["apps"]:
-        raise typer.BadParameter("give an app, such as app.py", param_hint="[APP]...")
     with _terminal() as terminal:
         _run(
             {**given, **_DEV},
