@@ -70,7 +70,8 @@ def check_models(
 
     checked = check_place(place)
     text = "\n".join(f"# {each.model}, version {each.version}\n{each.config}" for each in checked if not each.error)
-    show(checked, text, as_json=as_json)
+    if text or as_json:
+        show(checked, text, as_json=as_json)
     for each in checked:
         if each.error:
             print_error(f"model '{each.model}': {each.error}")

@@ -12,10 +12,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from qinfer.backends.python_host.errors import message_of
+from qinfer.backends.python_host.errors import code_of, message_of
 from qinfer.backends.python_host.inference import InferenceRequest
 from qinfer.backends.python_host.telemetry import emit
-from qinfer.errors import QinferError, RequestError
+from qinfer.errors import QinferError
 from qinfer.functions.app import import_app, models_of, short_trace
 from qinfer.functions.declare import State
 from qinfer.functions.hints import read_function
@@ -203,7 +203,8 @@ def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
 def _failed(error: BaseException) -> "pb_utils.InferenceResponse":
     is_ours = isinstance(error, QinferError)
     text = message_of(error) if is_ours else f"{type(error).__name__}: {message_of(error)}"
-    code = pb_utils.TritonError.INVALID_ARG if isinstance(error, RequestError) else pb_utils.TritonError.INTERNAL
+    usual = pb_utils.TritonError.INTERNAL
+    code = type(usual)(code_of(error)) if isinstance(error, QinferError) else usual  # Triton's are an enumeration
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
 
 

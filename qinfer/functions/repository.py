@@ -18,7 +18,6 @@ from qinfer.models.config.message import ModelConfig
 from qinfer.models.config.to_spec import BASE64, DEFAULT_TIMEOUT, SPLIT
 from qinfer.tensors import DATATYPES
 
-_GENERATED = "Runs a model of an app; generated."
 _MODEL = '''"""Runs a model of an app; generated. The SHA-256 of its sources is {digest}."""
 
 from qinfer.functions.hosted import serves
@@ -97,7 +96,7 @@ def build_repository(app: str, root: Path, environment: Mapping[str, str]) -> Se
                 f"model '{name}' can't be built: '{halves[0]}' is BF16, of which Triton's Python backend makes no "
                 "arrays; write FP32"
             )
-        if (root / name).exists() and not (file.is_file() and _GENERATED in file.read_text()):
+        if (root / name).exists() and not (file.is_file() and file.read_text().startswith(_MODEL.partition("{")[0])):
             raise ModelLoadFailed(f"{root / name} is there, and no model that was built; remove it, or rename '{name}'")
     for model in declared:
         path, version = Path(model.path), root / model.options.name / "1"

@@ -111,7 +111,7 @@ def server(repository: Path, backends: Path) -> Iterator[str]:
     with (repository.parent / "log").open("wb") as log:
         process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
         try:
-            wait_until(lambda: process.poll() is not None or _is_ready(url), timeout_s=40)
+            wait_until(lambda: process.poll() is not None or _is_ready(url), timeout_s=120)
             yield url
         finally:
             process.terminate()

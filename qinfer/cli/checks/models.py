@@ -57,7 +57,7 @@ def _checked(model: StoredModel, repositories: Repositories, known: Collection[s
     try:
         config = from_json(model.config)
         if model.pending:
-            files = repositories.version_dir(model.model, model.versions[-1])
+            files = repositories.version_dir(model.files, model.versions[-1])
             completed = registry.completer(model.pending)(config, files)
             config = normalise(completed, model.model, [path.name for path in files.iterdir()])
         to_spec(config)

@@ -1,7 +1,7 @@
 """`qinfer up` and `qinfer dev`: the options; `qinfer.cli.local.deployment` does the work."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -174,7 +174,8 @@ def _terminal() -> Iterator[str]:
     try:
         yield os.ttyname(0)
     finally:
-        termios.tcsetattr(0, termios.TCSADRAIN, modes)
+        with suppress(termios.error):  # it was closed
+            termios.tcsetattr(0, termios.TCSADRAIN, modes)
 
 
 def _run(given: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], *, is_dev: bool = False) -> None:

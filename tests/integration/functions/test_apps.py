@@ -100,6 +100,15 @@ def test_the_repository_is_complete_and_unchanged_files_stay(tmp_path: Path) -> 
     assert (spec.backend, spec.instances[0].count, spec.default_timeout_s, spec.splits) == ("python", 2, 3.0, True)
 
 
+def test_for_a_developer_a_model_has_one_instance_and_no_timeout(tmp_path: Path) -> None:
+    app = app_of(tmp_path, "import qinfer\n@qinfer.model(instances=2, timeout_s=3)\ndef f(x: str) -> int: ...\n")
+
+    write_repository([app], tmp_path / "functions", os.environ, is_dev=True)
+
+    spec = to_spec(normalise(parse((tmp_path / "functions/f/config.pbtxt").read_text()), "f", ["model.py"]))
+    assert (spec.instances[0].count, spec.default_timeout_s) == (1, 60.0)
+
+
 def test_a_changed_app_changes_its_models(tmp_path: Path) -> None:
     text = "import qinfer\n@qinfer.model\ndef f(x: str) -> int: ...\n"
     root = tmp_path / "functions"

@@ -164,7 +164,7 @@ def test_a_failure_shows_the_lines_of_the_app_and_the_request(terminal: Terminal
     terminal.until("Stop ")
 
     answer = httpx.post(f"{url}/models/fails", json={"text": "a"}, timeout=60)
-    shown = terminal.until(r"the function failed[^Z]*ZeroDivisionError: division by zero")
+    shown = terminal.until(r"the function failed(?s:.)*?ZeroDivisionError: division by zero")
 
     assert answer.json() == {"error": "ZeroDivisionError: division by zero"}
     assert answer.headers["qinfer-request-id"] in shown
@@ -187,7 +187,8 @@ def test_ctrl_c_ends_it_at_a_breakpoint_and_the_terminal_is_as_before(terminal: 
 
 
 @pytest.mark.parametrize("terminal", [HI.format(setup="pass", version=0)], indirect=True)
-@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_no_request_fails_while_ten_saves_one_of_them_broken_are_loaded(app: Path, terminal: Terminal) -> None:
     url = address(terminal)
     terminal.until("Stop ")
@@ -224,12 +225,16 @@ def test_no_request_fails_while_ten_saves_one_of_them_broken_are_loaded(app: Pat
 
 @pytest.mark.parametrize("terminal", [HI.format(setup="pass", version=1)], indirect=True)
 @pytest.mark.timeout(180)
-def test_a_model_that_cannot_be_loaded_leaves_the_one_before(app: Path, terminal: Terminal) -> None:
+def test_a_model_that_cannot_be_loaded_leaves_the_one_before_until_the_next_save(app: Path, terminal: Terminal) -> None:
     url = address(terminal)
     terminal.until("Stop ")
 
+    def ask() -> Any:
+        return httpx.post(f"{url}/models/hi", json={"text": "a"}, timeout=60).json()
+
     app.write_text(HI.format(setup="raise RuntimeError('no weights')", version=2))
     terminal.until("RuntimeError: no weights")
-    answer = httpx.post(f"{url}/models/hi", json={"text": "a"}, timeout=60)
+    assert ask() == {"output": "a1"}
 
-    assert answer.json() == {"output": "a1"}
+    app.write_text(HI.format(setup="pass", version=3))
+    wait_until(lambda: ask() == {"output": "a3"}, 60)

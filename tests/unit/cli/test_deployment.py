@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ from qinfer import errors
 from qinfer.cli.console import CommandFailed
 from qinfer.cli.local.deployment import UpOptions, _Answer
 from qinfer.cli.local.machine import RunFile, write_run
-from qinfer.cli.local.preparation import PAYLOAD_BYTES, allowed_stores, jobs_line, payload_store, why_no_bulk_worker
+from qinfer.cli.local.preparation import (
+    PAYLOAD_BYTES,
+    allowed_stores,
+    completed,
+    jobs_line,
+    payload_store,
+    why_no_bulk_worker,
+)
 from qinfer.cli.overview import payload_limits, program_variables
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings, StoreSettings, load_settings
 from qinfer.errors import SettingsError
@@ -76,6 +84,17 @@ def test_large_tensors_are_files_of_the_data_directory(tmp_path: Path, monkeypat
     for given in ("s3://bucket/x", ""):
         monkeypatch.setenv("QINFER_LIMITS__PAYLOAD_URL", given)
         assert payload_store(options_of(data), load_settings()) == {}
+
+
+def test_the_limits_of_dev_replace_those_of_up_and_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QINFER_LIMITS__EXECUTE_TIMEOUT_S", "5")
+    dev = {"execute_timeout_s": 0.0, "default_timeout_s": 86400.0}
+    others = {"repository": {"control_mode": "poll"}, "stores": {"allow": ()}, "rate_limit": {"resources": ()}}
+    options = replace(options_of(tmp_path), settings={**others, "limits": dev})
+
+    assert completed(options, load_settings())["limits"].items() >= dev.items()
 
 
 def test_other_programs_find_the_payload_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
