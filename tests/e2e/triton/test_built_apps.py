@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.support.c_backends import server, triton
 from tests.support.docs.doc_blocks import ROOT
 from tests.support.servers.servers import free_port
 
-Ask = Callable[..., tuple[int, Any]]
+pytestmark = pytest.mark.timeout(300)
 
 
 def tensor(name: str, value: Any) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ def up(models: Path) -> Iterator[str]:
     data = models.parent / "data"
     with subprocess.Popen([*command, "--data-dir", str(data)], env={**os.environ, **strict}) as process:
         try:
-            wait_until(lambda: is_ready(url), 60)
+            wait_until(lambda: is_ready(url), 120)
             yield url
         finally:
             process.terminate()

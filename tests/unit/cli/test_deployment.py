@@ -4,6 +4,7 @@ import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,11 @@ def test_the_limits_of_dev_replace_those_of_up_and_of_the_environment(
 ) -> None:
     monkeypatch.setenv("QINFER_LIMITS__EXECUTE_TIMEOUT_S", "5")
     dev = {"execute_timeout_s": 0.0, "default_timeout_s": 86400.0}
-    others = {"repository": {"control_mode": "poll"}, "stores": {"allow": ()}, "rate_limit": {"resources": ()}}
+    others: dict[str, dict[str, Any]] = {
+        "repository": {"control_mode": "poll"},
+        "stores": {"allow": ()},
+        "rate_limit": {"resources": ()},
+    }
     options = replace(options_of(tmp_path), settings={**others, "limits": dev})
 
     assert completed(options, load_settings())["limits"].items() >= dev.items()
