@@ -126,7 +126,7 @@ def up(**given: Any) -> None:
     A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
     ends at once. The queue survives both, and kill -9.
     """
-    _run(given, {})
+    _deploy(given, {})
 
 
 _DEV: Mapping[str, Any] = {
@@ -150,7 +150,7 @@ def dev(**given: Any) -> None:
     app has one instance and no timeout. Ctrl-C stops at once.
     """
     with _terminal() as terminal:
-        _run(
+        _deploy(
             {**given, **_DEV},
             {
                 "http": {"drain_s": _DEV_DRAIN_S},
@@ -178,7 +178,7 @@ def _terminal() -> Iterator[str]:
             termios.tcsetattr(0, termios.TCSADRAIN, modes)
 
 
-def _run(given: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], *, is_dev: bool = False) -> None:
+def _deploy(given: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], *, is_dev: bool = False) -> None:
     from qinfer.cli.local.deployment import UpOptions, run_deployment
 
     _check_plans(given["cache_config"], given["rate_limit_resource"] or ())
