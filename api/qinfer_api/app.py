@@ -81,6 +81,8 @@ from qinfer_api.rest.management import (
 from qinfer_api.rest.openapi import docs_routes, document_of
 from qinfer_api.rest.plain import PlainCodec, plain_routes, with_models
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
+from qinfer_api.rest.tf_serving import tf_serving_routes
+from qinfer_api.rest.torchserve import torchserve_routes
 from qinfer_api.scaling import backlog_routes
 from qinfer_api.shared_memory import SharedMemory
 from qinfer_api.stages import AccessLog, TenantStage, TenantTally
@@ -531,6 +533,7 @@ def build_app(
     routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]
     routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]
     routers.append((endpoint_routes(services, endpoints), []))
+    routers += [(routes(services), []) for routes in (tf_serving_routes, torchserve_routes)]
     for router, dependencies in routers:
         app.include_router(router, dependencies=dependencies)
     app.include_router(docs_routes())

@@ -180,7 +180,7 @@ def _check_names(given: Mapping[str, Any], spec: ModelSpec) -> None:
 
 def _shape(expected: TensorSpec, value: Any, spec: ModelSpec) -> tuple[tuple[int, ...], bool]:
     """Returns the shape of a value, and whether it is one item of a model that takes batches."""
-    nested = _nested(expected, value)
+    nested = nested_shape(expected, value)
     rank = len(_plain_dims(expected))
     is_one = len(nested) == rank
     if not is_one and (len(nested) != rank + 1 or not spec.max_batch_size):
@@ -194,13 +194,13 @@ def _shape(expected: TensorSpec, value: Any, spec: ModelSpec) -> tuple[tuple[int
     return (*rows, *(item or (1,))), is_one
 
 
-def _nested(expected: TensorSpec, value: Any) -> tuple[int, ...]:
+def nested_shape(expected: TensorSpec, value: Any) -> tuple[int, ...]:
     """Returns the lengths of a value's nested lists, which must be even."""
     if isinstance(value, LongArray):
         return _nested_long(expected, value)
     if not isinstance(value, list):
         return ()
-    inner = {_nested(expected, each) for each in value}
+    inner = {nested_shape(expected, each) for each in value}
     if len(inner) > 1:
         raise InvalidRequest(f"field '{expected.name}' has lists of different lengths, or lists beside values")
     return (len(value), *(inner.pop() if inner else ()))
@@ -225,6 +225,11 @@ def _nested_long(expected: TensorSpec, value: LongArray) -> tuple[int, ...]:
     if row != skeleton:
         raise InvalidRequest(f"field '{expected.name}' has lists of different lengths, or lists beside values")
     return shape
+
+
+def plain_tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) -> Tensor:
+    """Returns one input, or raises `InvalidRequest`."""
+    return _tensor(expected, value, _shape(expected, value, spec)[0], most, spec)
 
 
 def _tensor(expected: TensorSpec, value: Any, shape: Sequence[int], most: int, spec: ModelSpec) -> Tensor:
@@ -259,6 +264,11 @@ def _packed(expected: TensorSpec, value: Any, shape: Sequence[int], most: int) -
 
 def encode_plain(asked: PlainRequest, response: Response) -> bytes:
     """Encodes the outputs of a response, or raises `QinferError`."""
+    return msgspec.json.encode(plain_outputs(asked, response))
+
+
+def plain_outputs(asked: PlainRequest, response: Response) -> dict[str, msgspec.Raw]:
+    """Returns the JSON of each output, or raises `QinferError`."""
     spec = asked.spec
     scalars = {output.name for output in spec.outputs if output.dims == (1,)}
     coded = _base64(spec)
@@ -270,15 +280,16 @@ def encode_plain(asked: PlainRequest, response: Response) -> bytes:
         shape = tensor.shape[:-1] if tensor.name in scalars and tensor.shape[-1:] == (1,) else tensor.shape
         if asked.is_one and shape[:1] == (1,):
             shape = shape[1:]
-        items = partial(_coded_rows if tensor.name in coded else _rows, tensor, strict=asked.strict)
-        rendered[tensor.name] = msgspec.Raw(_nest(items(shape[-1] if shape else 1), shape))
-    return msgspec.json.encode(rendered)
+        items = _coded_rows(tensor, shape) if tensor.name in coded else innermost(tensor, shape, strict=asked.strict)
+        rendered[tensor.name] = msgspec.Raw(nest(items, shape))
+    return rendered
 
 
-def _rows(tensor: Tensor, size: int, *, strict: bool) -> list[bytes]:
-    """Returns the JSON of each innermost list of `size` elements."""
+def innermost(tensor: Tensor, shape: Sequence[int], *, strict: bool) -> list[bytes]:
+    """Returns the JSON of each innermost list of a tensor in this shape."""
     if 0 in tensor.shape:
         return []
+    size = shape[-1] if shape else 1
     if tensor.datatype == "BYTES":
         whole = elements(tensor, strict=strict)
         if prod(tensor.shape) == size:
@@ -291,19 +302,22 @@ def _rows(tensor: Tensor, size: int, *, strict: bool) -> list[bytes]:
     return [elements(row, strict=strict) for row in cut]
 
 
-def _coded_rows(tensor: Tensor, size: int, *, strict: bool) -> list[bytes]:
-    del strict
-    values = [b64encode(bytes(element)).decode() for element in iter_bytes(tensor.data)]
+def _coded_rows(tensor: Tensor, shape: Sequence[int]) -> list[bytes]:
+    values, size = (
+        [b64encode(bytes(element)).decode() for element in iter_bytes(tensor.data)],
+        shape[-1] if shape else 1,
+    )
     return [msgspec.json.encode(values[at : at + size]) for at in range(0, len(values), size or 1)]
 
 
-def _nest(rows: list[bytes], shape: Sequence[int]) -> bytes:
+def nest(rows: list[bytes], shape: Sequence[int]) -> bytes:
+    """Joins the JSON of innermost lists to that of the whole shape."""
     if not shape:
         return rows[0][1:-1]
     if not shape[0]:
         return b"[]"
     if 0 in shape:
-        return b"[%b]" % b",".join([_nest(rows, shape[1:])] * shape[0])
+        return b"[%b]" % b",".join([nest(rows, shape[1:])] * shape[0])
     for size in reversed(shape[:-1]):
         rows = [b"[%b]" % b",".join(rows[at : at + size]) for at in range(0, len(rows), size)]
     return rows[0]
