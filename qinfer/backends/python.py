@@ -81,13 +81,11 @@ class HostedModel(NamedTuple):
         message: The command that loads it; the backend adds the arguments about model and instance.
         environment: The model's own environment.
         variables: Environment variables of the process.
-        release: Called once the model is unloaded, or has failed to load.
     """
 
     message: LoadModel
     environment: Path | None = None
     variables: Mapping[str, str] = MappingProxyType({})
-    release: Callable[[], object] = bool
 
 
 def model_file_of(spec: ModelSpec, version_dir: Path, device: Device) -> HostedModel:
@@ -113,7 +111,6 @@ class PythonBackend:
     ) -> None:
         self._models = models
         self._host = host
-        self._release: Callable[[], object] = bool
         # The watchdog reads these during the load.
         self._probe: ReadinessProbe | None = None
         self._interrupt: Callable[[], bool] = lambda: False
@@ -127,7 +124,6 @@ class PythonBackend:
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Starts the process and initialises the model."""
         hosted = self._host(spec, version_dir, device)
-        self._release = hosted.release
         self._is_decoupled = spec.decoupled
         self._is_stateful = spec.is_stateful
         self._keeps_state = spec.sequences is not None
@@ -154,7 +150,7 @@ class PythonBackend:
         try:
             self._start(spec, version_dir, hosted.environment, initialise, hosted.variables)
         except BaseException:
-            self._release_hosted()
+            _names.release(self._instance_name)
             raise
 
     def _start(
@@ -249,11 +245,7 @@ class PythonBackend:
         if self._streams is not None:
             self._streams.drain(self._longest_s)
         self._instance.stop()
-        self._release_hosted()
-
-    def _release_hosted(self) -> None:
         _names.release(self._instance_name)
-        self._release()
 
     def _inputs(self, batch: Batch) -> tuple[list[TensorMeta], list[Bytes]]:
         metas, buffers = [], []

@@ -3,12 +3,13 @@
 A crash or hang costs that process only, as with a `model.py`.
 """
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from qinfer.backends.base import ManagesModels
-from qinfer.backends.parameters import model_variables, triton_files
+from qinfer.backends.parameters import engine_cache, model_variables, triton_files
 from qinfer.backends.python import HostedModel, PythonBackend
 from qinfer.backends.python_host.messages import LoadModel
 from qinfer.backends.triton_host import model
@@ -33,11 +34,12 @@ def _in_core(others: Sequence[str], spec: ModelSpec, version_dir: Path, device: 
             ".so is neither beside the model nor in Triton's directory of backends (QINFER_WORKER__TRITON_BACKENDS): "
             "correct the configuration, or install the backend where workers run"
         )
-    placed = place(triton_files(), spec, version_dir, device, model_variables().get(_LIBRARY_PATH, ""))
+    placed = place(triton_files(), spec, version_dir, device, engine_cache() / "triton")
     args = {
         model.LIBRARY: str(placed.library),
         model.REPOSITORY: str(placed.repository),
         model.BACKENDS: str(placed.backends),
     }
     message = LoadModel(str(version_dir), spec.filename, args, model.__name__)
-    return HostedModel(message, None, {_LIBRARY_PATH: placed.search_path}, placed.directory.cleanup)
+    paths = (placed.search_path, model_variables().get(_LIBRARY_PATH, ""))
+    return HostedModel(message, None, {_LIBRARY_PATH: os.pathsep.join(filter(None, paths))})

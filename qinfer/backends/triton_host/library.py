@@ -4,11 +4,13 @@ Owns the search for `libtritonserver.so` and for backends. Nothing of them is lo
 https://github.com/triton-inference-server/backend#how-can-i-develop-my-own-triton-backend
 """
 
+import hashlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from google.protobuf import text_format
@@ -83,17 +85,16 @@ def find_backend(files: TritonFiles, backend: str, version_dir: Path) -> Path | 
 
 
 class Placed(NamedTuple):
-    """A model's private directory for the core, to be removed by `directory.cleanup`."""
+    """A model as the core gets it."""
 
-    directory: "TemporaryDirectory[str]"
     library: Path
     repository: Path
     backends: Path
     search_path: str
 
 
-def place(files: TritonFiles, spec: ModelSpec, version_dir: Path, device: Device, search_path: str) -> Placed:
-    """Makes the directory of links for one instance; `search_path` is the LD_LIBRARY_PATH of models' processes."""
+def place(files: TritonFiles, spec: ModelSpec, version_dir: Path, device: Device, cache: Path) -> Placed:
+    """Makes a directory of links in `cache`, or finds it there: its name is a hash of its content."""
     library = files.library()
     if library is None:
         raise BackendUnavailable(
@@ -104,23 +105,25 @@ def place(files: TritonFiles, spec: ModelSpec, version_dir: Path, device: Device
             f"model '{spec.name}': backend '{spec.backend}' can't have implicit states ('state' of "
             "'sequence_batching') in qinfer; keep the state in the backend, by correlation ID"
         )
-    directory = TemporaryDirectory(prefix="qinfer-triton-")
-    root = Path(directory.name)
-    links, model = root / "lib", root / "models" / spec.name
-    links.mkdir()
-    model.mkdir(parents=True)
+    version_dir = version_dir.absolute()
+    beside = [path for path in version_dir.parent.iterdir() if path.name not in ("config.pbtxt", "configs")]
+    model = [version_dir, *sorted(path for path in beside if not path.name.isdecimal())]
+    config = text_format.MessageToString(core_config(from_json(spec.config_json), int(version_dir.name), device))
+    texts = (str(library), spec.name, config, *map(str, model))
+    root = cache / hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    own = root / "models" / spec.name
     # The dynamic linker finds the file under the name that backends need, and sees that it is loaded already.
-    (links / "libtritonserver.so").symlink_to(library)
-    for path in version_dir.absolute().parent.iterdir():
-        if path.name not in ("config.pbtxt", "configs") and not path.name.isdecimal():
-            (model / path.name).symlink_to(path)
-    (model / version_dir.name).symlink_to(version_dir.absolute())
-    config = core_config(from_json(spec.config_json), int(version_dir.name), device)
-    (model / "config.pbtxt").write_text(text_format.MessageToString(config))
-    (root / "backends").mkdir()
+    links = {root / "lib" / "libtritonserver.so": library} | {own / path.name: path for path in model}
+    for directory in (root / "lib", own, root / "backends"):
+        directory.mkdir(parents=True, exist_ok=True)
+    for link, target in links.items():
+        with suppress(FileExistsError):
+            link.symlink_to(target)
+    written = root / f"config.{os.getpid()}.{threading.get_ident()}"
+    written.write_text(config)
+    written.replace(own / "config.pbtxt")
     backends = next(iter(files.backend_directories()), root / "backends")
-    paths = (str(links), str(library.parent), search_path)
-    return Placed(directory, library, root / "models", backends, os.pathsep.join(filter(None, paths)))
+    return Placed(library, root / "models", backends, f"{root / 'lib'}{os.pathsep}{library.parent}")
 
 
 def core_config(config: ModelConfig, version: int, device: Device) -> ModelConfig:

@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.backends import registry
 from qinfer.backends.parameters import use_triton_files
-from qinfer.backends.triton_host.library import TritonFiles, core_config, find_backend
+from qinfer.backends.triton_host.library import TritonFiles, core_config, find_backend, place
 from qinfer.backends.triton_host.metrics import samples
 from qinfer.errors import BackendUnavailable, ModelLoadFailed
 from qinfer.models.config.config import normalise, parse
@@ -82,6 +82,26 @@ def test_the_version_comes_before_the_model_and_the_model_before_the_directory(t
 
     assert found == [directory / "libtriton_x.so" for directory in (shared, version.parent, version)]
     assert list(files.backends_there()) == [("x", shared / "libtriton_x.so")]
+
+
+def test_what_the_core_gets_lies_in_the_cache_and_is_used_again(tmp_path: Path) -> None:
+    """A worker that is killed leaves no directory of its own; another configuration has another directory."""
+    version = write_model(tmp_path / "models", "x")
+    (version.parent / "labels.txt").touch()
+    (tmp_path / "libtritonserver.so").touch()
+    files, cache = TritonFiles(str(tmp_path)), tmp_path / "cache"
+
+    first, again = (place(files, spec_of(version), version, Device(), cache) for _ in range(2))
+
+    assert again == first
+    assert len(list(cache.iterdir())) == 1
+    own = first.repository / "m"
+    assert sorted(path.name for path in own.iterdir()) == ["1", "config.pbtxt", "labels.txt"]
+    assert (own / "1").readlink() == version
+    write_model(tmp_path / "others", "x", max_batch_size=3)
+    other = tmp_path / "others" / "m" / "1"
+    assert place(files, spec_of(other), other, Device(), cache).repository != first.repository
+    assert len(list(cache.iterdir())) == 2
 
 
 def test_the_name_of_a_backend_is_no_path(tmp_path: Path) -> None:
