@@ -28,7 +28,8 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture(autouse=True, scope="module")
 def _forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forks the processes of models and the examiners of the gateways and workers in this process."""
-    with nullcontext() if request.path.name == "test_jobs_examined.py" else forked_children():  # it looks for children
+    looks_for_children = request.path.name in {"test_jobs_examined.py", "test_faults.py"}
+    with nullcontext() if looks_for_children else forked_children():
         yield
 
 

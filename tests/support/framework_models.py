@@ -25,6 +25,7 @@ PACKAGES = {
     "forest": ("treelite", "xgboost", "lightgbm", "sklearn"),
     "jax": ("jax",),
     "mlflow": ("mlflow", "pandas"),
+    "mixed": ("tensorflow", "jax", "treelite", "xgboost", "ai_edge_litert"),
 }
 
 
@@ -350,6 +351,73 @@ def mlflow(made: _Builder) -> None:
     made.keep("mixer", {n: c[:, None] for n, c in inputs.items()}, {"mixed": predicted.to_numpy(np.float64)[:, None]})
 
 
+def mixed(made: _Builder) -> None:
+    """Builds the ensemble `mixed`: TensorFlow's scores, bent by JAX, priced by a forest, scaled by LiteRT."""
+    tf, model = _saved_model(made)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import jax.numpy as jnp
+    import xgboost
+    from ai_edge_litert.interpreter import Interpreter
+    from jax import export
+
+    own, weights, x = made.directory, made.features(3, 3), made.features(64, 4)
+    signatures = {"serving_default": model.classify}
+    tf.saved_model.save(model, str(made.version("scores") / "model.savedmodel"), signatures=signatures)
+
+    def bend(arrays: Any) -> Any:
+        return {"bent": jnp.tanh(arrays["scores"] @ weights)}
+
+    (rows,) = export.symbolic_shape("rows")
+    shape = {"scores": jax.ShapeDtypeStruct((rows, 3), jnp.float32)}
+    (made.version("bend") / "model.jax").write_bytes(export.export(jax.jit(bend))(shape).serialize())
+    scores = model.classify(tf.constant(x))["scores"].numpy()
+    bent = np.asarray(bend({"scores": scores})["bent"])
+    options = {"objective": "reg:squarederror", "max_depth": 3, "nthread": 1, "seed": SEED}
+    forest = xgboost.train(options, xgboost.DMatrix(bent, bent.sum(axis=1)), 10)
+    forest.save_model(str(made.version("price") / "xgboost.ubj"))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 1], tf.float32, name="price")])  # type: ignore[untyped-decorator,unused-ignore]
+    def scale(price: Any) -> Any:
+        return {"total": price * 100.0 + 1.0}
+
+    directory = own.with_name("scale")
+    holder = tf.Module()
+    holder.scale = scale
+    tf.saved_model.save(holder, str(directory), signatures={"serving_default": scale})
+    content = bytes(tf.lite.TFLiteConverter.from_saved_model(str(directory)).convert())
+    (made.version("scale") / "model.tflite").write_bytes(content)
+    made.version("mixed", _MIXED)
+    prices = forest.predict(xgboost.DMatrix(bent))[:, None]
+    totals = Interpreter(model_content=content).get_signature_runner("serving_default")(price=prices)
+    made.keep("mixed", {"x": x}, {"scores": scores, "total": totals["total"]})
+
+
+_MIXED = (
+    """
+platform: "ensemble" max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "scores" data_type: TYPE_FP32 dims: [ 3 ] }
+output { name: "total" data_type: TYPE_FP32 dims: [ 1 ] }
+ensemble_scheduling {
+"""
+    + "".join(
+        f"""step {{
+  model_name: "{model}" model_version: -1
+  input_map {{ key: "{given}" value: "{value}" }} output_map {{ key: "{made}" value: "{name}" }}
+}}
+"""
+        for model, given, value, made, name in (
+            ("scores", "x", "x", "scores", "scores"),
+            ("bend", "scores", "scores", "bent", "bent"),
+            ("price", "input__0", "bent", "output__0", "price"),
+            ("scale", "price", "price", "total", "total"),
+        )
+    )
+    + "}"
+)
+
+
 if __name__ == "__main__":
-    builders = {each.__name__: each for each in (tensorflow, litert, forest, jax, mlflow)}
+    builders = {each.__name__: each for each in (tensorflow, litert, forest, jax, mlflow, mixed)}
     builders[sys.argv[1]](_Builder(Path(sys.argv[2])))

@@ -10,6 +10,7 @@ import tritonclient.grpc.aio as over_grpc
 import tritonclient.http.aio as over_http
 from tritonclient.utils import np_to_triton_dtype
 
+from qinfer.core.settings import StoreSettings
 from tests.support.framework_models import Array, sample
 from tests.support.served_models import ServedModels, models_served
 
@@ -20,7 +21,8 @@ LOAD_S = 150.0
 @asynccontextmanager
 async def framework_served(repository: Path) -> AsyncIterator[ServedModels]:
     """Runs a gateway and a worker until the block ends."""
-    async with models_served(repository, load_timeout_s=LOAD_S) as scene:
+    stores = {"stores": StoreSettings(allow=("file:///",))}  # for bulk jobs
+    async with models_served(repository, stores, load_timeout_s=LOAD_S) as scene:
         yield scene
 
 
