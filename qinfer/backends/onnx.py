@@ -36,7 +36,7 @@ import onnxruntime as ort
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.cuda import end_if_lost
-from qinfer.backends.onnx_amp import half_copy
+from qinfer.backends.onnx_amp import KEPT, half_copy
 from qinfer.backends.parameters import (
     choice,
     cleaned,
@@ -129,6 +129,8 @@ class OnnxBackend:
         except Exception as error:  # onnxruntime raises a dozen classes
             raise ModelLoadFailed(f"onnxruntime can't load model '{spec.name}': {cleaned(error, path)}") from error
         _check_device(spec, device, wanted, self._session.get_providers())
+        if kept := self._session.get_modelmeta().custom_metadata_map.get(KEPT):
+            say_once(spec.name, AUTO_MIXED_PRECISION, kept)
         inputs = spec.file_inputs
         _compare(spec, "input", inputs, self._session.get_inputs())
         _compare(spec, "output", spec.file_outputs, self._session.get_outputs())

@@ -25,6 +25,9 @@ from qinfer.models.config.optimization import AUTO_MIXED_PRECISION
 from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 
+KEPT = "qinfer.kept_fp32"
+"""The key of a copy's metadata that says why none of its nodes is in FP16."""
+
 _TOLERANCE = 0.01
 _PACKAGE = "onnxconverter_common"
 
@@ -100,12 +103,14 @@ def converted(job: Conversion) -> Any:
     def fits(names: Sequence[str]) -> bool:
         try:
             found = outputs(with_half(names))
-        except Exception:  # noqa: BLE001  an operator that FP16 has not
+        except Exception as error:  # noqa: BLE001  an operator that FP16 has not
+            failures.append(str(error).partition("\n")[0])
             return False
         return all(map(is_close, wanted, found))
 
     wanted = outputs(model)
     half: list[str] = []
+    failures: list[str] = []
     waiting = [[node.name for node in model.graph.node]]
     while waiting:
         part = waiting.pop()
@@ -114,7 +119,13 @@ def converted(job: Conversion) -> Any:
         elif len(part) > 1:
             middle = len(part) // 2
             waiting += [part[middle:], part[:middle]]
-    return with_half(half) if half else model
+    if half:
+        return with_half(half)
+    reason = (
+        f"it can't be converted ({failures[-1]})" if failures else f"its outputs differ by more than {_TOLERANCE:.0%}"
+    )
+    model.metadata_props.add(key=KEPT, value=f"no node is in FP16: {reason}")
+    return model
 
 
 def _restore_outputs(made: Any, original: Any) -> None:

@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -214,7 +215,7 @@ class HostProcess:
         text, mark, record = line.decode(errors="replace").rstrip("\n").partition(MARK)
         if text:
             self._tail.append(text)
-            said.info("model output", extra={**self._of_model, "text": text})
+            said.log(level_of(text), "model output", extra={**self._of_model, "text": text})
         if mark:
             level, message, extra = logged(record)
             said.log(level, message, extra={**self._of_model, **extra})
@@ -240,6 +241,16 @@ def _program(environment: Path | None) -> list[str]:
     store = environments()
     limits = (str(store.max_bytes), str(store.max_files))
     return ["qinfer.backends.python_host.packed", str(environment), str(store.directory), *limits]
+
+
+_LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL, "V": logging.DEBUG}
+_OF_GLOG = re.compile(r"([IWEFV])\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\]")
+
+
+def level_of(text: str) -> int:
+    """Returns the level of a line in glog's form, as of Triton's core, TensorFlow and XLA; of others INFO."""
+    found = _OF_GLOG.match(text)
+    return logging.INFO if found is None else _LEVELS[found[1]]
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:

@@ -159,6 +159,29 @@ def test_an_output_that_ends_with_a_cast_keeps_its_datatype(cache: Path, tmp_pat
     assert types_of(cache) == [{TensorProto.FLOAT16}]
 
 
+def test_a_converter_that_fails_is_said_and_costs_the_speed_only(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by the copy that is there already."""
+    broken = tmp_path / "broken" / "onnxconverter_common"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").touch()
+    (broken / "float16.py").write_text("def convert_float_to_float16(*a, **k): raise TypeError('no such field')")
+    monkeypatch.setenv("PYTHONPATH", str(broken.parent))
+    parameters.use_model_variables({"PYTHONPATH": str(broken.parent)})
+    version_dir = write(tmp_path / "m" / "1")
+    exact = answer(OnnxBackend(), spec("onnxruntime", *PORTS), version_dir)
+
+    for _ in range(2):
+        parameters.say_once.cache_clear()
+        np.testing.assert_array_equal(answer(OnnxBackend(), with_amp("onnxruntime"), version_dir), exact)
+
+    told = [record for record in caplog.records if record.message == "optimization has no effect"]
+    reason = "no node is in FP16: it can't be converted (no such field)"
+    assert [(getattr(each, "field"), getattr(each, "reason")) for each in told] == [(AMP, reason)] * 2  # noqa: B009
+    assert types_of(cache) == [{TensorProto.FLOAT}]
+
+
 def test_a_model_in_fp16_stays_as_it_is(cache: Path, tmp_path: Path) -> None:
     save_scaled(tmp_path, "FP16", 3)
     backend = OnnxBackend()
