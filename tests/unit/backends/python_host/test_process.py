@@ -441,3 +441,17 @@ def test_models_are_finalised_where_python_starts_no_thread_any_more(monkeypatch
     monkeypatch.setattr(threading.Thread, "start", refuse)
     process._stop_all()
     assert stopped == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ('W1129 10:57:20.123456 4711 subject.cc:250] "slow"', logging.WARNING),
+        ("E0000 00:00:1795952441.123456   19537 port.cc:153] failed", logging.ERROR),
+        ("I1129 10:57:20.123456 4711 subject.cc:250] fine", logging.INFO),
+        ("F1129 10:57:20.123456 4711 subject.cc:250] over", logging.CRITICAL),
+        ("Warning: W1129 is a room", logging.INFO),
+    ],
+)
+def test_a_line_in_the_form_of_glog_has_its_level(line: str, level: int) -> None:
+    assert process.level_of(line) == level
