@@ -239,9 +239,8 @@ def encode_predict(asked: PredictRequest, response: Response) -> bytes:
     has_one = len(asked.spec.outputs) == 1
     if has_one or not asked.in_rows:
         whole = {tensor.name: msgspec.Raw(nest(_lists(tensor, shape, asked), shape)) for tensor, shape in tensors}
-        return msgspec.json.encode(
-            {"predictions" if asked.in_rows else "outputs": next(iter(whole.values())) if has_one else whole}
-        )
+        value = next(iter(whole.values()), []) if has_one else whole
+        return msgspec.json.encode({"predictions" if asked.in_rows else "outputs": value})
     counts = {shape[:1] for _, shape in tensors}
     if len(counts) != 1 or counts == {()}:
         raise InvalidRequest(f"the outputs have no common number of rows; send '{_COLUMNS}' in place of '{_ROWS}'")

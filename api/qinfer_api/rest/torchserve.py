@@ -27,7 +27,7 @@ from qinfer_api.rest.openapi import Json, describe_response, operation
 from qinfer_api.rest.plain import PlainRequest, plain_outputs, plain_tensor, read_plain
 from qinfer_api.rest.services import INFER_ERRORS, REQUEST_TIMEOUT, Services, guarded, send_json
 
-_FORM, _PARTS, _JSON = "application/x-www-form-urlencoded", "multipart/form-data", "application/json"
+_FORM, _PARTS = "application/x-www-form-urlencoded", "multipart/form-data"
 _MOST_FIELDS = 100
 _UNNAMED = ("data", "body")
 """TorchServe's names of a request's data, which stand for a model's only input."""
@@ -43,7 +43,7 @@ _PREDICT = operation(
     takes={
         "required": True,
         "description": "The data of the only input, or JSON or a form with each input.",
-        "content": dict.fromkeys(("application/octet-stream", _JSON, _PARTS, _FORM), _ANY),
+        "content": dict.fromkeys(("application/octet-stream", "application/json", _PARTS, _FORM), _ANY),
     },
 )
 _PING = operation(
@@ -104,7 +104,7 @@ def read_prediction(
     """Decodes a body of a content type, or raises `InvalidRequest`."""
     only = spec.inputs[0] if len(spec.inputs) == 1 else None
     fields = _fields(kind, text)
-    if fields is None and (_main(kind) == _JSON or only is None or only.datatype != "BYTES"):
+    if fields is None and (only is None or only.datatype != "BYTES"):
         is_object = bytes(text[:_MOST_FIELDS]).lstrip()[:1] == b"{"
         whole = text if is_object or only is None else b"{%b:%b}" % (msgspec.json.encode(only.name), bytes(text))
         return read_plain(whole, model, version, spec, bounds)
@@ -174,7 +174,7 @@ def encode_prediction(asked: PlainRequest, response: Response) -> bytes:
     if _is_text(asked):
         return b"".join(bytes(element) for output in response.outputs for element in iter_bytes(output.data))
     found = plain_outputs(asked, response)
-    return msgspec.json.encode(next(iter(found.values())) if len(asked.spec.outputs) == 1 else found)
+    return msgspec.json.encode(next(iter(found.values()), []) if len(asked.spec.outputs) == 1 else found)
 
 
 def _is_text(asked: PlainRequest) -> bool:
