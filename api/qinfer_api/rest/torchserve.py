@@ -32,18 +32,19 @@ _MOST_FIELDS = 100
 _UNNAMED = ("data", "body")
 """TorchServe's names of a request's data, which stand for a model's only input."""
 
-_ANY: Json = {"schema": {}}
+_BINARY: Json = {"schema": {"type": "string", "format": "binary"}}
 _PREDICT = operation(
     "Run a model on one item, as in TorchServe",
     {
-        200: describe_response("The only output: text as it is, others as JSON; or an object with each output.", {}),
+        200: describe_response("The only output: text as it is, others as JSON; or an object with each output.")
+        | {"content": {"application/json": {"schema": {}}, "text/plain": _BINARY, "application/octet-stream": _BINARY}},
         **INFER_ERRORS,
     },
     REQUEST_TIMEOUT,
     takes={
         "required": True,
         "description": "The data of the only input, or JSON or a form with each input.",
-        "content": dict.fromkeys(("application/octet-stream", "application/json", _PARTS, _FORM), _ANY),
+        "content": {"application/octet-stream": _BINARY, "application/json": {"schema": {}}},
     },
 )
 _PING = operation(
