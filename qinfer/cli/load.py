@@ -306,7 +306,7 @@ class Arrivals:
         else:
             self._idle.append(connection)
 
-    def end(self, report: LoadReport) -> None:
+    def stop(self, report: LoadReport) -> None:
         """Ends the arrivals; requests that wait for a connection are errors."""
         if self._timer is not None:
             self._timer.cancel()
@@ -482,7 +482,7 @@ async def _load(target: LoadTarget, report: LoadReport, duration_s: float, load:
         load.arrivals.begin()
     await _run_until(over, started_s, duration_s, report, load)
     if load.arrivals is not None:
-        load.arrivals.end(report)
+        load.arrivals.stop(report)
     for connection in open_connections:
         connection.stop()
     with contextlib.suppress(TimeoutError):

@@ -16,7 +16,6 @@ import numpy as np
 
 from qinfer.cli.client import Array, add_batch_dimension, concrete
 from qinfer.client import TensorMetadata
-from qinfer.client.model_flows import as_array
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Tensor, from_numpy, numpy_dtype
 
@@ -57,7 +56,7 @@ def _tensor(wanted: TensorMetadata, row: Mapping[str, Any], place: str) -> Tenso
     if wanted.name not in row:
         raise InvalidRequest(f"{place} has no '{wanted.name}'; it has {', '.join(sorted(row)) or 'nothing'}")
     try:
-        array = _array(wanted, row[wanted.name])
+        array = _elements(wanted, row[wanted.name])
         return from_numpy(wanted.name, add_batch_dimension(array, wanted.shape), wanted.datatype)
     except InvalidRequest as error:
         raise InvalidRequest(f"{place}: {error.message}") from None
@@ -65,7 +64,7 @@ def _tensor(wanted: TensorMetadata, row: Mapping[str, Any], place: str) -> Tenso
         raise InvalidRequest(f"{place}: '{wanted.name}' is not {wanted.datatype}: {error}") from None
 
 
-def _array(wanted: TensorMetadata, value: Any) -> Array:
+def _elements(wanted: TensorMetadata, value: Any) -> Array:
     if not isinstance(value, dict):
         value = value if isinstance(value, list) else [value]
         flat = as_array(wanted.name, wanted.datatype, value)

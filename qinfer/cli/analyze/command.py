@@ -27,7 +27,7 @@ from qinfer.cli.models import RepositoryOption
 
 if TYPE_CHECKING:
     from qinfer.cli.analyze.figures import Figures, Goal
-    from qinfer.cli.analyze.measure import Meter, Rules
+    from qinfer.cli.analyze.measure import Meter, MeterRules
     from qinfer.cli.analyze.report import Facts
     from qinfer.cli.analyze.search import Search, Wanted
     from qinfer.cli.analyze.space import Space
@@ -40,7 +40,7 @@ MOST_BATCH = 64
 """The largest batch that is tried where the configuration has a smaller one."""
 
 
-def _numbers(help_: str, default: str = "") -> Any:
+def _list_of_numbers(help_: str, default: str = "") -> Any:
     return option(str, default, help_, metavar="N,N,…")
 
 
@@ -54,18 +54,18 @@ OPTIONS: Options = {
     "objective": option(
         Literal["throughput", "p99", "goodput", "cost"],
         "throughput",
-        "What is best: requests/s, p99, requests/s within --deadline-ms, or --price-per-hour.",
+        "The measure of the best: requests/s, p99, requests/s within --deadline-ms, or --price-per-hour.",
     ),
     "p99_ms": option(float, 0.0, "The largest p99; 0 = any.", min=0),
     "memory_mb": option(float, 0.0, "The most memory of the worker, in MiB; 0 = any.", min=0),
     "deadline_ms": option(float, 0.0, "The deadline of goodput.", min=0),
     "price_per_hour": option(float, 0.0, "The price of a core and hour, for cost.", min=0),
-    "instances": _numbers("Instances; default: 1 to the number of cores."),
-    "max_batch_size": _numbers("Rows of a batch; default: powers of two."),
-    "delay_ms": _numbers("Waits for a fuller batch.", "0,1,5"),
-    "threads": _numbers("Threads of an instance; default: 1 to the number of cores."),
+    "instances": _list_of_numbers("Instances; default: 1 to the number of cores."),
+    "max_batch_size": _list_of_numbers("Rows of a batch; default: powers of two."),
+    "delay_ms": _list_of_numbers("Waits for a fuller batch.", "0,1,5"),
+    "threads": _list_of_numbers("Threads of an instance; default: 1 to the number of cores."),
     "backend": option(str, "", "Backends, such as onnxruntime,openvino; default: the model's."),
-    "concurrency": _numbers("Concurrent requests.", LEVELS),
+    "concurrency": _list_of_numbers("Concurrent requests.", LEVELS),
     "inputs": option(
         list[str] | None, None, "name=VALUE as in `qinfer infer`; default: one item of random data.", "--input", "-i"
     ),
@@ -104,7 +104,7 @@ def analyze(model: ModelArgument, *, as_json: JsonOption = False, **given: Any) 
 
 def _asked(model: str, repositories: Sequence[str], given: Mapping[str, Any]) -> "_Asked":
     from qinfer.cli.analyze.figures import Goal
-    from qinfer.cli.analyze.measure import Rules
+    from qinfer.cli.analyze.measure import MeterRules
 
     if given["objective"] == "goodput" and not given["deadline_ms"]:
         raise typer.BadParameter("goodput needs it", param_hint="--deadline-ms")
@@ -119,7 +119,7 @@ def _asked(model: str, repositories: Sequence[str], given: Mapping[str, Any]) ->
         place,
         given["mode"],
         Goal(given["objective"], *limits, os.cpu_count() or 1),
-        Rules(given["window_s"], given["deadline_ms"] or math.inf),
+        MeterRules(given["window_s"], given["deadline_ms"] or math.inf),
         {name: given[name] for name in SPACE_OPTIONS},
         given["inputs"] or [],
         given["data"],
@@ -127,13 +127,13 @@ def _asked(model: str, repositories: Sequence[str], given: Mapping[str, Any]) ->
 
 
 class _Asked(NamedTuple):
-    """What the options say."""
+    """The options, read."""
 
     model: str
     place: Path
     mode: str
     goal: "Goal"
-    rules: "Rules"
+    rules: "MeterRules"
     values: dict[str, str]
     inputs: list[str]
     data: Path | None
@@ -164,7 +164,7 @@ def _search(asked: _Asked, stack: "Stack", config: dict[str, Any], directory: Pa
         raise CommandFailed(f"interrupted; the same command goes on after {known} measurements") from None
     finally:
         journal.close()
-        progress.end()
+        progress.clear()
     figures: dict[Any, Figures] = {}
     for (point, _), one in journal.known.items():
         figures[point] = figures[point].joined(one) if point in figures else one
@@ -185,7 +185,7 @@ def _measurer(
         known: Figures | None = journal.known.get((wanted.point, wanted.turn))
         if known is not None:
             return known
-        progress.show(wanted)
+        progress.announce(wanted)
         if loaded != [wanted.point.candidate]:
             stack.configure(model, configured(config, wanted.point.candidate))
             loaded[:] = [wanted.point.candidate]
@@ -207,7 +207,7 @@ class _Progress:
             print(f"goes on after {known} measurements", file=sys.stderr)
         print(f"{space.size} points; at most {most} measurements", file=sys.stderr)
 
-    def show(self, wanted: "Wanted") -> None:
+    def announce(self, wanted: "Wanted") -> None:
         if sys.stderr.isatty():
             print(f"\r\033[K{wanted.point.candidate.text()} at {wanted.point.level} …", end="", file=sys.stderr)
 
@@ -222,7 +222,7 @@ class _Progress:
             file=sys.stderr,
         )
 
-    def end(self) -> None:
+    def clear(self) -> None:
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
 

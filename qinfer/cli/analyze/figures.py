@@ -1,4 +1,4 @@
-"""What a measurement found, and what the objective says about it; pure.
+"""Measurements of a point, and their score by the objective; pure.
 
 An interval is that of the mean of the windows' throughputs by Student's distribution, at 95 %.
 """
@@ -39,14 +39,14 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(max(mean - half, 0.0), mean, mean + half)
 
 
-class Window(NamedTuple):
+class LoadWindow(NamedTuple):
     """A short time under load.
 
     Attributes:
         requests_per_s: Answers per second.
         p50_ms: The median latency.
         p99_ms: The latency of the slowest 1 %.
-        good_per_s: Answers per second within the deadline; all answers where there is none.
+        good_per_s: Answers per second within the deadline; all answers without a deadline.
         errors: Requests that failed.
         noise: The part of the machine's time that others took, between 0 and 1.
     """
@@ -69,7 +69,7 @@ class Figures(NamedTuple):
         batches: Rows of a batch → milliseconds of an execution.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[LoadWindow, ...]
     mean_batch: float = 0.0
     memory_mb: float = 0.0
     batches: tuple[tuple[int, float], ...] = ()
@@ -105,7 +105,7 @@ class Figures(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What is best, and what must hold.
+    """The objective and its constraints.
 
     Attributes:
         objective: `throughput`, `goodput`, `p99` (its reciprocal is the score) or `cost`.
@@ -140,7 +140,7 @@ def per_million(goal: Goal, found: Figures) -> float:
     return 1e6 / found.throughput.mean / 3600 * goal.price_per_hour * goal.cores if found.throughput.mean else math.inf
 
 
-class LatencyModel(NamedTuple):
+class RowTimes(NamedTuple):
     """The time of an execution of n rows: t(n) = fixed + each * n, in milliseconds."""
 
     fixed_ms: float
@@ -152,11 +152,11 @@ class LatencyModel(NamedTuple):
         return 1000 * candidate.instances * rows / max(self.fixed_ms + self.each_ms * rows, 1e-6)
 
 
-def learnt(batches: Sequence[tuple[int, float]]) -> LatencyModel | None:
+def learnt(batches: Sequence[tuple[int, float]]) -> RowTimes | None:
     """Fits t(n) by least squares; `None` where fewer than two sizes were executed."""
     if len({rows for rows, _ in batches}) < 2:
         return None
     rows_mean, ms_mean = fmean([rows for rows, _ in batches]), fmean([ms for _, ms in batches])
     spread = sum((rows - rows_mean) ** 2 for rows, _ in batches)
     each = max(sum((rows - rows_mean) * (ms - ms_mean) for rows, ms in batches) / spread, 0.0)
-    return LatencyModel(max(ms_mean - each * rows_mean, 0.0), each)
+    return RowTimes(max(ms_mean - each * rows_mean, 0.0), each)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.cli.analyze.figures import Figures, Goal, Window
+from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.load import (
@@ -31,7 +31,7 @@ NARROW = 0.03
 MOST_NOISE, REPEATS = 0.05, 3
 
 
-class Rules(NamedTuple):
+class MeterRules(NamedTuple):
     """How long a measurement lasts.
 
     Attributes:
@@ -61,7 +61,7 @@ class Meter(NamedTuple):
     target: LoadTarget
     following: NextRequest
     goal: Goal
-    rules: Rules
+    rules: MeterRules
     memory_mb: Callable[[], float]
 
     def measure(self, wanted: Wanted) -> Figures:
@@ -96,7 +96,7 @@ def _is_enough(found: Figures, wanted: Wanted, goal: Goal) -> bool:
     return count >= MOST_WINDOWS or (count >= LEAST_WINDOWS and (score.half_width <= NARROW or not score.mean))
 
 
-def _window(target: LoadTarget, following: NextRequest, level: int, rules: Rules) -> Window:
+def _window(target: LoadTarget, following: NextRequest, level: int, rules: MeterRules) -> LoadWindow:
     for left in reversed(range(REPEATS)):
         clock = _Machine.now()
         report = LoadReport(level, rules.deadline_ms / 1000)
@@ -109,8 +109,8 @@ def _window(target: LoadTarget, following: NextRequest, level: int, rules: Rules
     raise AssertionError("a window is measured at least once")
 
 
-def _as_window(report: LoadReport, noise: float) -> Window:
-    return Window(
+def _as_window(report: LoadReport, noise: float) -> LoadWindow:
+    return LoadWindow(
         report.requests_per_s,
         report.percentile_s(50) * 1000,
         report.percentile_s(99) * 1000,

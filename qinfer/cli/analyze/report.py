@@ -27,7 +27,7 @@ class Mark(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What the page tells.
+    """The contents of the page.
 
     Attributes:
         model: The model's name.
@@ -209,7 +209,7 @@ def _figure(
     right = max((mark.x for mark in marks), default=1.0) * 1.05 or 1.0
     top = max((mark.y for mark in marks), default=1.0) * 1.08 or 1.0
 
-    def place(x: float, y: float) -> tuple[str, str]:
+    def at(x: float, y: float) -> tuple[str, str]:
         return (
             f"{EDGE + x / right * (WIDTH - EDGE - 10):.1f}",
             f"{HEIGHT - EDGE + 12 - y / top * (HEIGHT - EDGE - 4):.1f}",
@@ -217,17 +217,17 @@ def _figure(
 
     parts = []
     for step in ticks(top):
-        x, y = place(0, step)
+        x, y = at(0, step)
         parts.append(f'<line class="axis" x1="{x}" y1="{y}" x2="{WIDTH - 10}" y2="{y}"/>')
         parts.append(f'<text x="{EDGE - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{step:,g}</text>')
     for step in ticks(right):
-        x, y = place(step, 0)
+        x, y = at(step, 0)
         parts.append(f'<text x="{x}" y="{float(y) + 16:.1f}" text-anchor="middle">{step:,g}</text>')
     for colour, line in lines:
-        path = " ".join(",".join(place(*one)) for one in line)
+        path = " ".join(",".join(at(*one)) for one in line)
         parts.append(f'<polyline class="line" style="stroke:var(--{colour})" points="{path}"/>')
     for mark in marks:
-        x, y = place(mark.x, mark.y)
+        x, y = at(mark.x, mark.y)
         parts.append(
             f'<circle cx="{x}" cy="{y}" r="4" style="fill:var(--{mark.colour})">'
             f"<title>{escape(mark.title)}</title></circle>"

@@ -17,7 +17,7 @@ minute of the machine hits all of them.
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from qinfer.cli.analyze.figures import Figures, Goal, Interval, LatencyModel, learnt
+from qinfer.cli.analyze.figures import Figures, Goal, Interval, RowTimes, learnt
 from qinfer.cli.analyze.space import Candidate, Point, Space
 
 FINALISTS, TURNS = 3, 2
@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
     """A measurement to make.
 
     Attributes:
-        point: What to measure.
+        point: The point to measure.
         turn: 0 for the first measurement of the point, then 1, 2, …
         to_beat: A score; a measurement whose interval ends below may end early.
     """
@@ -63,8 +63,8 @@ class Outcome(NamedTuple):
 Search = Generator[Wanted, Figures, Outcome]
 
 
-class Board:
-    """What is known: figures by point."""
+class Measurements:
+    """The figures by point, and what they say."""
 
     def __init__(self, space: Space, goal: Goal, budget: int) -> None:
         self.space, self.goal, self.budget = space, goal, budget
@@ -114,7 +114,7 @@ class Board:
 
 def brute(space: Space, goal: Goal) -> Search:
     """Measures each point once, and the best again."""
-    board = Board(space, goal, space.size + (FINALISTS + 1) * TURNS + 1)
+    board = Measurements(space, goal, space.size + (FINALISTS + 1) * TURNS + 1)
     points = [*_of(space.today, space.levels), *space.points()]
     yield from board.measure_all(points)
     return (yield from _finals(board))
@@ -130,10 +130,10 @@ def quick(space: Space, goal: Goal, budget: int = 0) -> Search:
 
     Args:
         space: The configurations.
-        goal: What is best.
+        goal: The objective.
         budget: The most measurements; 0 = `budget_of`.
     """
-    board = Board(space, goal, budget or budget_of(space))
+    board = Measurements(space, goal, budget or budget_of(space))
     yield from board.measure_all(_of(space.today, reversed(space.levels)))
     level = _level(board, space.today)
     yield from board.measure_all(Point(one, level) for one in _shapes(board))
@@ -158,7 +158,7 @@ def optuna(space: Space, goal: Goal, seed: int = 0) -> Search:
 
     library.logging.set_verbosity(library.logging.WARNING)
     study = library.create_study(direction="maximize", sampler=library.samplers.TPESampler(seed=seed))
-    board = Board(space, goal, budget_of(space))
+    board = Measurements(space, goal, budget_of(space))
     yield from board.measure_all(_of(space.today, space.levels))
     for _ in range(4 * board.budget):
         if board.left <= 0:
@@ -191,14 +191,14 @@ def _of(candidate: Candidate, levels: Iterable[int]) -> list[Point]:
     return [Point(candidate, level) for level in levels]
 
 
-def _level(board: Board, candidate: Candidate) -> int:
+def _level(board: Measurements, candidate: Candidate) -> int:
     """Returns the highest load that is near the candidate's best: larger batches may need it."""
     known = [point for point in board.figures if point.candidate == candidate]
     best = max(board.score(point).mean for point in known)
     return max(point.level for point in known if board.score(point).mean >= NEAR * best)
 
 
-def _shapes(board: Board) -> list[Candidate]:
+def _shapes(board: Measurements) -> list[Candidate]:
     """Returns instances, threads and backends at the largest batch, without those that need too many cores."""
     space = board.space
     batch, delay = space.max_batch[-1], space.delay_ms[0]
@@ -212,13 +212,13 @@ def _shapes(board: Board) -> list[Candidate]:
     return sorted(fits or shapes, key=lambda one: abs(one.instances * max(one.threads, 1) - board.goal.cores))
 
 
-def _near(board: Board) -> Sequence[Point]:
+def _near(board: Measurements) -> Sequence[Point]:
     ranked = board.ranked()
     best = board.score(ranked[0]).mean
     return [point for point in ranked[:FINALISTS] if board.score(point).mean >= NEAR * best]
 
 
-def _climb(board: Board, start: Point) -> Generator[Wanted, Figures, None]:
+def _climb(board: Measurements, start: Point) -> Generator[Wanted, Figures, None]:
     """Walks through the batch sizes, down and up, while it gets better; one step may be worse."""
     sizes = board.space.max_batch
     model = learnt(board.figures[start].batches) if start in board.figures else None
@@ -235,17 +235,17 @@ def _climb(board: Board, start: Point) -> Generator[Wanted, Figures, None]:
             best, worse = max(best, score), 0 if score > best else worse + 1
 
 
-def _is_hopeless(model: LatencyModel | None, candidate: Candidate, than: Candidate) -> bool:
+def _is_hopeless(model: RowTimes | None, candidate: Candidate, than: Candidate) -> bool:
     return model is not None and model.rows_per_s(candidate) < HOPELESS * model.rows_per_s(than)
 
 
-def _delays(board: Board) -> Generator[Wanted, Figures, None]:
+def _delays(board: Measurements) -> Generator[Wanted, Figures, None]:
     for point in list(_near(board))[:2]:
         delays = [one for one in board.space.delay_ms if one != point.candidate.delay_ms]
         yield from board.measure_all(Point(point.candidate._replace(delay_ms=one), point.level) for one in delays)
 
 
-def _neighbours(board: Board, point: Point) -> list[Point]:
+def _neighbours(board: Measurements, point: Point) -> list[Point]:
     """Returns the points that differ by one step in one dimension: load first, then batch and the others."""
     found = [Point(point.candidate, level) for level in _beside(board.space.levels, point.level)]
     for name in ("max_batch", "delay_ms", "threads", "instances", "backend"):
@@ -261,7 +261,7 @@ def _beside(values: Sequence[Any], value: Any) -> list[Any]:
     return [values[place] for place in (index - 1, index + 1) if 0 <= place < len(values)]
 
 
-def _finals(board: Board) -> Generator[Wanted, Figures, Outcome]:
+def _finals(board: Measurements) -> Generator[Wanted, Figures, Outcome]:
     """Measures the best by turns; the present configuration stays unless another is better beyond the interval."""
     today = max(
         (point for point in board.figures if point.candidate == board.space.today),

@@ -275,7 +275,7 @@ async def test_requests_arrive_whether_or_not_others_are_answered(report: LoadRe
 
     assert len(report.latencies_s) == 2
     assert report.latencies_s[1] > report.latencies_s[0]
-    arrivals.end(report)
+    arrivals.stop(report)
     assert (transport.closed, report.errors) == (True, 0)
 
 
@@ -285,7 +285,7 @@ async def test_arrivals_that_found_no_connection_are_errors(report: LoadReport) 
     connection.connection_made(FakeTransport())
 
     arrivals.begin()
-    arrivals.end(report)
+    arrivals.stop(report)
 
     assert report.errors == 2
     assert "all 1 connections were busy" in report.first_error

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from qinfer.cli.analyze.figures import Figures, Goal, Window
+from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
 from qinfer.cli.analyze.journal import Journal, Subject, digest
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.analyze.space import Candidate, Point, Space
@@ -14,7 +14,9 @@ from qinfer.cli.console import CommandFailed
 TODAY = Candidate(1, 8, 0.5, 0, "python")
 SPACE = Space((1,), (8,), (0.5,), (0,), ("python",), (1, 2), TODAY)
 SUBJECT = Subject("m", "digest", SPACE, Goal(), "quick", 1.0)
-FOUND = Figures((Window(100.0, 1.0, 2.0, 100.0), Window(101.0, 1.0, 2.0, 101.0)), 1.5, 80.0, ((1, 0.5), (2, 0.75)))
+FOUND = Figures(
+    (LoadWindow(100.0, 1.0, 2.0, 100.0), LoadWindow(101.0, 1.0, 2.0, 101.0)), 1.5, 80.0, ((1, 0.5), (2, 0.75))
+)
 
 
 def test_measurements_are_there_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from qinfer.cli.analyze.figures import Figures, Goal, Interval, Window, interval, learnt
+from qinfer.cli.analyze.figures import Figures, Goal, Interval, LoadWindow, interval, learnt
 from qinfer.cli.analyze.report import Facts, limit_of, page, pareto, rows, ticks
 from qinfer.cli.analyze.search import Outcome
 from qinfer.cli.analyze.space import Candidate, Point
@@ -14,7 +14,9 @@ TODAY, BEST = Candidate(1, 8, 0.0, 1, "onnxruntime"), Candidate(2, 32, 1.0, 1, "
 
 
 def figures(rate: float, p99_ms: float, mean_batch: float = 8.0) -> Figures:
-    return Figures(tuple(Window(rate + step, 1.0, p99_ms, rate) for step in (-1, 0, 1)), mean_batch, 50.0, ((8, 4.0),))
+    return Figures(
+        tuple(LoadWindow(rate + step, 1.0, p99_ms, rate) for step in (-1, 0, 1)), mean_batch, 50.0, ((8, 4.0),)
+    )
 
 
 FIGURES = {

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from qinfer.cli.analyze.figures import Figures, Goal, Window
-from qinfer.cli.analyze.search import Board, Wanted, brute, budget_of, drive, quick
+from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
+from qinfer.cli.analyze.search import Measurements, Wanted, brute, budget_of, drive, quick
 from qinfer.cli.analyze.space import Candidate, Point, Space
 
 TODAY = Candidate(1, 8, 5.0, 1, "onnxruntime")
@@ -27,7 +27,7 @@ SEEDS = range(20)
 
 def landscape(
     fixed_ms: float, each_ms: float, parallel: float, gateway: float, faster: float, cache_rows: int
-) -> Callable[[Point], Window]:
+) -> Callable[[Point], LoadWindow]:
     """Returns a closed loop over a gateway and a model that shares two cores.
 
     Args:
@@ -39,7 +39,7 @@ def landscape(
         cache_rows: The rows of a batch that fit into the caches; larger batches are slower.
     """
 
-    def at(point: Point) -> Window:
+    def at(point: Point) -> LoadWindow:
         one, level = point.candidate, point.level
         cores = min(one.instances * one.threads, 2) / one.instances
         threads = max(min(one.threads, cores), 0.5)
@@ -52,7 +52,7 @@ def landscape(
         model = 1000 * one.instances * rows / (execution_ms + waits_ms)
         passes = gateway * level / (level + 6)
         rate = 1 / (1 / model**4 + 1 / passes**4) ** 0.25
-        return Window(rate, 1000 * level / rate, 1500 * level / rate, rate)
+        return LoadWindow(rate, 1000 * level / rate, 1500 * level / rate, rate)
 
     return at
 
@@ -67,7 +67,7 @@ LANDSCAPES = {
 class Machine:
     """Measures with noise, and counts."""
 
-    def __init__(self, at: Callable[[Point], Window], seed: int) -> None:
+    def __init__(self, at: Callable[[Point], LoadWindow], seed: int) -> None:
         self.at, self.random, self.count = at, random.Random(seed), 0
 
     def measure(self, wanted: Wanted) -> Figures:
@@ -121,7 +121,7 @@ def test_brute_force_measures_each_point() -> None:
 
 def test_the_present_configuration_stays_if_nothing_is_better() -> None:
     """Differences within the noise change nothing."""
-    flat = lambda _: Window(1000.0, 1.0, 2.0, 1000.0)  # noqa: E731
+    flat = lambda _: LoadWindow(1000.0, 1.0, 2.0, 1000.0)  # noqa: E731
     for seed in SEEDS:
         outcome = drive(quick(SPACE, GOAL), Machine(flat, seed).measure)
         assert outcome.winner.candidate in {TODAY, outcome.winner.candidate}
@@ -161,8 +161,8 @@ def key_of(wanted: Wanted) -> tuple[Point, int]:
 
 
 def test_a_failed_request_refuses_a_point() -> None:
-    board = Board(SPACE, GOAL, 100)
+    board = Measurements(SPACE, GOAL, 100)
     point = Point(TODAY, 1)
-    board.figures[point] = Figures((Window(1000.0, 1.0, 2.0, 1000.0, errors=1),))
+    board.figures[point] = Figures((LoadWindow(1000.0, 1.0, 2.0, 1000.0, errors=1),))
     assert board.score(point).mean == 0.0
     assert not math.isnan(board.score(point).half_width)
