@@ -16,6 +16,7 @@ import numpy as np
 
 from qinfer.cli.client import Array, add_batch_dimension, concrete
 from qinfer.client import TensorMetadata
+from qinfer.client.model_flows import as_array
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Tensor, from_numpy, numpy_dtype
 
