@@ -224,7 +224,7 @@ class ReceivingBudget:
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
         """Reserves memory for a body; `None` = refused."""
         one = Reservation(self, owner, size, granted)
-        if self._fits(one) and (size <= SMALL_BYTES or not self._waiting.behind):
+        if self.has_room(one.owner, one.size) and (size <= SMALL_BYTES or not self._waiting.behind):
             self._grant(one)
         elif size <= SMALL_BYTES or not self._may_wait(owner):
             return None
@@ -287,7 +287,7 @@ class ReceivingBudget:
         turn = asyncio.Event()
         one = Reservation(self, owner, self.counted(ANSWER_BYTES * nbytes), turn.set)
         one.is_answer = True
-        if self._fits(one) and not self._waiting.behind:
+        if self.has_room(one.owner, one.size) and not self._waiting.behind:
             self._grant(one)
             return one
         self._waiting.enter(one)
@@ -366,9 +366,10 @@ class ReceivingBudget:
         if owner in self._waiting.own:
             self._waiting.holds(owner)
 
-    def _fits(self, one: Reservation) -> bool:
-        needed = _needed(one.size, self._held.get(one.owner, 0))
-        if one.size <= SMALL_BYTES:
+    def has_room(self, owner: Hashable, size: int) -> bool:
+        """Returns whether there is memory, beside what the owner and others hold; larger bodies also wait in order."""
+        needed = _needed(size, self._held.get(owner, 0))
+        if size <= SMALL_BYTES:
             return needed <= _SHARE * (self._max_bytes + self._becoming - self.held_bytes)
         return not self._large or needed <= _SHARE * (self._max_large_bytes - self.held_bytes)
 
@@ -384,7 +385,7 @@ class ReceivingBudget:
 
     def _grant_next(self) -> None:
         waiting = self._waiting
-        while (waiting.places or waiting.behind) and self._fits(one := waiting.first()):
+        while (waiting.places or waiting.behind) and self.has_room((one := waiting.first()).owner, one.size):
             waiting.take_out(one)
             self._grant(one)
             one.granted()

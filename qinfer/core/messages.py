@@ -351,6 +351,10 @@ class IdFactory:
 
     def ulid(self) -> str:
         """Returns a ULID (github.com/ulid/spec)."""
+        return self.new_id("")
+
+    def new_id(self, end: str) -> str:
+        """Returns a ULID and what follows it."""
         millisecond = time.time_ns() // 1_000_000
         counter = self._counter
         if not counter:
@@ -361,11 +365,16 @@ class IdFactory:
             first, second, third = _PAIRS[low >> 20], _PAIRS[low >> 10 & 1023], _PAIRS[low & 1023]
             self._prefix = f"{_PAIRS[high >> 10]}{_PAIRS[high & 1023]}{first}{second}{third}{self._random}"
         self._counter = (counter + 1) & _LAST
-        return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
+        return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}{end}"
 
     def request_id(self, model: str, partition: int = 0) -> str:
         """Returns `<ulid>.<partition>.<model>`."""
-        return f"{self.ulid()}.{partition}.{model}"
+        return self.new_id(end_of_id(model, partition))
+
+
+def end_of_id(model: str, partition: int) -> str:
+    """Returns what follows the ULID in the ids of a model's requests."""
+    return f".{partition}.{model}"
 
 
 def parse_request_id(request_id: str) -> tuple[str, int, str]:

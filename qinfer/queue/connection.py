@@ -323,6 +323,11 @@ class RedisConnection(asyncio.Protocol):
             self.abort()
 
 
+def _refuse(_: bytes, __: Reply) -> None:
+    """Sends nothing without a connection."""
+    raise BrokerUnavailable(DOWN)
+
+
 _BACKOFF_S = (0.05, 2.0)
 _UNREACHABLE = "redis can't be reached"
 
@@ -343,6 +348,8 @@ class Link:
         on_trouble: Callable[[], None] | None = None,
     ) -> None:
         self.client_id = 0
+        self.send: Callable[[bytes, Reply], None] = _refuse
+        """Sends a command as `RedisConnection.send` does."""
         self.resolve = resolve
         self._settings = settings
         self._name = name
@@ -368,13 +375,6 @@ class Link:
         """Connects in the background, and stays connected."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_connected(), name=f"redis link {self._name}")
-
-    def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command as `RedisConnection.send` does."""
-        connection = self._connection
-        if connection is None:
-            raise BrokerUnavailable(DOWN)
-        connection.send(packed, reply)
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
         """Sends a command as `RedisConnection.call` does, once the link is up."""
@@ -441,11 +441,11 @@ class Link:
     def _set_connection(self, connection: RedisConnection) -> None:
         if self._told is not None:
             logger.info("redis connection restored", extra={"link": self._name})
-        self._connection = connection
+        self._connection, self.send = connection, connection.send
         self._up.set()
 
     def _drop(self) -> None:
-        self._connection = None
+        self._connection, self.send = None, _refuse
         self._up.clear()
 
     async def _wait_up(self) -> RedisConnection:

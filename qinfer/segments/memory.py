@@ -191,10 +191,11 @@ class OwnMemory:
         """Copies `parts`, `nbytes` together, into a slab; `None` without room."""
         held = self.take(nbytes, tenant)
         if held is not None:
-            rest = held.view()
+            view, position = self.segments[held.place.segment].view, held.place.offset + HEADER_BYTES
             for part in parts:
-                rest[: len(part)] = part
-                rest = rest[len(part) :]
+                end = position + len(part)
+                view[position:end] = part
+                position = end
         return held
 
     def take(self, nbytes: int, tenant: str, *, in_pieces: bool = False) -> HeldTensors | None:

@@ -114,15 +114,12 @@ class Slabs:
             self._resting.append(_Resting(place, self._now_s(), tenant))
             self._resting_bytes += place.size
         else:
-            self._give_share(place.size, tenant)
-            self._idled(place, self._now_s())
+            self._idled(place, tenant, self._now_s())
 
     def give_up(self, place: Place, tenant: str) -> None:
         """Frees a slab that could get no pages."""
-        self.held_bytes -= place.size
-        self.paged_bytes -= place.size
-        self._give_share(place.size, tenant)
-        self._bare.setdefault(place.size, []).append(place)
+        self.free(place, tenant)
+        self.stripped(self._idle[place.size].pop().place)
 
     def worn(self, before_s: float) -> Iterator[Place]:
         """Takes out the large slabs that are free, and others that have been free since `before_s`, to be stripped."""
@@ -141,17 +138,14 @@ class Slabs:
         while self._resting and self._resting[0].since_s <= before_s:
             one = self._resting.popleft()
             self._resting_bytes -= one.place.size
-            self._give_share(one.place.size, one.tenant)
-            self._idled(one.place, one.since_s)
+            self._idled(one.place, one.tenant, one.since_s)
 
-    def _idled(self, place: Place, since_s: float) -> None:
-        since_s = since_s if place.size <= LARGE_BYTES else -math.inf
-        self._idle.setdefault(place.size, []).append(_Idle(place, since_s))
-
-    def _give_share(self, size: int, tenant: str) -> None:
+    def _idled(self, place: Place, tenant: str, since_s: float) -> None:
+        size = place.size
         self._held_by[tenant] -= size
         if not self._held_by[tenant]:
             del self._held_by[tenant]
+        self._idle.setdefault(size, []).append(_Idle(place, since_s if size <= LARGE_BYTES else -math.inf))
 
     def _has_share(self, size: int, tenant: str) -> bool:
         held = self._held_by.get(tenant, 0)

@@ -25,8 +25,11 @@ from qinfer.queue.entries import Payload, worker_owner
 from qinfer.segments.memory import PIECE_BYTES, HeldTensors
 from qinfer.segments.sharing import SegmentSharing
 from qinfer.segments.slabs import LARGE_BYTES
-from qinfer.tensors import Bytes, Tensor
+from qinfer.tensors import Bytes
 from qinfer.wire.frame import (
+    TIMEOUT_BYTES,
+    USUAL_FROM_S,
+    USUAL_TO_S,
     ReferringForm,
     Repeats,
     RequestForm,
@@ -99,13 +102,16 @@ def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kin
     if trace and not trace.isascii():
         return None
     inputs = request.inputs
-    spares, landed_at = request.spares_outputs, request.landed_at
-    kind: Kind = (entrance, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s), landed_at)
+    spares = request.spares_outputs
+    width = TIMEOUT_BYTES if USUAL_FROM_S <= timeout_s <= USUAL_TO_S else timeout_width(timeout_s)
+    kind: Kind = (entrance, request.tenant, request.outputs, spares, len(trace), width, request.landed_at)
     if sequence is not None:
         kind += _kind_of_flags(sequence)
-    if len(inputs) != 1:
-        return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
-    return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))
+    for tensor in inputs:
+        if tensor.datatype == "BYTES":
+            return None
+        kind += (tensor.name, tensor.datatype, tensor.shape, len(tensor.data))
+    return kind
 
 
 @lru_cache(maxsize=8192)
@@ -113,10 +119,6 @@ def _kind_of_flags(sequence: SequenceFlags) -> Kind:
     """Returns what a frame and `check_sequence` tell apart."""
     of = sequence.id
     return type(of), bool(of), len(of.encode()) if isinstance(of, str) else 0, len(encode_flags(sequence))
-
-
-def _kind_of(tensor: Tensor) -> Kind:
-    return tensor.name, tensor.datatype, tensor.shape, len(tensor.data)
 
 
 def places_of(request: OutgoingRequest) -> tuple[int, ...]:
@@ -275,11 +277,14 @@ class TensorMemory:
     def keep(self, request: OutgoingRequest) -> KeptTensors | None:
         """Holds a request's tensors where they landed, or copies them; `None` without room."""
         held: KeptTensors | None
+        inputs = request.inputs
         if request.landed is not None:
             held = request.landed.hold()
+        elif len(inputs) == 1:
+            data = inputs[0].data
+            held = self._memory.write((data,), len(data), request.tenant)
         else:
-            parts, size = tensor_parts(request.inputs)
-            held = self._memory.write(parts, size, request.tenant)
+            held = self._memory.write(*tensor_parts(inputs), request.tenant)
         self.ways[NO_MEMORY if held is None else MEMORY] += 1
         return held
 

@@ -233,7 +233,8 @@ class PendingRequests:
         self.unread: Callable[[str], None] = lambda _: None
         """Gets the model of a request whose tensors a worker can't read."""
 
-        self._pending: dict[str, PendingCall] = {}
+        self.by_id: dict[str, PendingCall] = {}
+        """Changed only here."""
         self._buckets: dict[int, dict[str, PendingCall]] = {}
         self._timer: Timer | None = None
         self._timer_bucket = 0
@@ -249,17 +250,17 @@ class PendingRequests:
         self._storing: set[str] = set()
         """Requests whose tensors are being stored."""
         self._work = asyncio.Event()
-        self._credits = Credits(queue, window_bytes, self._pending.__contains__)
+        self._credits = Credits(queue, window_bytes, self.by_id.__contains__)
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self.by_id)
 
     def __contains__(self, pending: PendingCall) -> bool:
-        return pending.request_id in self._pending
+        return pending.request_id in self.by_id
 
     def has_any_of(self, model: str, version: int) -> bool:
         """Tells whether a model version has pending requests; scans all pending requests."""
-        return any(each.model == model and each.version == version for each in self._pending.values())
+        return any(each.model == model and each.version == version for each in self.by_id.values())
 
     def add(self, pending: PendingCall, deadline_s: float) -> None:
         """Adds and counts a request; a stream's deadline is that of its first response."""
@@ -268,7 +269,7 @@ class PendingRequests:
         if pending.quota is not None:
             pending.quota.in_flight += 1
         number = pending.bucket = int(deadline_s * _BUCKETS_PER_S) + 1
-        self._pending[pending.request_id] = pending
+        self.by_id[pending.request_id] = pending
         bucket = self._buckets.get(number)
         if bucket is None:
             bucket = self._buckets[number] = {}
@@ -333,7 +334,7 @@ class PendingRequests:
         if self.kept is None:
             return None
         outputs: Bytes | None = None
-        if request_id in self._pending:
+        if request_id in self.by_id:
             try:
                 outputs = self.kept.read(memory)
             except DeliveryError as error:  # the worker sends them through Redis
@@ -344,7 +345,7 @@ class PendingRequests:
 
     def _note_unread(self, request_id: str, memory: MemoryReference) -> None:
         """Stores tensors in Redis that a worker of another machine could not read, for the next try."""
-        pending = self._pending.get(request_id)
+        pending = self.by_id.get(request_id)
         if pending is None or pending.tensors is None or pending.tensors.reference.generation != memory.generation:
             return
         self.unread(pending.model)
@@ -372,7 +373,7 @@ class PendingRequests:
 
         `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
         """
-        pending = self._pending.get(response.request_id)
+        pending = self.by_id.get(response.request_id)
         if pending is None:
             return None
         if pending.stream is not None:
@@ -383,10 +384,11 @@ class PendingRequests:
         elif pending.attempt != response.attempt:
             return None
         if response.final and not response.stored:
-            del self._pending[response.request_id]
+            del self.by_id[response.request_id]
             self._remove_entry(pending)
-            if pending.tensors is not None:
-                _give_back(pending, unanswered=response.attempt > 1)  # an earlier worker may still read them
+            tensors, pending.tensors = pending.tensors, None
+            if tensors is not None:
+                tensors.release(unanswered=response.attempt > 1)  # an earlier worker may still read them
         return pending
 
     def cancel(self, pending: PendingCall) -> bool:
@@ -404,18 +406,16 @@ class PendingRequests:
 
     def lose_all(self) -> None:
         """Fails all requests, because their answers may be lost with the reply stream."""
-        if self._pending:
-            logger.warning("the reply stream was gone", extra={"failed": len(self._pending)})
+        if self.by_id:
+            logger.warning("the reply stream was gone", extra={"failed": len(self.by_id)})
         self.fail_all(BrokerUnavailable(_LOST))
 
     def clear(self) -> list[PendingCall]:
         """Removes and returns all requests, and cancels the timer."""
-        everyone = list(self._pending.values())
-        self._pending.clear()
-        self._buckets.clear()
+        everyone = list(self.by_id.values())
+        self.by_id.clear()
         for pending in everyone:
-            pending.comes_first()  # ends waits to fetch outputs
-            _uncount(pending)
+            self._remove_entry(pending)
             _give_back(pending)
         if self._timer is not None:
             self._timer.cancel()
@@ -480,19 +480,23 @@ class PendingRequests:
 
     def _take_out(self, pending: PendingCall) -> bool:
         """Removes a request that may be added again."""
-        if self._pending.pop(pending.request_id, None) is None:
+        if self.by_id.pop(pending.request_id, None) is None:
             return False
         self._remove_entry(pending)
         return True
 
     def _remove_entry(self, pending: PendingCall) -> None:
-        if pending.turn is not None:
+        if pending.turn is not None:  # it waits to fetch outputs
             pending.turn.set()
         bucket = self._buckets[pending.bucket]
         del bucket[pending.request_id]
         if not bucket:
             del self._buckets[pending.bucket]
-        _uncount(pending)
+        if pending.load is not None:
+            pending.load.own -= 1
+            pending.load.left += 1
+        if pending.quota is not None:
+            pending.quota.in_flight -= 1
 
     def _set_timer(self, number: int) -> None:
         if self._timer is not None:
@@ -684,11 +688,3 @@ def _give_back(pending: PendingCall, *, unanswered: bool = True) -> None:
     tensors, pending.tensors = pending.tensors, None
     if tensors is not None:
         tensors.release(unanswered=unanswered)
-
-
-def _uncount(pending: PendingCall) -> None:
-    if pending.load is not None:
-        pending.load.own -= 1
-        pending.load.left += 1
-    if pending.quota is not None:
-        pending.quota.in_flight -= 1

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from qinfer.core.clock import SystemClock
-from qinfer.core.messages import IdFactory, OutgoingRequest, Response
+from qinfer.core.messages import IdFactory, OutgoingRequest, Response, end_of_id
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BACKLOG_TIMED_OUT,
@@ -44,7 +44,7 @@ from qinfer.submission.steps import SequenceSteps
 from qinfer.submission.validate import validate
 from qinfer.tensors import Bytes
 from qinfer.traffic.endpoints import why_no_shadow
-from qinfer.wire.frame import ReferringForm, RequestForm
+from qinfer.wire.frame import RequestForm
 
 TAKEN_S = 0.2
 """Workers with free slots may take this long before a sequence counts as waiting."""
@@ -86,7 +86,7 @@ class Submission:
         self.max_in_flight = limits.max_in_flight
         self.clock = SystemClock()
         self.reply_to = reply_address(owner)
-        self.new_id = IdFactory().request_id
+        self.new_id = IdFactory().new_id
         self.layouts = Layouts(limits.inline_max_bytes)
         call_later = asyncio.get_running_loop().call_later
         window_bytes = limits.stream_window_bytes
@@ -201,7 +201,8 @@ class LaneEntrance(Entrance):
         super().__init__(served)
         spec, route = served.spec, served.routes.default
         self.lane = self
-        self._new_id, self._model, self._version = submission.new_id, spec.name, served.version
+        self._model, self._version = spec.name, served.version
+        self._new_id = partial(submission.new_id, end_of_id(spec.name, route.lane.partition))
         self._submission, self._queue, self.table = submission, submission.queue, submission.pending
         self._layouts, self._now_s, self._memory = submission.layouts, submission.clock.monotonic_s, submission.memory
         self._max_in_flight, self._load = submission.max_in_flight, submission.backlog.load
@@ -214,7 +215,7 @@ class LaneEntrance(Entrance):
     ) -> PendingCall:
         """See `Entrance.submit`."""
         served, lane, tenant = self.served, self._lane, request.tenant
-        if len(self.table) >= self._max_in_flight:
+        if len(self.table.by_id) >= self._max_in_flight:
             raise QueueFull(FULL)
         kind = kind_of(request, self, timeout_s)
         form = None if kind is None else self._layouts.find(kind)
@@ -225,7 +226,7 @@ class LaneEntrance(Entrance):
         # A shorter timeout allows proportionally fewer.
         if waiting * default_s >= load.most * min(timeout_s, default_s):
             self.admit(request, self._route, timeout_s)
-        request.id, request.version = self._new_id(self._model, lane.partition), self._version
+        request.id, request.version = self._new_id(), self._version
         now_s, table, client_id = self._now_s(), self.table, request.client_id
         pending = PendingCall(request.id, client_id, self._model, self._version, sink, now_s, load=load, quota=quota)
         try:
@@ -235,8 +236,11 @@ class LaneEntrance(Entrance):
             elif isinstance(form, RequestForm):
                 request.timeout_s = timeout_s
                 frame, payload = form.fill(request), None
+            elif self._memory is not None and (held := self._memory.keep(request)) is not None:
+                request.timeout_s, pending.tensors = timeout_s, held
+                frame, payload = form.fill(request, held.reference), None
             else:
-                frame, payload = self._referred(request, pending, form, timeout_s)
+                frame, payload = self._without_memory(request, timeout_s)
             table.add(pending, now_s + timeout_s)
             done, by = partial(table.submitted, pending), request.moves_by if request.endpoint else ""
             self._queue.submit(lane, frame, done, payload=payload, limit=self._limit, tenant=tenant, endpoint=by)
@@ -317,7 +321,7 @@ class LaneEntrance(Entrance):
     ) -> PendingCall:
         """Stamps id and version; returns the pending request."""
         model, version, now_s = self._model, self._version, self._now_s()
-        request.id, request.version = self._new_id(model, self._lane.partition), version
+        request.id, request.version = self._new_id(), version
         return PendingCall(request.id, request.client_id, model, version, sink, now_s, load=load, quota=quota)
 
     def _laid_out(
@@ -330,18 +334,11 @@ class LaneEntrance(Entrance):
             return frame, None
         return self._layouts.lay_out(request, kind)
 
-    def _referred(
-        self, request: OutgoingRequest, pending: PendingCall, form: ReferringForm, timeout_s: float
-    ) -> tuple[bytes, Payload | None]:
-        """Keeps the tensors of a request of a known layout in memory; without room they travel through Redis."""
-        assert self._memory is not None, "it was there for the first of these requests"
-        held = pending.tensors = self._memory.keep(request)
-        if held is None:
-            _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
-            request.generation = self.served.generation
-            return self._layouts.lay_out(request, None)
-        request.timeout_s = timeout_s
-        return form.fill(request, held.reference), None
+    def _without_memory(self, request: OutgoingRequest, timeout_s: float) -> tuple[bytes, Payload | None]:
+        """Lays out a request of a known layout that refers to memory; without room, its tensors go through Redis."""
+        _stamp(request, self.served, self._route, timeout_s, self._submission.reply_to)
+        request.generation = self.served.generation
+        return self._layouts.lay_out(request, None)
 
     def _submit_local(
         self, request: OutgoingRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher, *, next_batch: bool

@@ -288,8 +288,6 @@ def tensors_at(places: Items[TensorPlace], payload: Bytes) -> tuple[Tensor, ...]
 
 def tensor_parts(tensors: Items[Tensor]) -> tuple[list[Bytes], int]:
     """Returns the bytes of tensors as they lie in memory, in parts, and their size."""
-    if len(tensors) == 1:
-        return [tensors[0].data], len(tensors[0].data)
     parts: list[Bytes] = []
     _, size = _lay_out(tensors, parts, 0)
     return parts, size
@@ -455,8 +453,9 @@ _LONG_ID = b"\xdc\x00\x11\xd9"  # the first bytes of its header: an array of 17,
 _LONG_ID_REFERRING = b"\xdc\x00\x16\xd9"  # an array of 22
 _ID_AT = 13  # the id is behind these bytes, the size of the header and the size of the text
 _MAX_KNOWN = 1024
-_TIMEOUT_BYTES = 5
-_USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6
+TIMEOUT_BYTES = 5
+USUAL_FROM_S, USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6
+"""Timeouts between these take `TIMEOUT_BYTES` in a frame."""
 _SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper
 
 
@@ -535,8 +534,6 @@ class ReferringForm:
 
 def timeout_width(timeout_s: float) -> int:
     """Returns a timeout's bytes in a frame."""
-    if _USUAL_FROM_S <= timeout_s <= _USUAL_TO_S:
-        return _TIMEOUT_BYTES
     return len(_encoder.encode(round(timeout_s * 1e6)))
 
 
@@ -650,7 +647,7 @@ class RequestReader:
         elif frame[sequence] != encode_flags(request.sequence):
             return  # another program's, of other lengths
         # The first byte gives the size.
-        is_usual = timeout.stop - timeout.start == _TIMEOUT_BYTES
+        is_usual = timeout.stop - timeout.start == TIMEOUT_BYTES
         number = slice(timeout.start + 1, timeout.stop) if is_usual else slice(timeout.start, timeout.start)
         area, places = tensor_places(frame)
         if kept:

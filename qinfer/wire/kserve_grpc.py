@@ -9,8 +9,10 @@ in replies, they follow what protobuf prints, and are copied once.
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
@@ -50,6 +52,7 @@ def values_of(message: bytes) -> memoryview:
     return memoryview(message)[position : position + size]
 
 
+@lru_cache(maxsize=1024)
 def prefix(field: int, size: int) -> bytes:
     """Returns tag and length; field numbers go up to 15."""
     if size < 0x80:
@@ -224,7 +227,7 @@ class ParsedRequest(NamedTuple):
         return sum(map(len, self.typed.values()))
 
 
-class DecodedRequest(NamedTuple):
+class DecodedRequest(msgspec.Struct):
     """A decoded infer request, whose own `version` is still 0.
 
     With `empty_final`, a decoupled model that ends without a last response sends an empty one (reference §2.3).
@@ -553,6 +556,7 @@ _RESPONSE_FIELD = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
 
 _NOWHERE: frozenset[str] = frozenset()
 _FINAL = "triton_final_response"
+_described = attrgetter("name", "datatype", "shape")
 
 
 def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions) -> list[Bytes]:
@@ -561,7 +565,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
     if plan.special is not None:
         outputs, placed = prepare(response, plan, regions)
     model, version, parameters = plan.endpoint or response.model, response.version, response.parameters
-    parts: list[Bytes] = [_head(model, version, tuple([(o.name, o.datatype, o.shape) for o in outputs]))]
+    parts: list[Bytes] = [_head(model, version, tuple(map(_described, outputs)))]
     if client_id:
         text = client_id.encode()
         parts += (prefix(_ID_FIELD, len(text)), text)

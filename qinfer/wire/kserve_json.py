@@ -141,7 +141,9 @@ class _KnownText(NamedTuple):
 
     def request(self, model: str, version: int, tail: Bytes) -> tuple[OutgoingRequest, OutputPlan]:
         """Returns a request whose inputs are in `tail`."""
-        inputs = tuple([Tensor(name, datatype, shape, tail[place]) for name, datatype, shape, place in self.inputs])
+        inputs: tuple[Tensor, ...] = ()
+        for name, datatype, shape, place in self.inputs:
+            inputs += (Tensor(name, datatype, shape, tail[place]),)
         client_id, outputs = self.client_id, self.outputs
         request = OutgoingRequest(model=model, inputs=inputs, version=version, client_id=client_id, outputs=outputs)
         request.sequence = self.sequence

@@ -77,7 +77,7 @@ def test_turns_come_as_if_all_that_wait_were_looked_at(steps: list[tuple[str, in
 
         assert budget.waiting == len(budget.waited)
         assert budget.held_bytes == sum(one.size for one in known if one.is_granted)
-        assert not budget.waited or not budget._fits(budget.chosen())
+        assert not budget.waited or not budget.has_room(budget.chosen().owner, budget.chosen().size)
     while known:
         step(budget, known, ("release", 0, "a", 1))
     assert budget.held_bytes == budget.waiting == len(budget._held) == len(budget._waiting.own) == 0

@@ -87,7 +87,7 @@ class SequencesServed:
         """Waits until so many requests wait for their answers, all of them in the queue."""
 
         def are_there() -> bool:
-            waiting = list(self.gateway.dispatcher.submission.pending._pending.values())
+            waiting = list(self.gateway.dispatcher.submission.pending.by_id.values())
             return len(waiting) == count and all(pending.entry is not None for pending in waiting)
 
         await eventually(are_there, description=f"{count} steps in the queue")

@@ -467,7 +467,8 @@ class HttpConnection(SwitchingConnection):
             queue.popleft()
             close = self._closing and not queue
             if reply is not WRITTEN:
-                writer, request_id = self.writer_of(first), first.request_id or port.new_id()
+                writer = port.writer if port.cors is None else self.writer_of(first)
+                request_id = first.request_id or port.new_id()
                 if self._lent or reply.tensors or len(reply.body) > LARGE_BYTES:
                     self._write_pieces(writer.pieces(reply, port.common, request_id, close=close))
                 else:

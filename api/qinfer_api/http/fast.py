@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import OutgoingRequest, Response
 from qinfer.core.settings import Settings
@@ -56,7 +58,6 @@ UNCOUNTED_BYTES = 16 * 1024
 LEAST_LANDED_BYTES = 64 * 1024
 """Larger bodies are received into memory: of others, a copy costs less than the head's own read."""
 
-_NO_REQUEST = OutgoingRequest(model="", inputs=())
 _GONE = HttpReply(400, b"")
 
 
@@ -82,31 +83,23 @@ class CallCodec(Protocol):
         ...
 
 
-class FastCall:
+class FastCall(msgspec.Struct, eq=False):
     """One request on the fast path, and its sink; the connection releases `memory`."""
 
     frontend = "HTTP"
     no_stream = DECOUPLED
-    __slots__ = (
-        "_codec", "_connection", "_pending", "_plan", "head", "landing", "memory", "parts", "reply", "request"
-    )  # fmt: skip
-
-    def __init__(self, connection: "QinferHttpProtocol", head: RequestHead) -> None:
-        self._connection = connection
-        self._pending: PendingCall | None = None
-        self._codec: CallCodec
-        self._plan: OutputPlan
-        self.head = head
-        self.memory: Memory | None = None
-        self.parts: list[bytes | bytearray] = []
-        self.landing: Landing | None = None
-        self.reply: HttpReply | None = None
-        self.request = _NO_REQUEST
-
-    @property
-    def request_id(self) -> str:
-        """The id of the resulting request; empty before."""
-        return self.request.id
+    _connection: "QinferHttpProtocol"
+    _codec: CallCodec
+    head: RequestHead
+    parts: list[bytes | bytearray] = []
+    _pending: PendingCall | None = None
+    _plan: OutputPlan = NO_PLAN
+    memory: Memory | None = None
+    landing: Landing | None = None
+    reply: HttpReply | None = None
+    request: OutgoingRequest | None = None
+    request_id: str = ""
+    client_id: str = ""
 
     def feed(self, body: bytes) -> None:
         """Adds a piece of the body; those of a large one are joined as they come."""
@@ -137,7 +130,7 @@ class FastCall:
         if nbytes <= JSON_BYTES or not is_slow(nbytes, self._plan):
             self.set_reply(self._encoded(response))
         elif self._is_plain(response):
-            self.set_reply(self._codec.encode(response, self.request.client_id, self._plan, apart=True))
+            self.set_reply(self._codec.encode(response, self.client_id, self._plan, apart=True))
         else:
             run = asyncio.get_running_loop().run_in_executor
             thread = run(encoder_of(nbytes), self._encoded, response)
@@ -149,7 +142,7 @@ class FastCall:
         return fills_its_memory(response) and all(self._plan.is_binary(output.name) for output in response.outputs)
 
     def _encoded(self, response: Response) -> HttpReply:
-        reply = self._codec.encode(response, self.request.client_id, self._plan)
+        reply = self._codec.encode(response, self.client_id, self._plan)
         encoding = self.head.encoding
         return reply if encoding is None or reply.status != 200 else reply.compressed(encoding)
 
@@ -168,17 +161,18 @@ class FastCall:
             self.forget_landing()
         self._pending = None  # breaks the reference cycle call - pending
         self._plan = NO_PLAN  # the plan may hold shared memory
+        if self.request is not None:
+            self.request_id = self.request.id
         self.reply = reply
         self._connection.on_reply()
 
-    def start(self, dispatcher: Dispatcher, codec: CallCodec) -> None:
+    def start(self, dispatcher: Dispatcher) -> None:
         """Decodes and submits the request."""
         head, landing = self.head, self.landing
         body: Bytes = b"".join(self.parts) if len(self.parts) != 1 else self.parts[0]
         if landing is not None:
             body = landing.body
         self.parts = []
-        self._codec = codec
         try:
             context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
             decoded = self._read_body(dispatcher, context, body)
@@ -194,8 +188,7 @@ class FastCall:
                 with_headers(request, head.forwarded)
             if dispatcher.endpoints.by_name:
                 self._plan = dispatcher.aim(context, request, head.header, self._plan)
-            self.request = request
-            self._enter(dispatcher, context)
+            self._enter(dispatcher, context, request)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
@@ -230,7 +223,9 @@ class FastCall:
         return None if landing is None else landing.body
 
     @forgets_regions
-    def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes) -> None:
+    def _read_checked(
+        self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: Bytes
+    ) -> OutgoingRequest:
         served = dispatcher.resolve(head.target.model, head.target.version)
         request, plan = self._codec.decode(head.target, body, head.json_length, context.tenant, served)
         if head.strict:
@@ -238,26 +233,26 @@ class FastCall:
         with_headers(request, head.forwarded)
         plan = dispatcher.aim(context, request, head.header, plan, served)
         dispatcher.check(request, served)
-        self.request, self._plan = request, plan
+        self._plan = plan
+        return request
 
     def _read_in_thread(
-        self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, done: asyncio.Future[None]
+        self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, done: asyncio.Future[OutgoingRequest]
     ) -> None:
         if self.reply is not None:
             return  # the client left
         try:
-            done.result()
-            self._enter(dispatcher, context)
+            self._enter(dispatcher, context, done.result())
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
         finally:
             del done  # its error refers to this frame
 
-    def _enter(self, dispatcher: Dispatcher, context: CallerContext) -> None:
-        landing = self.landing
+    def _enter(self, dispatcher: Dispatcher, context: CallerContext, request: OutgoingRequest) -> None:
+        self.request, self.client_id, landing = request, request.client_id, self.landing
         if landing is not None:
-            landing.enter(self.request)
-        pending = dispatcher.submit(context, self.request, self, asked_s=self.head.timeout_s)
+            landing.enter(request)
+        pending = dispatcher.submit(context, request, self, asked_s=self.head.timeout_s)
         if landing is not None:
             self.landing = None
             landing.leave()
@@ -352,9 +347,9 @@ class QinferHttpProtocol(HttpConnection):
             if known is not None:
                 self._quiet_since_s = 0.0
                 head, body = known
-                call = self._append(head)
-                call.parts.append(body)
-                call.start(self._fast.dispatcher, self._fast.codec_of(head))
+                call = self._fast.call_type(self, self._fast.codec_of(head), head, [body])
+                queue.append(call)
+                call.start(self._fast.dispatcher)
                 if len(queue) >= MAX_PIPELINED:
                     self.go_on()
                 return
@@ -415,7 +410,7 @@ class QinferHttpProtocol(HttpConnection):
         return bool(self._queue) and isinstance(self._queue[-1], Cycle)
 
     def _append(self, head: RequestHead) -> FastCall:
-        call = self._fast.call_type(self, head)
+        call = self._fast.call_type(self, self._fast.codec_of(head), head)
         self._queue.append(call)
         return call
 
@@ -435,7 +430,7 @@ class QinferHttpProtocol(HttpConnection):
         super().on_message_complete()
         if isinstance(call, FastCall):
             self._release()
-            call.start(self._fast.dispatcher, self._fast.codec_of(call.head))
+            call.start(self._fast.dispatcher)
 
     def _reserve(self, call: FastCall) -> None:
         head, fast = call.head, self._fast

@@ -220,7 +220,7 @@ class HttpReply(msgspec.Struct, frozen=True, gc=False):
         else:
             head = (
                 b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
-                b"content-length: %d\r\n" % (self.json_length, self.nbytes)
+                b"content-length: %d\r\n" % (self.json_length, len(self.body) + sum(map(len, self.tensors)))
             )
         if self.encoding is not None:
             head += b"content-encoding: %b\r\nvary: accept-encoding\r\n" % self.encoding.encode()
@@ -434,6 +434,7 @@ def parse_version(text: str) -> int:
     return int(text)
 
 
+@lru_cache(maxsize=256)
 def parse_json_length(text: str | None, body_length: int) -> int | None:
     """Parses `Inference-Header-Content-Length`; `None` without the header."""
     if text is None:

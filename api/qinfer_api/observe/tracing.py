@@ -41,8 +41,7 @@ from qinfer.observe.tracing import (
 from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher, Ending, StoredTraces
-from qinfer_api.http.fast import CallCodec, FastCall, QinferHttpProtocol
-from qinfer_api.http.head import RequestHead
+from qinfer_api.http.fast import FastCall
 from qinfer_api.observe.trace_file import (
     INPUT,
     OUTPUT,
@@ -101,19 +100,16 @@ class Tracing:
             await asyncio.to_thread(self.tracer.close)
 
 
-class TracedCall(FastCall):
+class TracedCall(FastCall, eq=False):
     """Knows when its head and body were received."""
 
-    __slots__ = ("read_s", "received_s")
+    received_s: float = msgspec.field(default_factory=time.monotonic)
+    read_s: float = 0.0
 
-    def __init__(self, connection: QinferHttpProtocol, head: RequestHead) -> None:
-        super().__init__(connection, head)
-        self.received_s = self.read_s = time.monotonic()
-
-    def start(self, dispatcher: Dispatcher, codec: CallCodec) -> None:
+    def start(self, dispatcher: Dispatcher) -> None:
         """Decodes and submits the request, as `FastCall.start`."""
         self.read_s = time.monotonic()
-        super().start(dispatcher, codec)
+        super().start(dispatcher)
 
 
 class TraceStage(Stage, StoredTraces):

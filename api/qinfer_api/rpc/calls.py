@@ -13,7 +13,7 @@ from qinfer.core.messages import Scalar
 from qinfer.errors import Forbidden, Unauthorized
 from qinfer.tensors import Bytes
 from qinfer.wire.typed_contents import check_fields, malformed
-from qinfer_api.auth import CallerContext, Restrictions, administrative, caller_of
+from qinfer_api.auth import GROUPS, CallerContext, Restrictions, administrative, caller_of
 from qinfer_api.http.infer import compile_forward
 from qinfer_api.receiving import AGAIN_S
 from qinfer_api.rest.services import Services
@@ -36,19 +36,19 @@ class CallGuard:
         rpc = services.settings.grpc
         self._dispatcher = services.dispatcher
         self._restrictions = Restrictions.for_grpc(rpc.restricted)
+        self._restricted = frozenset(filter(self._restrictions.covers, GROUPS))
         self._forward = compile_forward("QINFER_GRPC__HEADER_FORWARD_PATTERN", rpc.header_forward_pattern)
+        self.forwards = self._forward is not None
         self._max_message_bytes = rpc.max_message_bytes
 
-    def admit(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:
+    def admit(
+        self, group: str, scope: Scope | None, head: CallHead, peer: str, *, even_draining: bool = False
+    ) -> CallerContext:
         """Authorizes a call by its head; `scope` `None` needs no key."""
-        if self._dispatcher.draining:
+        if self._dispatcher.draining and not even_draining:
             raise Abort("UNAVAILABLE", SHUTTING_DOWN, AGAIN_S)
-        return self.admit_even_draining(group, scope, head, peer)
-
-    def admit_even_draining(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:
-        """Authorizes a call that is also served in a drain."""
         try:
-            if self._restrictions.covers(group):
+            if group in self._restricted:
                 self._restrictions.check(group, head.first)
             context: CallerContext | None = head.memo
             if context is None:

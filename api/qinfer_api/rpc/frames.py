@@ -30,12 +30,17 @@ MAX_WINDOW_BYTES = 2**31 - 1
 MIN_FRAME_BYTES, MAX_FRAME_BYTES = 16_384, 2**24 - 1
 LAST_STREAM = 2**31 - 1
 
+LEAST_BYTES = 1024
+"""Smaller frames of a body cost more than their bytes."""
+
 HEAD = struct.Struct(">IBI")
 
 HEAD_BYTES = 9
 SETTING = struct.Struct(">HI")
 WORD = struct.Struct(">I")
 TWO_WORDS = struct.Struct(">II")
+WINDOW = struct.Struct(">IBII")
+"""A WINDOW_UPDATE frame."""
 
 
 class ConnectionLimits(NamedTuple):
@@ -103,6 +108,27 @@ def data_frames(number: int, parts: Iterable[Bytes], most: int) -> list[Bytes]:
     if held:
         pieces += (HEAD.pack(held << 8, 0, number), *begun)
     return pieces
+
+
+def plain_body(data: Bytes, start: int, number: int, most: int) -> tuple[list[memoryview], int, bool]:
+    """Returns the contents of a body's frames from `start` on, their end, and whether they end the body.
+
+    Frames that have not come whole are left out. There are no contents if another frame comes before the end, or one
+    that is padded, small, or beyond `most` bytes.
+    """
+    view, position, end, flags = memoryview(data), start, len(data), 0
+    parts: list[memoryview] = []
+    while not flags and (begin := position + HEAD_BYTES) <= end:
+        head, flags, stream = HEAD.unpack_from(data, position)
+        stop = begin + (head >> 8)
+        is_small = stop - begin < LEAST_BYTES and not flags
+        if head & 0xFF or flags > END_STREAM or stream != number or is_small or stop - start > most:
+            return [], start, False
+        if stop > end:
+            return parts, position, False
+        parts.append(view[begin:stop])
+        position = stop
+    return parts, position, flags > 0
 
 
 def word(payload: bytes, what: str) -> int:

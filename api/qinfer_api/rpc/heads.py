@@ -77,7 +77,15 @@ class Server:
     def stream(self, connection: Http2Connection, number: int, head: CallHead, *, is_ended: bool) -> GrpcCall:
         """Creates a call."""
         self._calls += head.is_awaited
-        return GrpcCall(self, connection, number, head, is_ended=is_ended)
+        return GrpcCall(
+            server=self,
+            connection=connection,
+            number=number,
+            head=head,
+            is_ended=is_ended,
+            send_window=connection.output.initial_window,
+            receive_window=self.limits.window_bytes,
+        )
 
     def closed(self, head: CallHead) -> None:
         """Counts an ended call."""

@@ -20,6 +20,9 @@ _MAX_RESIZES = 2  # before a block's first field (section 4.2)
 class HpackError(Exception):
     """An undecodable header block; its connection can't continue."""
 
+    code = 9
+    """HTTP/2's COMPRESSION_ERROR."""
+
 
 class Decoder:
     """Decodes a connection's header blocks in order; equal blocks of one `generation` have equal fields."""

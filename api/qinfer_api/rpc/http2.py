@@ -28,14 +28,13 @@ _REMEMBERED_STREAMS = 256
 _BYTES_PER_FRAME = 128
 # Streams with a changed window that are charged as one idle frame.
 _STREAMS_PER_FRAME = 64
-# Idle frames that a client earns by the end of a stream or a DATA frame.
+# Idle frames that a client earns by the end of a stream or a DATA frame. It keeps what all streams earn that end at
+# once: its frames about them come later.
 _PROGRESS = 4
 _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
-# Smaller frames cost more than their bytes.
-_LEAST_LANDED_BYTES = 1024
 _LAST_SECOND_S = 1.0
 _NO_BUFFER = memoryview(b"")
 _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
@@ -78,6 +77,8 @@ class Http2Connection(SwitchingConnection):
         self._buffer = _NO_BUFFER
         # `_rest` waits for its turn.
         self._awaits_turn = False
+        # The next frame, or the body of a call, is to come whole.
+        self._is_partial = False
         # Of a frame that was read in part.
         self._begun: GrpcStream | None = None
         self._missing = 0
@@ -91,6 +92,7 @@ class Http2Connection(SwitchingConnection):
         self._window = service.limits.connection_window_bytes
         self._least_window = self._window >> 1
         self._allowance = service.limits.idle_frames
+        self._most_allowance = self._allowance + _PROGRESS * service.limits.streams
         self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads reconnections
         self._made_s = self._busy_s = self._heard_s = 0.0
         self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = not the case
@@ -144,30 +146,30 @@ class Http2Connection(SwitchingConnection):
             position, size = 0 if self._has_preface else self._read_preface(bytes(data)), len(data)
             if self._missing:
                 position = self._land(data, 0)
-            if size - position > SMALL_BYTES:
-                position = self._read_in_turns(data, position, has_landed=position > 0)
-            elif position < size:
-                position = self._read_frames(data, position, size - frames.HEAD_BYTES)
-        except ConnectionFault as fault:
+            self._is_partial, last = False, size - frames.HEAD_BYTES
+            if size - position > SMALL_BYTES and not self._awaits_turn:
+                if self._is_buffered:  # before, no message has memory
+                    position = self._land(data, position)
+                position = self._read_frames(data, position, min(position, last))  # a call alone needs no turn
+            if size - position > SMALL_BYTES and not self._is_partial:
+                position = self._read_in_turns(data, position)
+            elif position <= last and not self._is_partial:
+                position = self._read_frames(data, position, last)
+        except (ConnectionFault, HpackError) as fault:
             self._fail(fault.code, str(fault))
-        except HpackError as error:
-            self._fail(frames.COMPRESSION_ERROR, str(error))
         else:
             self._rest = bytes(data[position:])
 
-    def _read_in_turns(self, data: Bytes, position: int, *, has_landed: bool) -> int:
+    def _read_in_turns(self, data: Bytes, position: int) -> int:
         """Messages land at once, as over HTTP; other frames wait for turns."""
         turns, before, last, is_fresh = self.service.turns, -1, len(data) - frames.HEAD_BYTES, True
         while before < position <= last and not self._awaits_turn:
             before = position
-            if self._is_buffered:  # before, no message has memory
+            if self._is_buffered:
                 position = self._land(data, position)
-            has_landed = has_landed or position > before
             if position > last:
                 break
-            if is_fresh and has_landed:
-                position = self._read_frames(data, position, position)
-            elif turns.may_read():
+            if turns.may_read():
                 position = self._read_frames(data, position, min(position + SLICE_BYTES, last))
             else:
                 self._awaits_turn = True
@@ -243,15 +245,19 @@ class Http2Connection(SwitchingConnection):
             if size > most:
                 raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"a frame of {size} bytes, more than {most}")
             if stop > end:
+                self._is_partial = True
                 break
             if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
                 raise ConnectionFault(frames.PROTOCOL_ERROR, "a header block is interrupted")
             if not self._has_settings and kind != frames.SETTINGS:
                 raise ConnectionFault(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
             if kind == frames.DATA:
-                self._read_data(flags, number, data, begin, stop)
+                stop = self._read_data(flags, number, data, begin, stop)
+                if self._is_partial:
+                    break
             elif kind == frames.HEADERS:
                 self._read_headers(flags, number, data, begin, stop)
+                last = max(last, min(stop, end - frames.HEAD_BYTES))  # a call's body goes with its head
             else:
                 self._read_other(kind, flags, number, bytes(data[begin:stop]))
             if self.output.is_closed:
@@ -259,21 +265,27 @@ class Http2Connection(SwitchingConnection):
             position = stop
         return position
 
-    def _read_data(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> None:
-        size = stop - begin
+    def _read_data(self, flags: int, number: int, data: Bytes, begin: int, stop: int) -> int:
+        """Reads a frame of a body, or all of the body; returns the end."""
+        stream = self._streams.get(number)
+        if stream is not None and stream.body_bytes >= 0 and not stream.is_ended:
+            end = self._read_body(stream, data, begin - frames.HEAD_BYTES)
+            if end or self._is_partial:
+                return end
+            stream.body_bytes = -1
+        size, end = stop - begin, stop
         self._window -= size
         if self._window < self._least_window:
             self._renew_window()
-        stream = self._streams.get(number)
         if stream is None or stream.is_ended:
             self._refuse_data(number, stream)
-            return
+            return end
         if flags & frames.PADDED:
             begin, stop = frames.unpadded(frames.PADDED, data, begin, stop)
         stream.receive_window -= size
         if stream.receive_window < 0:
             self._reset(stream, frames.FLOW_CONTROL_ERROR)
-            return
+            return end
         if flags & frames.END_STREAM:
             stream.is_ended = True
         else:
@@ -282,6 +294,27 @@ class Http2Connection(SwitchingConnection):
             if flags & frames.PADDED:
                 stream.grant(size - (stop - begin))  # padding counts as read
         stream.data_received(data[begin:stop])
+        return end
+
+    def _read_body(self, stream: GrpcStream, data: Bytes, start: int) -> int:
+        """Reads a whole small body at once, if its frames one by one would lead to nothing else.
+
+        Returns its end, or 0: then it is to come whole (`_is_partial`), or is read frame by frame.
+        """
+        room = min(self._window - self._least_window, stream.receive_window, self.service.limits.frame_bytes)
+        parts, end, is_ended = frames.plain_body(data, start, stream.number, room)
+        if not parts:
+            return 0
+        size, expected = sum(map(len, parts)), stream.body_bytes or stream.expects(parts[0])
+        if size > expected or expected > room or (is_ended and size < expected):
+            return 0
+        stream.body_bytes = expected
+        if not is_ended:
+            self._is_partial = True
+            return 0
+        self._window -= size
+        stream.body_received(parts)
+        return end
 
     def _renew_window(self) -> None:
         if self._window < 0:
@@ -311,7 +344,7 @@ class Http2Connection(SwitchingConnection):
                 head = data[position:begin]
                 word, flags, number = unpack(data, position)
                 size = word >> 8
-                if word & 0xFF or flags or number != stream.number or not _LEAST_LANDED_BYTES <= size <= most:
+                if word & 0xFF or flags or number != stream.number or not frames.LEAST_BYTES <= size <= most:
                     break
             if used + size >= room:
                 break
@@ -363,10 +396,22 @@ class Http2Connection(SwitchingConnection):
 
     def _read_block(self, number: int, block: bytes, *, is_ended: bool) -> None:
         head = self._heads.get(block)
-        if head is not None and number > self._last:
-            self._last = number
-            self._open_stream(number, head, is_ended=is_ended)
+        if head is None or number <= self._last:
+            head = self._read_head(number, block, is_ended=is_ended)
+        if head is None:
             return
+        self._last = number
+        if number > self._last_taken:  # the client knows by GOAWAY
+            return
+        if len(self._streams) >= self.service.limits.streams:
+            self._count_idle("more streams than allowed")
+            self._write_reset(number, frames.REFUSED_STREAM)
+            return
+        stream = self._streams[number] = self.service.stream(self, number, head, is_ended=is_ended)
+        stream.opened()
+
+    def _read_head(self, number: int, block: bytes, *, is_ended: bool) -> Any:
+        """Decodes a block; `None` if it begins no request."""
         fields, literals = self._decoder.decode(block)
         is_stable = self._generation == self._decoder.generation
         if len(self._heads) >= _CACHED_BLOCKS or not is_stable:
@@ -375,7 +420,7 @@ class Http2Connection(SwitchingConnection):
         cost = 1 + len(block) // _BYTES_PER_FRAME
         if number <= self._last:
             self._read_trailers(number, cost, is_ended=is_ended)
-            return
+            return None
         self._last = number
         if fields is None:
             self._is_tainted = True
@@ -387,20 +432,10 @@ class Http2Connection(SwitchingConnection):
             self._is_tainted = True
             self._count_idle(str(error), cost)
             self._write_reset(number, frames.PROTOCOL_ERROR)
-            return
+            return None
         if is_stable and len(block) <= _CACHED_BLOCK_BYTES:
             self._heads[block] = head
-        self._open_stream(number, head, is_ended=is_ended)
-
-    def _open_stream(self, number: int, head: Any, *, is_ended: bool) -> None:
-        if number > self._last_taken:
-            return  # the client knows by GOAWAY
-        if len(self._streams) >= self.service.limits.streams:
-            self._count_idle("more streams than allowed")
-            self._write_reset(number, frames.REFUSED_STREAM)
-            return
-        stream = self._streams[number] = self.service.stream(self, number, head, is_ended=is_ended)
-        stream.opened()
+        return head
 
     def _read_trailers(self, number: int, cost: int, *, is_ended: bool) -> None:
         stream = self._streams.get(number)
@@ -508,8 +543,7 @@ class Http2Connection(SwitchingConnection):
     def _count_idle(self, what: str, cost: int = 1) -> None:
         self._allowance -= cost
         if self.output.progress:  # clients answer DATA with WINDOW_UPDATE, and time it with PING
-            self._allowance += _PROGRESS * self.output.progress
-            self._allowance = min(self._allowance, self.service.limits.idle_frames)
+            self._allowance = min(self._allowance + _PROGRESS * self.output.progress, self._most_allowance)
             self.output.progress = 0
         if self._allowance < 0:
             raise ConnectionFault(frames.ENHANCE_YOUR_CALM, f"too many frames that advance no request: {what}")
@@ -521,7 +555,7 @@ class Http2Connection(SwitchingConnection):
         if not stream.is_ended:
             self._write_reset(stream.number, frames.NO_ERROR)
         self._drop(stream)
-        if self._allowance < self.service.limits.idle_frames:
+        if self._allowance < self._most_allowance:
             self._allowance += _PROGRESS
         if self._last_taken < frames.LAST_STREAM:
             self._close_if_done()
@@ -605,7 +639,7 @@ class Http2Connection(SwitchingConnection):
     def check(self, now_s: float) -> None:
         """Applies the time limits; called once a second."""
         limits = self.service.limits
-        self._allowance = min(self._allowance + limits.idle_frames_per_s, limits.idle_frames)
+        self._allowance = max(self._allowance, min(self._allowance + limits.idle_frames_per_s, limits.idle_frames))
         if self._streams:
             self._busy_s = now_s
         if self._is_heard or self.output.is_paused:

@@ -8,6 +8,7 @@ model pauses when a window of its responses is unsent.
 import asyncio
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,32 +59,25 @@ _MOST_OF_CONTENTS = 8  # tensor bytes per byte of typed contents
 LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 
 
-class InferSink:
+class InferSink(msgspec.Struct, eq=False, kw_only=True):
     """State of a request; `empty_final` asks for an empty message when a decoupled model ends."""
 
     frontend = "GRPC"
     no_stream = ""
-    __slots__ = ("client_id", "empty_final", "plan")
-
-    def __init__(self) -> None:
-        self.client_id = ""
-        self.plan = NO_PLAN
-        self.empty_final = False
+    client_id: str = ""
+    plan: OutputPlan = NO_PLAN
+    empty_final: bool = False
 
     def deliver(self, response: Response) -> None:
         """Handles a response."""
         raise NotImplementedError
 
 
-class _UnaryAnswer(InferSink):
+class _UnaryAnswer(InferSink, eq=False):
     no_stream = _DECOUPLED
-    __slots__ = ("call", "infer", "pending")
-
-    def __init__(self, infer: "Infer", call: GrpcCall) -> None:
-        super().__init__()
-        self.infer = infer
-        self.call = call
-        self.pending: PendingCall | None = None
+    infer: "Infer"
+    call: GrpcCall
+    pending: PendingCall | None = None
 
     def wait(self, pending: PendingCall) -> None:
         if not self.call.is_closed:
@@ -115,7 +109,7 @@ class _UnaryAnswer(InferSink):
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))
-            elif call.head.packing is not None or _is_slow(response, self.plan):
+            elif call.head.packing is not None or (self.plan.special is not None and _is_slow(response, self.plan)):
                 call.run(self._finish(response))
                 return
             else:
@@ -168,7 +162,8 @@ class Infer:
                 return
             blob = bytes(blob)
             landing.leave()
-        pending = None if self.is_slow(blob) else self.submit(blob, call, sink)
+        may_be_slow = len(blob) > LARGE_BYTES or self._memory.allowed
+        pending = None if may_be_slow and self.is_slow(blob) else self.submit(blob, call, sink)
         if pending is None:
             call.run(self._infer_slowly(call, blob, sink))
         else:
@@ -242,7 +237,8 @@ class Infer:
         landings: list[Landing] = []
         try:
             decoded = decode(partial(self._land_region, landings, model, asked, call))
-            return self._submit(self._completed(decoded, call), call, sink, landings[0] if landings else None)
+            self._complete(decoded, call)
+            return self._submit(decoded, call, sink, landings[0] if landings else None)
         except TakesLong:
             return None
         except QinferError as error:
@@ -268,7 +264,9 @@ class Infer:
         self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink, landing: Landing | None = None
     ) -> PendingCall:
         try:
-            return self._submit(self._completed(decoded, call), call, sink, landing)
+            if decoded.version or self._guard.forwards:
+                self._complete(decoded, call)
+            return self._submit(decoded, call, sink, landing)
         except QinferError as error:
             raise self._refuse_request(decoded.request.model, decoded.version, error, call) from None
         finally:
@@ -308,7 +306,7 @@ class Infer:
         plan = sink.plan
         regions = self._memory if plan.special is None else regions_of(plan, self._memory)
         pieces = encode_infer(response, sink.client_id, plan, regions)
-        if response.nbytes > LARGE_BYTES and not fills_its_memory(response):
+        if sum(map(len, pieces)) > LARGE_BYTES and not fills_its_memory(response):
             return [b"".join(pieces)]
         return pieces
 
@@ -318,26 +316,26 @@ class Infer:
         decoded = decode_infer(message, regions, self._max_typed_bytes)
         self._repetitions.learn(blob, message, decoded)
         if isinstance(regions, RequestRegions) and regions.used:
-            decoded = decoded._replace(plan=msgspec.structs.replace(decoded.plan, held=regions))
+            decoded.plan = msgspec.structs.replace(decoded.plan, held=regions)
             if land is not None and not decoded.empty_final:
                 regions.learn(memory.messages, blob, decoded.request, decoded.plan, decoded.version)
         return decoded
 
-    def _completed(self, decoded: DecodedRequest, call: GrpcCall) -> DecodedRequest:
+    def _complete(self, decoded: DecodedRequest, call: GrpcCall) -> None:
         request = decoded.request
         if decoded.version:
             request.version = parse_version(decoded.version)
         forwarded = self._guard.forwarded(call.head)
         if forwarded:
             with_headers(request, forwarded)
-        return decoded
 
     @forgets_regions
     def _decode_and_check(self, blob: Bytes, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
-        decoded = self._completed(self._decode(blob, message, call), call)
-        plan = self.dispatcher.aim(call.context, decoded.request, call.head.first, decoded.plan)
+        decoded = self._decode(blob, message, call)
+        self._complete(decoded, call)
+        decoded.plan = self.dispatcher.aim(call.context, decoded.request, call.head.first, decoded.plan)
         self.dispatcher.check(decoded.request)
-        return decoded._replace(plan=plan)
+        return decoded
 
     def _submit(
         self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink, landing: Landing | None = None
@@ -351,8 +349,9 @@ class Infer:
         # Draining closes streams: every admitted request is answered.
         if landing is not None:
             landing.enter(request)
+        within_s = math.inf if call.until_s == math.inf else call.time_remaining()
         try:
-            pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
+            pending = self.dispatcher.submit(call.context, request, sink, within_s, is_taken=True)
         except QinferError:
             call.request_id = request.id
             raise
@@ -366,8 +365,8 @@ class Infer:
 
 
 def _is_slow(response: Response, plan: OutputPlan) -> bool:
-    """Returns whether a response is to be written in a thread; raw outputs are written from where they are."""
-    return plan.special is not None and reply_bytes(response, plan) > LARGE_BYTES
+    """Returns whether outputs with options are to be written in a thread; raw ones are written from where they are."""
+    return reply_bytes(response, plan) > LARGE_BYTES
 
 
 def _repeated(known: KnownRequest, land: Land) -> DecodedRequest:
@@ -383,16 +382,12 @@ MAX_UNWRITTEN_BYTES = 64 * 2**20
 _STRICT = "triton_grpc_error"  # metadata: "true" = the first error ends the stream
 
 
-class _Slot(InferSink):
+class _Slot(InferSink, eq=False):
     rpc_method = "ModelStreamInfer"
-    __slots__ = ("answer", "is_ordered", "pending", "stream")
-
-    def __init__(self, stream: "_StreamCall") -> None:
-        super().__init__()
-        self.stream = stream
-        self.pending: PendingCall | None = None
-        self.answer: Response | None = None
-        self.is_ordered = True
+    stream: "_StreamCall"
+    pending: PendingCall | None = None
+    answer: Response | None = None
+    is_ordered: bool = True
 
     def is_behind(self) -> bool:
         return self.is_ordered and self.stream.is_behind(self)
@@ -562,7 +557,8 @@ class _StreamCall:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):
                 return None
             try:
-                if self._call.head.packing is not None or _is_slow(response, slot.plan):
+                plan = slot.plan
+                if self._call.head.packing is not None or (plan.special is not None and _is_slow(response, plan)):
                     return await asyncio.to_thread(self._packed, slot, response)
                 return self._packed(slot, response)
             except QinferError as error:

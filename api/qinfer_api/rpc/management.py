@@ -102,7 +102,7 @@ _WATCH_EVERY_S = 1.0
 
 def health_calls(guard: CallGuard, services: Services) -> dict[str, Method]:
     """Returns `grpc.health.v1.Health`, which is also served during a shutdown."""
-    admit = partial(guard.admit_even_draining, _HEALTH, None)
+    admit = partial(guard.admit, _HEALTH, None, even_draining=True)
     reply, statuses = health_pb2.HealthCheckResponse, health_pb2.HealthCheckResponse.ServingStatus
 
     def status() -> Any:

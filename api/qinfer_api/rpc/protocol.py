@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from qinfer.core.messages import Failure
 from qinfer.errors import Overloaded, PayloadTooLarge, QinferError
 from qinfer.submission.pending import Memory
@@ -34,7 +36,6 @@ from qinfer_api.rpc.headers import (
     status_fields,
     trailers_only,
 )
-from qinfer_api.rpc.http2 import Http2Connection
 from qinfer_api.rpc.streams import GrpcStream
 from qinfer_api.status import grpc_status, retry_after_s
 
@@ -70,72 +71,41 @@ class _Message(NamedTuple):
     reservation: Reservation | None
 
 
-class GrpcCall(GrpcStream):
+class GrpcCall(GrpcStream, eq=False, kw_only=True):
     """One call, from its head to its status.
 
-    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost.
+    `on_cancel` is called once: the client cancels, the deadline passes, or the connection is lost. `until_s` is the
+    time on the event loop's clock at which the client gives up.
     """
 
-    __slots__ = (
-        "_answer_memory",
-        "_body",
-        "_change",
-        "_has_begun",
-        "_is_compressed",
-        "_is_headed",
-        "_is_reading",
-        "_messages",
-        "_opened_memory",
-        "_prefix",
-        "_refusal",
-        "_reservation",
-        "_reserved_s",
-        "_server",
-        "_size",
-        "_taken_by_s",
-        "_task",
-        "_timer",
-        "_unread",
-        "_until_s",
-        "cache",
-        "context",
-        "head",
-        "on_cancel",
-        "request_id",
-        "target",
-    )
-
-    def __init__(
-        self, server: "Server", connection: Http2Connection, number: int, head: CallHead, *, is_ended: bool
-    ) -> None:
-        super().__init__(connection, number, is_ended=is_ended)
-        self._server = server
-        self.head = head
-        self.context: Any = None
-        self.on_cancel: Callable[[], None] | None = None
-        self.request_id = ""
-        self.cache = self.target = ""
-        self._refusal: Exception | None = None
-        self._prefix = b""
-        self._body: bytearray | None = None
-        self._size = 0
-        self._is_compressed = False
-        self._is_reading = True  # the client owes a message
-        self._messages: deque[_Message] = deque()
-        self._reservation: Reservation | None = None
-        self._answer_memory: Memory | None = None
-        # Of the message that was decompressed last.
-        self._opened_memory: Reservation | None = None
-        self._reserved_s = 0.0
-        # Bytes that came before memory was granted for them.
-        self._unread: bytearray | None = None
-        self._has_begun = False
-        self._is_headed = False
-        self._change: asyncio.Event | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._until_s = math.inf
-        self._taken_by_s = 0.0
+    server: "Server"
+    head: CallHead
+    context: Any = None
+    on_cancel: Callable[[], None] | None = None
+    request_id: str = ""
+    cache: str = ""
+    target: str = ""
+    until_s: float = math.inf
+    _refusal: Exception | None = None
+    _prefix: bytes = b""
+    _body: bytearray | None = None
+    _size: int = 0
+    _is_compressed: bool = False
+    _is_reading: bool = True  # the client owes a message
+    _messages: deque[_Message] = msgspec.field(default_factory=deque)
+    _reservation: Reservation | None = None
+    _answer_memory: Memory | None = None
+    # Of the message that was decompressed last.
+    _opened_memory: Reservation | None = None
+    _reserved_s: float = 0.0
+    # Bytes that came before memory was granted for them.
+    _unread: bytearray | None = None
+    _has_begun: bool = False
+    _is_headed: bool = False
+    _change: asyncio.Event | None = None
+    _task: "asyncio.Task[None] | None" = None
+    _timer: asyncio.TimerHandle | None = None
+    _taken_by_s: float = 0.0
 
     # -- the client's side ---------------------------------------------------------------------------------------------
 
@@ -146,7 +116,7 @@ class GrpcCall(GrpcStream):
             self.send_headers(head.refusal, is_last=True)
             return
         if head.timeout_s < math.inf:
-            self._until_s = asyncio.get_running_loop().time() + head.timeout_s
+            self.until_s = asyncio.get_running_loop().time() + head.timeout_s
         try:
             self.context = head.method.admit(head, self.connection.peer)
             if head.method.takes_stream:
@@ -159,6 +129,25 @@ class GrpcCall(GrpcStream):
                 self._refusal = error
             else:
                 self.fail(error)
+
+    def expects(self, begin: Bytes) -> int:
+        """Returns the bytes of the only message; one of several frames needs memory, as in `_read_prefix`."""
+        method, size = self.head.method, int.from_bytes(begin[1:_PREFIX_BYTES])
+        if method is None or method.takes_stream or len(begin) < _PREFIX_BYTES or begin[0]:
+            return -1
+        if size > method.max_message_bytes:
+            return -1
+        if size + _PREFIX_BYTES > len(begin) and not self.server.receiving.has_room(self._owner, size):
+            return -1
+        return size + _PREFIX_BYTES
+
+    def body_received(self, parts: Sequence[Bytes]) -> None:
+        """Starts the method with the only message."""
+        begin = parts[0][_PREFIX_BYTES:]
+        self.is_ended, self._is_reading = True, False
+        self._start_method(b"".join((begin, *parts[1:])))
+        if self._task is not None and (size := self.body_bytes - _PREFIX_BYTES) > len(begin):
+            self._opened_memory = self.server.receiving.reserve(self._owner, size, self._let_in)
 
     def data_received(self, data: Bytes) -> None:
         """Reads bytes of messages, which the connection may overwrite."""
@@ -240,7 +229,7 @@ class GrpcCall(GrpcStream):
             self._refuse_second()
         if size:
             room = self._room(size) if self._prefix[0] else size
-            self._reservation = self._server.receiving.reserve(self._owner, room, self._let_in)
+            self._reservation = self.server.receiving.reserve(self._owner, room, self._let_in)
             if self._reservation is None:
                 raise Abort("RESOURCE_EXHAUSTED", SPENT, AGAIN_S)
             self._reservation.watch(self._arrived_bytes, self._give_up)
@@ -354,7 +343,7 @@ class GrpcCall(GrpcStream):
         try:
             if self._opened_memory is None:
                 room, within_s = self._room(len(content)), self.connection.service.limits.body_s
-                self._opened_memory = await self._server.receiving.granted(self._owner, room, within_s)
+                self._opened_memory = await self.server.receiving.granted(self._owner, room, within_s)
             plain = await asyncio.to_thread(decompress, content, encoding, most)
         except PayloadTooLarge:
             text = f"Received message larger than max (after decompression; max is {most})"
@@ -410,16 +399,15 @@ class GrpcCall(GrpcStream):
             self._answer_memory.release()
         if self._timer is not None:
             self._timer.cancel()
-        self._forget_messages()
-        self._server.closed(self.head)
+        if self._reservation is not None or self._opened_memory is not None or self._messages or self.landing:
+            self._forget_messages()
+        self._body = None
+        self.server.closed(self.head)
 
     def _forget_messages(self) -> None:
         if self.landing is not None:
             self.landing.leave()
             self.landing = None
-        if not self._messages and self._reservation is None and self._opened_memory is None:
-            self._body = None
-            return
         self.taken()
         reservations = [self._reservation, *(message.reservation for message in self._messages)]
         self._messages.clear()
@@ -438,7 +426,7 @@ class GrpcCall(GrpcStream):
             self.moved_s = 0.0
             if self.queue and self.head.method is not None and not self.head.method.takes_stream:
                 self._check_taken(now_s)
-        elif now_s > self._until_s:
+        elif now_s > self.until_s:
             self.fail(Abort("DEADLINE_EXCEEDED", "Deadline Exceeded"))
         elif not self.moved_s:
             self.moved_s = now_s
@@ -459,14 +447,14 @@ class GrpcCall(GrpcStream):
 
     def time_remaining(self) -> float:
         """Returns the seconds until the client gives up; may be infinite."""
-        return self._until_s - asyncio.get_running_loop().time() if self._until_s < math.inf else math.inf
+        return self.until_s - asyncio.get_running_loop().time() if self.until_s < math.inf else math.inf
 
     def run(self, coroutine: Coroutine[Any, Any, None], *, has_deadline: bool = False) -> None:
         """Runs a coroutine; its exception becomes the status."""
         self._task = asyncio.get_running_loop().create_task(coroutine)
         self._task.add_done_callback(self._ran)
-        if has_deadline and self._until_s < math.inf and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(self._until_s, self._expire)
+        if has_deadline and self.until_s < math.inf and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(self.until_s, self._expire)
 
     def _ran(self, task: "asyncio.Task[None]") -> None:
         if self._task is task:
@@ -522,14 +510,16 @@ class GrpcCall(GrpcStream):
         size = sum(map(len, parts))
         if self._answer_memory is not None:
             self._answer_memory.become(size)
-        self._release()
+        self.on_cancel = None
+        if self._timer is not None:
+            self._release()
         try:
             self.reply(self._initial(), (_prefix(size, is_compressed), *parts), _PREFIX_BYTES + size, _OK)
         except Abort as abort:
             self.fail(abort)
 
     def _initial(self) -> bytes:
-        name = header_value(self.request_id or self._server.new_id())
+        name = header_value(self.request_id or self.server.new_id())
         block = b"".join((_HEAD_WITH_ID, hpack.length(len(name)), name))
         if self.head.packing is not None:
             block += hpack.field(b"grpc-encoding", self.head.packing.encoding.encode())

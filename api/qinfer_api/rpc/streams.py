@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
 from qinfer_api.rpc import frames
@@ -27,28 +29,25 @@ class Trailers(bytes):
     """The header block that ends a stream's queue."""
 
 
-class GrpcStream:
+class GrpcStream(msgspec.Struct, eq=False, kw_only=True):
     """One request and its reply; subclasses interpret the bytes.
 
     `is_ended`: the client has sent everything. `is_closed`: the reply is complete or reset. The windows count DATA
     bytes that the peer may still send. `landing` has the message that is received, if its method gave memory for it.
-    `moved_s` is 0 after bytes came.
+    `moved_s` is 0 after bytes came. `body_bytes` is the size of a body that is to come whole, 0 before its first frame,
+    and -1 of a body that is read frame by frame.
     """
 
-    __slots__ = (
-        "connection", "is_closed", "is_ended", "landing", "moved_s", "number", "queue", "receive_window", "send_window"
-    )  # fmt: skip
-
-    def __init__(self, connection: "Http2Connection", number: int, *, is_ended: bool) -> None:
-        self.connection = connection
-        self.number = number
-        self.is_ended = is_ended
-        self.is_closed = False
-        self.send_window = connection.output.initial_window
-        self.receive_window = connection.service.limits.window_bytes
-        self.queue: deque[Bytes] = deque()
-        self.landing: Landing | None = None
-        self.moved_s = 0.0
+    connection: "Http2Connection"
+    number: int
+    is_ended: bool
+    send_window: int
+    receive_window: int
+    body_bytes: int = 0
+    is_closed: bool = False
+    queue: deque[Bytes] = msgspec.field(default_factory=deque)
+    landing: Landing | None = None
+    moved_s: float = 0.0
 
     # -- called by the connection --------------------------------------------------------------------------------------
 
@@ -57,6 +56,13 @@ class GrpcStream:
 
     def data_received(self, data: Bytes) -> None:
         """Handles a body's bytes, which may be overwritten later; `is_ended` is set before the last."""
+
+    def expects(self, begin: Bytes) -> int:
+        """Returns the bytes of a body by those of its first frame, or -1: it is read frame by frame."""
+        return -1
+
+    def body_received(self, parts: Sequence[Bytes]) -> None:
+        """Handles a whole body, as `expects` had it; its parts may be overwritten later."""
 
     def withdraw(self) -> None:
         """Gives up waits on a lost connection."""
@@ -158,27 +164,23 @@ class FrameWriter:
         self.window -= size
         number, most, pack = stream.number, self.max_frame, frames.HEAD.pack
         self.progress += size // most
-        self._write_pieces(
-            (
-                pack(len(head) << 8 | frames.HEADERS, frames.END_HEADERS, number),
-                head,
-                *((pack(size << 8, 0, number), *parts) if size <= most else frames.data_frames(number, parts, most)),
-                pack(len(trailers) << 8 | frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number),
-                trailers,
-            ),
-            size,
+        pieces = (
+            pack(len(head) << 8 | frames.HEADERS, frames.END_HEADERS, number),
+            head,
+            *((pack(size << 8, 0, number), *parts) if size <= most else frames.data_frames(number, parts, most)),
+            pack(len(trailers) << 8 | frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number),
+            trailers,
         )
-        return True
-
-    def _write_pieces(self, pieces: Sequence[Bytes], size: int) -> None:
         if size > _COPIED_BYTES:
             self.transport.writelines(pieces)
         else:
             self.transport.write(b"".join(pieces))
+        return True
 
     def write_window(self, number: int, size: int) -> None:
         """Grants the client `size` bytes, of one stream, or of all streams (0)."""
-        self.write(frames.WINDOW_UPDATE, 0, number, frames.WORD.pack(size))
+        if not self.is_closed:
+            self.transport.write(frames.WINDOW.pack(frames.WORD.size << 8 | frames.WINDOW_UPDATE, 0, number, size))
 
     def resize(self, streams: Iterable[GrpcStream], size: int) -> None:
         """Applies the client's SETTINGS_INITIAL_WINDOW_SIZE; `pump_all` follows."""
@@ -230,7 +232,11 @@ class FrameWriter:
         self.window -= size
         if size >= _LARGE_PIECE_BYTES or len(parts) > is_cut:
             self.progress += -(-size // self.max_frame)
-        self._write_pieces(frames.data_frames(stream.number, parts, self.max_frame), size)
+        pieces = frames.data_frames(stream.number, parts, self.max_frame)
+        if size > _COPIED_BYTES:
+            self.transport.writelines(pieces)
+        else:
+            self.transport.write(b"".join(pieces))
 
     def pump_all(self) -> None:
         """Continues the streams that waited for the connection."""

@@ -333,7 +333,7 @@ async def test_a_timeout_does_not_count_once_the_sequence_has_a_slot() -> None:
         await sums.scene.started()
         waiting = asyncio.create_task(sums.post(3, timeout=1))
         await sums.submitted(2)
-        pending = list(sums.gateway.dispatcher.submission.pending._pending.values())[1]
+        pending = list(sums.gateway.dispatcher.submission.pending.by_id.values())[1]
         await eventually(lambda: pending.late is not None, description="the end of the timeout")
         sums.scene.go()
 

@@ -251,10 +251,9 @@ async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> Non
     connection = _Connection()
     head = read_head(URL, [LENGTH])
     assert head is not None
-    call = FastCall(cast(QinferHttpProtocol, connection), head)
-    call.parts = [b'{"shared_memory_region": "BYTES"}']
+    call = FastCall(cast(QinferHttpProtocol, connection), codec, head, [b'{"shared_memory_region": "BYTES"}'])
 
-    call.start(cast(Dispatcher, dispatcher), codec)
+    call.start(cast(Dispatcher, dispatcher))
     if leaves:
         call.cancel(cast(Dispatcher, dispatcher))
     else:

@@ -143,6 +143,23 @@ async def test_changes_of_many_windows_are_charged_by_the_streams() -> None:
     assert wire.is_closed
 
 
+CALLS, EACH = 40, 3
+
+
+@pytest.mark.parametrize(("beyond", "is_open"), [(0, True), (51, False)])
+async def test_what_answers_earn_at_once_is_kept_for_the_frames_about_them(beyond: int, *, is_open: bool) -> None:
+    """A client may send several frames for each of many answers that came together, and no flood."""
+    wire = Wire(LIMITS._replace(streams=CALLS)).greet()
+    wire.send(b"".join(wire.call(number, b"") for number in range(1, 2 * CALLS, 2)))
+
+    wire.send(window(0, 1) * (CALLS * EACH))
+    was_open = not wire.is_closed
+    wire.send(window(0, 1) * (CALLS + beyond))
+
+    assert was_open
+    assert wire.is_closed is not is_open
+
+
 @pytest.mark.parametrize("is_malformed", [True, False])
 async def test_large_heads_that_open_nothing_are_charged_by_their_size(*, is_malformed: bool) -> None:
     wire = Wire(LIMITS._replace(header_bytes=20_000 if is_malformed else 2000)).greet()
