@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 
+import msgspec
+
 from qinfer.errors import Overloaded
 
 SMALL_BYTES = 64 * 1024
@@ -58,20 +60,18 @@ READ_BYTES = 256 * 1024
 """The bytes that connections read at once, into one buffer of all."""
 
 
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """Memory of a body or answer; `granted` is called in its turn."""
 
-    __slots__ = ("_arrived", "_budget", "_late", "_seconds", "granted", "is_answer", "is_granted", "owner", "size")
-
-    def __init__(self, budget: "ReceivingBudget", owner: Hashable, size: int, granted: Callable[[], None]) -> None:
-        self._budget = budget
-        self._arrived: Callable[[], int] | None = None
-        self._late: Callable[[], None] | None = None
-        self._seconds = 0
-        self.owner = owner
-        self.size = size
-        self.granted = granted
-        self.is_granted = self.is_answer = False
+    _budget: "ReceivingBudget"
+    owner: Hashable
+    size: int
+    granted: Callable[[], None]
+    is_granted: bool = False
+    is_answer: bool = False
+    _arrived: Callable[[], int] | None = None
+    _late: Callable[[], None] | None = None
+    _seconds: int = 0
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
         """Calls `late` if a body or an answer's reader is too slow."""

@@ -323,7 +323,7 @@ class RedisConnection(asyncio.Protocol):
             self.abort()
 
 
-def _refuse(_: bytes, __: Reply) -> None:
+def _refuse_command(_: bytes, __: Reply) -> None:
     """Sends nothing without a connection."""
     raise BrokerUnavailable(DOWN)
 
@@ -348,7 +348,7 @@ class Link:
         on_trouble: Callable[[], None] | None = None,
     ) -> None:
         self.client_id = 0
-        self.send: Callable[[bytes, Reply], None] = _refuse
+        self.send: Callable[[bytes, Reply], None] = _refuse_command
         """Sends a command as `RedisConnection.send` does."""
         self.resolve = resolve
         self._settings = settings
@@ -445,7 +445,7 @@ class Link:
         self._up.set()
 
     def _drop(self) -> None:
-        self._connection, self.send = None, _refuse
+        self._connection, self.send = None, _refuse_command
         self._up.clear()
 
     async def _wait_up(self) -> RedisConnection:

@@ -35,7 +35,7 @@ LEAST_BYTES = 1024
 
 HEAD = struct.Struct(">IBI")
 
-HEAD_BYTES = 9
+HEAD_BYTES, KIND_AT = 9, 3
 SETTING = struct.Struct(">HI")
 WORD = struct.Struct(">I")
 TWO_WORDS = struct.Struct(">II")

@@ -236,7 +236,7 @@ class Http2Connection(SwitchingConnection):
         self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
     def _read_frames(self, data: Bytes, position: int, last: int) -> int:
-        end, most = len(data), self.service.limits.frame_bytes
+        end, most, self._is_partial = len(data), self.service.limits.frame_bytes, False
         while position <= last and self._has_preface:
             size, flags, number = frames.HEAD.unpack_from(data, position)
             kind, size, number = size & 0xFF, size >> 8, number & frames.LAST_STREAM
@@ -257,7 +257,8 @@ class Http2Connection(SwitchingConnection):
                     break
             elif kind == frames.HEADERS:
                 self._read_headers(flags, number, data, begin, stop)
-                last = max(last, min(stop, end - frames.HEAD_BYTES))  # a call's body goes with its head
+                has_body = stop <= end - frames.HEAD_BYTES and data[stop + frames.KIND_AT] == frames.DATA
+                last = max(last, stop) if has_body else last  # its first frame goes with the head
             else:
                 self._read_other(kind, flags, number, bytes(data[begin:stop]))
             if self.output.is_closed:

@@ -27,7 +27,7 @@ from qinfer_api.http.infer import (
     header_value,
     room_of,
 )
-from qinfer_api.receiving import AGAIN_S, SPENT, TOO_SLOW, Reservation
+from qinfer_api.receiving import AGAIN_S, SMALL_BYTES, SPENT, TOO_SLOW, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
     HEAD,
@@ -135,7 +135,7 @@ class GrpcCall(GrpcStream, eq=False, kw_only=True):
         method, size = self.head.method, int.from_bytes(begin[1:_PREFIX_BYTES])
         if method is None or method.takes_stream or len(begin) < _PREFIX_BYTES or begin[0]:
             return -1
-        if size > method.max_message_bytes:
+        if size > min(method.max_message_bytes, SMALL_BYTES):
             return -1
         if size + _PREFIX_BYTES > len(begin) and not self.server.receiving.has_room(self._owner, size):
             return -1

@@ -1,7 +1,10 @@
 """Messages that are received into memory, and replies that are written from where they are."""
 
+import asyncio
 import struct
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from qinfer.segments.memory import OwnMemory
 from qinfer.submission.memory import Landing
 from qinfer.tensors import Bytes
-from qinfer_api.receiving import ReceivingBudget
+from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionLimits
 from qinfer_api.rpc.headers import Method
@@ -48,15 +51,33 @@ class Scene:
         self.calls: list[GrpcCall] = []
         self.reply = reply
         self.wire = Wire(limits)
-        methods = {
+        self.methods = {
             PATH: Method(lambda *_: None, self.take, False, MAX_MESSAGE_BYTES, land=self.land),
             LARGE: Method(lambda *_: None, self.answer, False, MAX_MESSAGE_BYTES),
+            "/t.T/Hang": Method(lambda *_: None, lambda *_: None, False, MAX_MESSAGE_BYTES),
+            "/t.T/Echo": Method(
+                lambda *_: None, lambda call, message: call.finish((message,)), False, MAX_MESSAGE_BYTES
+            ),
         }
-        server = self.wire.server = Server(methods, limits, ReceivingBudget(10**9))
-        self.wire.connection.service = server
-        server.turns = Unhurried()
+        self.limits = limits
+        self.serve()
         self.wire.greet((frames.INITIAL_WINDOW_SIZE, 2**30), (frames.MAX_FRAME_SIZE, frame_bytes))
         self.wire.send(window(0, 2**30))
+
+    def serve(self) -> None:
+        """Begins to serve the methods."""
+        server = self.wire.server = Server(self.methods, self.limits, ReceivingBudget(10**9))
+        self.wire.connection.service = server
+        server.turns = Unhurried()
+        server.new_id = lambda: "the-id"
+
+    def echoed(self) -> list[bytes]:
+        """Returns the messages that were answered since the last time."""
+        bodies: dict[int, bytes] = {}
+        for frame in self.wire.read():
+            if frame.kind == DATA:
+                bodies[frame.number] = bodies.get(frame.number, b"") + frame.payload
+        return list(bodies.values())
 
     def land(self, call: GrpcCall, size: int) -> Landing | None:
         self.calls.append(call)
@@ -100,6 +121,106 @@ async def test_a_message_is_received_into_memory(frame_bytes: int, read_bytes: i
     assert scene.received == [MESSAGE] * 3
     assert data_of(scene.wire.read()) == [prefixed(b"!")] * 3
     assert (scene.memory.held_bytes, scene.wire.server.receiving.held_bytes) == (0, 0)
+
+
+SMALL = bytes(range(251)) * 66  # 16 KB
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that were reserved for each message."""
+    sizes, reserve = list[int](), ReceivingBudget.reserve
+
+    def noted(budget: ReceivingBudget, owner: object, size: int, granted: Callable[[], None]) -> Reservation | None:
+        sizes.append(size)
+        return reserve(budget, owner, size, granted)
+
+    monkeypatch.setattr(ReceivingBudget, "reserve", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("read_bytes", [9, 5000, 16_400, 10**6])
+async def test_a_small_message_of_large_frames_waits_for_its_end_as_a_frame_does(
+    reserved: list[int], read_bytes: int
+) -> None:
+    scene = Scene()
+    sent = b"".join([scene.ask(number, "/t.T/Echo", 12_000, SMALL) for number in (1, 3, 5)])
+
+    for at in range(0, len(sent), read_bytes):
+        scene.wire.send(sent[at : at + read_bytes])
+
+    assert scene.echoed() == [prefixed(SMALL)] * 3
+    assert reserved == []
+
+
+@pytest.mark.parametrize("between", [frames.frame(frames.PING, 0, 0, bytes(8)), window(0, 1)])
+async def test_a_message_with_frames_between_its_own_is_read_frame_by_frame(
+    reserved: list[int], between: bytes
+) -> None:
+    scene = Scene()
+    sent = scene.ask(1, "/t.T/Echo", 12_000, SMALL)
+    last = frames.HEAD_BYTES + len(prefixed(SMALL)) - 12_000
+
+    scene.wire.send(sent[:-last] + between + sent[-last:])
+
+    assert scene.echoed() == [prefixed(SMALL)]
+    assert reserved == [len(SMALL)]
+
+
+@pytest.mark.parametrize("read_bytes", [5000, 10**6])
+async def test_a_small_message_for_which_there_is_no_memory_is_refused(read_bytes: int) -> None:
+    """However it comes; in one frame it needs none."""
+    scene = Scene()
+    scene.wire.server.receiving = ReceivingBudget(20_000)
+    block = scene.wire.block("/t.T/Hang")
+    held = scene.wire.headers(1, block) + frames.frame(DATA, 0, 1, prefixed(bytes(10_000))[:2000])
+    scene.wire.send(held + frames.frame(DATA, 0, 1, b"x") + scene.ask(3, "/t.T/Echo", len(SMALL) + 5, SMALL))
+    in_one_frame = scene.echoed()
+    sent = scene.ask(5, "/t.T/Echo", 12_000, SMALL)
+
+    for at in range(0, len(sent), read_bytes):
+        scene.wire.send(sent[at : at + read_bytes])
+
+    assert in_one_frame == [prefixed(SMALL)]
+    assert status_of(scene.wire, scene.wire.read()) == "8"
+
+
+async def test_a_task_keeps_the_memory_of_its_message_until_it_has_decoded_it() -> None:
+    scene, goes_on = Scene(), asyncio.Event()
+
+    async def work(call: GrpcCall) -> None:
+        await goes_on.wait()
+        call.finish((b"!",))
+
+    scene.methods["/t.T/Echo"] = Method(lambda *_: None, lambda call, _: call.run(work(call)), False, MAX_MESSAGE_BYTES)
+    scene.serve()
+    scene.wire.send(scene.ask(1, "/t.T/Echo", 12_000, SMALL))
+    held = scene.wire.server.receiving.held_bytes
+
+    goes_on.set()
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+    assert held == len(SMALL)
+    assert scene.echoed() == [prefixed(b"!")]
+    assert scene.wire.server.receiving.held_bytes == 0
+
+
+async def test_a_small_call_takes_few_calls_of_functions() -> None:
+    """The cost of a small request in a gateway is that of Python's calls."""
+    scene, called = Scene(), list[str]()
+    first, second, sent = [scene.ask(number, "/t.T/Echo", 16_384, SMALL) for number in (1, 3, 5)]
+    scene.wire.send(first + second)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "qinfer_api" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    scene.wire.send(sent)
+    sys.setprofile(None)
+
+    assert 10 < len(called) <= 27, called
 
 
 @pytest.mark.parametrize(("frame_bytes", "waits"), [(16_384, False), (100, True)])

@@ -9,7 +9,7 @@ import pytest
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.server import RpcServer
 from qinfer_api.turns import Turns
-from tests.support.http2 import DATA, GOAWAY, LIMITS, PING, Short, Wire, prefixed, settings_frame, window
+from tests.support.http2 import DATA, GOAWAY, LIMITS, PING, Short, Wire, data_frame, prefixed, settings_frame, window
 
 PINGS = 1800
 
@@ -44,6 +44,20 @@ async def test_much_is_read_in_several_turns(hurried: Wire) -> None:
     assert 0 < len(first) < PINGS / 4
     assert first + later == list(range(PINGS))
     assert turns > 3
+
+
+@pytest.mark.parametrize("has_body", [False, True])
+async def test_many_calls_of_a_read_begin_in_several_turns(hurried: Wire, *, has_body: bool) -> None:
+    """A body goes with its head, a call with no other."""
+    flags = frames.END_HEADERS | (0 if has_body else frames.END_STREAM)
+    body = [data_frame(number, b"x" * 40) if has_body else b"" for number in range(1, 2001, 2)]
+    calls = [hurried.headers(2 * at + 1, hurried.block(), flags) + body[at] for at in range(len(body))]
+
+    hurried.send(b"".join(calls))
+
+    answered_at_once = len({frame.number for frame in hurried.read() if frame.number})
+    assert hurried.is_reading_paused
+    assert 0 < answered_at_once < len(calls) / 4
 
 
 async def test_others_are_served_between_these_turns(hurried: Wire) -> None:
