@@ -101,6 +101,8 @@ class FastCall(msgspec.Struct, eq=False):
     request_id: str = ""
     client_id: str = ""
 
+    __repr__ = object.__repr__  # no payload is logged
+
     def feed(self, body: bytes) -> None:
         """Adds a piece of the body; those of a large one are joined as they come."""
         if self.head.length <= MAX_FAST_BYTES:

@@ -434,7 +434,7 @@ def parse_version(text: str) -> int:
     return int(text)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def parse_json_length(text: str | None, body_length: int) -> int | None:
     """Parses `Inference-Header-Content-Length`; `None` without the header."""
     if text is None:

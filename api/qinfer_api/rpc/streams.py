@@ -49,6 +49,8 @@ class GrpcStream(msgspec.Struct, eq=False, kw_only=True):
     landing: Landing | None = None
     moved_s: float = 0.0
 
+    __repr__ = object.__repr__  # no payload is logged
+
     # -- called by the connection --------------------------------------------------------------------------------------
 
     def opened(self) -> None:
