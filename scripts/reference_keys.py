@@ -188,6 +188,14 @@ ROWS = (
     ),
     Row(keys.due, "sorted set", "permanent", "asynchronous requests that have not ended, by deadline"),
     Row(
+        keys.ended,
+        "sorted set",
+        "as long as the last record",
+        "asynchronous requests that have ended in this state, by the expiry of their records: about 120 bytes for each. "
+        "One that was replayed stays until then, and counts no longer",
+        ({"state": "<state>"},),
+    ),
+    Row(
         keys.deliveries,
         "stream",
         "a day longer than the longest-kept record of its items; `jobs`: permanent",
@@ -429,6 +437,7 @@ ROWS = (
         "device, models with their state, throughput; the models' own metrics",
         ({"worker_id": "<id>"},),
     ),
+    Row(keys.pauses, "hash", "until resumed", "the paused models and versions: since when, by whom and why"),
     Row(
         keys.pins,
         "hash",

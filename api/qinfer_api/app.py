@@ -66,12 +66,13 @@ from qinfer_api.quotas import Quota
 from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.janitor import Janitor
-from qinfer_api.requests.routes import request_routes
+from qinfer_api.requests.routes import list_routes, request_routes
 from qinfer_api.requests.service import AsyncRequests, Waits
 from qinfer_api.requests.webhooks import Targets, Webhooks, read_secret
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.management import (
     model_routes,
+    pause_routes,
     repository_routes,
     server_routes,
     settings_routes,
@@ -527,8 +528,16 @@ def build_app(
         redoc_url=None,
     )
     inference = guarded(services, "inference")
-    busiest_first = (infer_routes, request_routes, plain_routes)
-    others = (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes)
+    busiest_first = (infer_routes, request_routes, list_routes, plain_routes)
+    others = (
+        statistics_routes,
+        backlog_routes,
+        model_routes,
+        server_routes,
+        repository_routes,
+        pause_routes,
+        settings_routes,
+    )
     routers = [(routes(services), inference) for routes in busiest_first]
     routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]
     routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]

@@ -38,7 +38,7 @@ class Principal(NamedTuple):
 
     def allows(self, scope: Scope) -> bool:
         """Returns whether the key allows a scope."""
-        return scope in self.scopes or Scope.ADMIN in self.scopes
+        return not scope.granted_by.isdisjoint(self.scopes)
 
 
 class CallerContext(msgspec.Struct, frozen=True, gc=False):
@@ -49,6 +49,20 @@ class CallerContext(msgspec.Struct, frozen=True, gc=False):
     key: str = ""
     principal: Principal | None = None
     scope: Scope = Scope.INFER
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the caller sees stored requests of all tenants: an administrator, or anyone where no key is needed."""
+        return not self.tenant if self.principal is None else self.principal.allows(Scope.ADMIN)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the caller sees contents: tensors, messages of errors, addresses of webhooks."""
+        return self.principal is None or self.principal.allows(Scope.INFER)
+
+    def sees(self, tenant: str) -> bool:
+        """Tells whether the caller sees a tenant's stored requests."""
+        return tenant == self.tenant or self.sees_all
 
 
 ANONYMOUS = CallerContext()

@@ -35,7 +35,7 @@ class VersionBacklog(msgspec.Struct, frozen=True):
         rows: Rows of these requests, by the mean so far, plus `bulk_rows`.
         bulk_rows: Remaining rows of open bulk jobs.
         rows_per_s: Speed of one worker; 0 = unknown.
-        work_s: Seconds that one worker would need for `rows`.
+        work_s: Seconds that one worker would need for `rows`; 0 while the version is paused.
         oldest_age_s: Age of the oldest request.
         workers: Live workers that have this version ready.
     """
@@ -69,7 +69,7 @@ class Backlog(msgspec.Struct, frozen=True):
     """The work of a model, over all its versions and lanes.
 
     Attributes:
-        work_s: Seconds that one worker would need for it; 0 only without work.
+        work_s: Seconds that one worker would need for it; 0 only without work, or while the model is paused.
         workers: Live workers that have a version of it ready.
         sequences: The work of sequences; all numbers are 0 for a model without sequences.
     """
@@ -89,7 +89,7 @@ _BACKLOG = operation("", {200: describe_response("The work.", Backlog), **errors
 
 def backlog_routes(services: Services) -> APIRouter:
     """Returns the route for autoscalers."""
-    router = APIRouter(tags=["models"], dependencies=guarded(services, "statistics", Scope.INFER))
+    router = APIRouter(tags=["models"], dependencies=guarded(services, "statistics", Scope.VIEWER))
 
     @router.get("/v1/models/{model}/backlog", **_BACKLOG)
     async def backlog(model: str) -> HttpResponse:

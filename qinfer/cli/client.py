@@ -43,6 +43,19 @@ class GatewayClient(Client):
         """Returns the Prometheus text."""
         return self._run_flow(call(self._policy, Send("GET", "/metrics", {}))).text
 
+    def pauses(self) -> list[dict[str, Any]]:
+        """Returns the paused models and versions."""
+        reply = self._run_flow(call(self._policy, Send("GET", "/v1/pauses", {})))
+        return decode_json(reply.content, list[dict[str, Any]])
+
+    def change_pause(self, model: str, version: int, act: str, reason: str = "") -> list[dict[str, Any]]:
+        """Pauses or resumes a model, version 0 = all versions; returns the model's pauses."""
+        of = f"/versions/{version}" if version else ""
+        path = f"/v1/models/{quote(model, safe='')}{of}/{act}"
+        body = json.dumps({"reason": reason}).encode() if reason else b""
+        reply = self._run_flow(call(self._policy, Send("POST", path, {"content-type": "application/json"}, body)))
+        return decode_json(reply.content, list[dict[str, Any]])
+
     def endpoints(self) -> list[dict[str, Any]]:
         """Returns the endpoints and their states."""
         reply = self._run_flow(call(self._policy, Send("GET", _ENDPOINTS, {})))

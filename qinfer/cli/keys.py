@@ -30,6 +30,7 @@ FileOption = Annotated[
 class ScopeName(StrEnum):
     """The scopes of a key."""
 
+    viewer = "viewer"
     infer = "infer"
     admin = "admin"
 
@@ -50,7 +51,8 @@ def new_key(
         typer.Option(
             "--scope",
             "-s",
-            help="Scope of the key, repeatable: infer (the default), or admin, which allows everything.",
+            help="Scope of the key, repeatable: viewer, which sees states and figures; infer, the default, which also "
+            "uses models; admin, which allows everything.",
         ),
     ] = None,
     file: FileOption = Path("keys.json"),

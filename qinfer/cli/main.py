@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import apps, backends, bridge, dlq, endpoints, example, infer, keys, models, status
+from qinfer.cli import apps, backends, bridge, dlq, endpoints, example, infer, keys, models, requests, status
 from qinfer.cli.analyze import command as analyze
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
@@ -50,6 +50,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (backends.app, "backends", None),
     (endpoints.app, "endpoints", None),
     (keys.app, "keys", "Manage API keys: new, list, rotate, revoke."),
+    (requests.app, "requests", "Stored requests: list, show."),
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
     (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),

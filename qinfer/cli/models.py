@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,10 +28,12 @@ from qinfer.errors import ControlDisabled
 from qinfer.wire.bodies import index_body
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from qinfer.core.settings import RedisSettings
     from qinfer.models.sync import SyncedModel
 
-app = Commands(help="Manage models: check, sync with a repository, list, load, unload.", no_args_is_help=True)
+app = Commands(help="Manage models: check, sync with a repository, list, load, unload, pause, resume.", no_args_is_help=True)
 
 CHECK_EXAMPLE = "Example: qinfer models check ./models   or   qinfer models check app.py"
 
@@ -43,6 +45,13 @@ LOAD_EXAMPLE = (
     "qinfer models load digits --config config.json --file 1/model.onnx=new.onnx"
 )
 UNLOAD_EXAMPLE = "Example: qinfer models unload digits"
+PAUSE_EXAMPLE = "Example: qinfer models pause digits --reason 'the feature store is down'"
+RESUME_EXAMPLE = "Example: qinfer models resume digits"
+PAUSES_EXAMPLE = "Example: qinfer models pauses"
+
+VersionOption = Annotated[
+    int, typer.Option("--version", min=0, show_default=False, help="Only this version; default: all versions.")
+]
 
 RepositoryOption = Annotated[
     list[str] | None,
@@ -208,6 +217,48 @@ def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json:
     with gateway_client(url) as client, _with_remedy():
         client.unload(model)
     show({"unloaded": model}, f"{model} is unloaded", as_json=as_json)
+
+
+@app.command("pause", epilog=PAUSE_EXAMPLE, short_help="Pause a model: its requests wait.")
+def pause_model(
+    model: ModelArgument,
+    *,
+    version: VersionOption = 0,
+    reason: Annotated[str, typer.Option("--reason", help="Why; callers of the model see it.")] = "",
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Pause a model until it is resumed: workers take none of its requests and shards, also after restarts.
+
+    Synchronous requests are refused with 503. Stored requests are accepted and wait; their deadlines go on. Work that
+    has begun is finished. Requires the scope admin.
+    """
+    with gateway_client(url) as client:
+        found = client.change_pause(model, version, "pause", reason)
+    show(found, lambda: _pauses(found), as_json=as_json)
+
+
+@app.command("resume", epilog=RESUME_EXAMPLE, short_help="Resume a paused model.")
+def resume_model(
+    model: ModelArgument, *, version: VersionOption = 0, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False
+) -> None:
+    """Resume a paused model; a pause of one version is resumed with its --version. Requires the scope admin."""
+    with gateway_client(url) as client:
+        found = client.change_pause(model, version, "resume")
+    show(found, lambda: _pauses(found), as_json=as_json)
+
+
+@app.command("pauses", epilog=PAUSES_EXAMPLE)
+def list_pauses(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """List the paused models: since when, by whom and why."""
+    with gateway_client(url) as client:
+        found = client.pauses()
+    show(found, lambda: _pauses(found), as_json=as_json)
+
+
+def _pauses(found: "list[dict[str, Any]]") -> "RenderableType":
+    rows = [(one["model"], one["version"] or "all", one["since"], one["by"] or "-", one["reason"]) for one in found]
+    return table("Paused", "model, version>, since, by, reason", rows)
 
 
 @contextlib.contextmanager

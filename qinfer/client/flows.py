@@ -246,10 +246,14 @@ def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResu
 def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
     """Returns the state of a request."""
     reply = yield from call(policy, Send("GET", handle.url, {}, hedges=True), not_found=RequestNotFound)
-    fields = json_object(policy, reply)
+    return status_of(json_object(policy, reply), handle.id)
+
+
+def status_of(fields: Mapping[str, Any], request_id: str) -> RequestStatus:
+    """Returns the state that a gateway's answer tells, about `request_id` if it names none."""
     version = str(fields.get("version", ""))
     return RequestStatus(
-        id=str(fields.get("id", handle.id)),
+        id=str(fields.get("id", request_id)),
         model=str(fields.get("model", "")),
         version=int(version) if version.isdecimal() else 0,
         state=str(fields.get("state", "")),

@@ -33,10 +33,17 @@ Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 
 
 class Scope(StrEnum):
-    """`infer` = use and inspect models, `admin` = everything."""
+    """`viewer` = states and figures, `infer` = also use models, and read the tenant's own contents, `admin` = all."""
 
+    VIEWER = "viewer"
     INFER = "infer"
     ADMIN = "admin"
+
+    @property
+    def granted_by(self) -> "frozenset[Scope]":
+        """The scopes that allow what this one allows."""
+        order = list(Scope)
+        return frozenset(order[order.index(self) :])
 
 
 Instant = Annotated[datetime, msgspec.Meta(tz=True)]

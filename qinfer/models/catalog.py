@@ -26,7 +26,7 @@ from qinfer.models.readiness import (
     is_placed,
 )
 from qinfer.models.spec import ModelSpec, Routes, lanes_of
-from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import Pauses, State, StoredModel, VersionState, WorkerRecord, pause_of
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import Objective
 from qinfer.queue.entries import Lane
@@ -72,6 +72,7 @@ class _CatalogView:
     statuses: Mapping[str, ModelStatus] = field(default_factory=dict)
     stored: Mapping[str, StoredModel] = field(default_factory=dict)
     workers: tuple[WorkerRecord, ...] = ()
+    pauses: Pauses = field(default_factory=dict)
 
 
 class Catalog:
@@ -116,7 +117,12 @@ class Catalog:
                 name: self._seen_versions.get(name, set()).union(statuses[name].versions if name in statuses else ())
                 for name in (*stored, *statuses)
             }
-            asked = {key: each for key, each in accepting.items() if each.wait_s} | served
+            pauses = await self._store.pauses()
+            asked = {
+                key: each
+                for key, each in ({key: each for key, each in accepting.items() if each.wait_s} | served).items()
+                if pause_of(pauses, each.spec.name, each.version) is None
+            }
             self._view = _CatalogView(
                 served=served,
                 asked=asked,
@@ -126,6 +132,7 @@ class Catalog:
                 statuses=statuses,
                 stored=stored,
                 workers=workers,
+                pauses=pauses,
             )
             self.shown(asked)
             self._refreshed = True
@@ -173,11 +180,22 @@ class Catalog:
         return self._view.served.get((model, version))
 
     def asked(self, model: str, version: int) -> ServedVersion:
-        """Returns a version as `resolve`, or one that loads within `ServedVersion.wait_s`."""
+        """Returns a version as `resolve`, or one that loads within `ServedVersion.wait_s`; not a paused one."""
         served = self._view.asked.get((model, version))
         if served is None:
-            raise self._reason(model, version)
+            raise self._paused(model, version) or self._reason(model, version)
         return served
+
+    def unpaused(self, model: str, version: int) -> ServedVersion:
+        """Returns a version as `resolve`; raises `ModelNotReady` if it is paused."""
+        served = self.resolve(model, version)
+        if (refusal := self._paused(model, version)) is not None:
+            raise refusal
+        return served
+
+    def pauses(self) -> Pauses:
+        """Returns the pauses by model and version."""
+        return self._view.pauses
 
     def accepting(self, model: str, version: int) -> ServedVersion:
         """Returns the version for an asynchronous request; 0 = the highest READY one, else the highest loadable one."""
@@ -378,6 +396,17 @@ class Catalog:
                 self._unusable[stored.model] = stored
                 logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
             return None
+
+    def _paused(self, model: str, version: int) -> ModelNotReady | None:
+        served = self._view.served.get((model, version)) or self._view.accepting.get((model, version))
+        pause = None if served is None else pause_of(self._view.pauses, model, served.version)
+        if served is None or pause is None:
+            return None
+        why = f": {pause.reason}" if pause.reason else ""
+        return ModelNotReady(
+            f"model '{model}' version {served.version} is paused{why}; try again when it is resumed, or store the "
+            "request, which waits: POST /v1/models/<model>/requests"
+        )
 
     def _reason(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
         refusal, status = self._refusal(model, version), self._view.statuses.get(model)

@@ -1,5 +1,6 @@
 """Records of model control: desired state, configurations, heartbeats and autoscalers."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -23,6 +24,29 @@ class DesiredState(msgspec.Struct, frozen=True):
     generation: int
     load: bool = True
     dependent: bool = False
+
+
+class Pause(msgspec.Struct, frozen=True, kw_only=True):
+    """A model whose lanes are not read, and whose synchronous requests are refused; version 0 = all versions.
+
+    Attributes:
+        since: Seconds since the epoch, on Redis' clock.
+        by: The id of the API key that paused it; empty without keys.
+    """
+
+    model: str
+    version: int = 0
+    since: float = 0.0
+    by: str = ""
+    reason: str = ""
+
+
+Pauses = Mapping[tuple[str, int], Pause]
+
+
+def pause_of(pauses: Pauses, model: str, version: int) -> Pause | None:
+    """Returns the pause that holds for a version, if any."""
+    return pauses.get((model, version)) or pauses.get((model, 0))
 
 
 class ModelUse(msgspec.Struct, frozen=True, array_like=True):

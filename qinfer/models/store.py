@@ -23,7 +23,7 @@ from redis.exceptions import ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.readiness import Pin
-from qinfer.models.state import DesiredState, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, Pause, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 from qinfer.observe.stats import LATEST
@@ -196,6 +196,23 @@ class ControlStore:
         values = await _reply(self.client.hgetall(keys.scaler_counts()))
         return self._records.counts(values, "autoscalers")
 
+    async def pauses(self) -> dict[tuple[str, int], Pause]:
+        """Returns the pauses by model and version."""
+        values = await _reply(self.client.hgetall(keys.pauses()))
+        found = self._records.all({decode_text(name): value for name, value in values.items()}, Pause)
+        return {(pause.model, pause.version): pause for pause in found.values()}
+
+    async def put_pause(self, pause: Pause) -> None:
+        """Pauses a model or version; a repetition changes its reason."""
+        await _reply(self.client.hset(keys.pauses(), _pause_field(pause.model, pause.version), encode_document(pause)))
+        await self.wake()
+
+    async def remove_pause(self, model: str, version: int) -> bool:
+        """Ends a pause; returns whether there was one."""
+        is_removed = bool(await _reply(self.client.hdel(keys.pauses(), _pause_field(model, version))))
+        await self.wake()
+        return is_removed
+
     async def put_pin(self, pin: Pin, ttl_s: float) -> None:
         """Writes a pin; a `ttl_s` of 0 removes it."""
         words = (pin.id, int(ttl_s * 1000), encode_document(pin))
@@ -340,6 +357,10 @@ def _is_wrong_type(error: Exception) -> bool:
 
 def _format_version(version: tuple[str, int]) -> str:
     return f"version {version[1]} of {version[0]}"
+
+
+def _pause_field(model: str, version: int) -> str:
+    return f"{version}:{model}"
 
 
 def _speed_field(version: int) -> str:

@@ -253,6 +253,23 @@ class AcceptOutcome(msgspec.Struct, frozen=True):
     body_hash: str = ""
 
 
+class RequestExecution(msgspec.Struct, frozen=True, array_like=True):
+    """The last execution of a request; instants are seconds in Redis' time.
+
+    Attributes:
+        fetched_at: The time at which the worker took it.
+        began_at: The time at which its batch was begun; 0 = it was not executed.
+        rows: Its rows, of the `batch_rows` of its batch.
+    """
+
+    worker: str
+    fetched_at: float = 0.0
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    rows: int = 0
+    batch_rows: int = 0
+
+
 class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a request.
 
@@ -264,6 +281,7 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     message: str = ""
     attempt: int = 0
+    execution: RequestExecution | None = None
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,7 +294,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a request, `RUNNING` while a worker holds it; instants are seconds in Redis' time, 0 = not yet.
+    """The record of a request, `RUNNING` while the `worker` holds it; instants are seconds in Redis' time, 0 = not yet.
 
     `expires_at` is the end of the result; `responses` and `stored_bytes` count those before the final one.
     """
@@ -300,6 +318,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     has_result: bool = False
     webhook: str = ""
     webhook_state: str = ""
+    worker: str = ""
+    execution: RequestExecution | None = None
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):

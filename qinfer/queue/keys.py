@@ -116,6 +116,11 @@ def due(model: str, partition: int = 0) -> str:
     return f"{prefix(model, partition)}due"
 
 
+def ended(model: str, partition: int, state: str) -> str:
+    """Sorted set of ended requests, by the expiry of their records."""
+    return f"{prefix(model, partition)}ended:{state}"
+
+
 def deliveries(model: str, partition: int, kind: str) -> str:
     """Stream of deliveries; `|later` is the sorted set of deliveries that were taken."""
     return f"{prefix(model, partition)}deliveries:{kind}"
@@ -254,6 +259,11 @@ def worker(worker_id: str) -> str:
 def workers() -> str:
     """Sorted set of workers, by heartbeat."""
     return "qinfer:workers"
+
+
+def pauses() -> str:
+    """Hash of paused models and versions."""
+    return "qinfer:pauses"
 
 
 def pins() -> str:

@@ -11,6 +11,8 @@ The guarantees, each with a test in `tests/contract/`:
 5. `due` finds every request whose deadline passed, even without workers.
 6. A tenant whose results take all the free memory or disk has new requests refused, and executing ones end as failures.
 7. An end for a webhook or a named outbox is a delivery: see `deliveries`.
+8. `list_requests` finds each request while its record lasts: unfinished ones by `due`, ended ones by an index that
+   `settle` writes, of about 120 bytes for each.
 
 A large payload or result is *staged* first: stored over a connection of its own, or in the object store, under a random
 name. The script then renames or removes it; without the script it expires.
@@ -20,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,6 +41,7 @@ from qinfer.queue.entries import (
     Ending,
     EntryAddress,
     Lane,
+    RequestExecution,
     RequestRecord,
     RequestState,
     Settlement,
@@ -69,14 +72,15 @@ AT_ONCE_BYTES = 2**20
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
-    *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
+    *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes", b"execution"),
 )
 
 _ACCEPT = load_script("each", *PLACING, "drop", "deliveries", "requests/stored", "requests/known", "requests/accept")
 _SETTLE = load_script("each", "now_ms", "drop", "holder", "deliveries", "notes", "requests/stored", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
 _FORGET = load_script("requests/forget", "now_ms", "drop", "requests/stored")
-_RECORD = load_script("requests/record")
+_RECORD = load_script("requests/record", "holder", "requests/read")
+_LIST = load_script("requests/list", "holder", "requests/read")
 _DUE = load_script("requests/due", "now_ms")
 _ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
 
@@ -99,7 +103,32 @@ _LAST_MS = 253402300799999
 """The end of the year 9999."""
 _ACCEPTED = Record(_AcceptedFields, "the record of a request")
 _FAILURE = Record(_Failure, "the failure of a request")
+_EXECUTION = Record(RequestExecution, "the execution of a request")
 _NO_FAILURE = _Failure("", "")
+
+UNFINISHED = "unfinished"
+"""Stands for queued and running requests in `LISTED`."""
+
+LISTED = (UNFINISHED, RequestState.FAILED, RequestState.EXPIRED, RequestState.CANCELLED, RequestState.SUCCEEDED)
+"""The indexes of requests, in the order of lists."""
+
+
+class ListPlace(NamedTuple):
+    """A place in a model's list: an index of `LISTED`, and there a score and an id, behind which the list continues.
+
+    Without a score it is the start of the index, without an id that of the score.
+    """
+
+    index: str = UNFINISHED
+    score: str = ""
+    id: str = ""
+
+
+class ListedRequest(NamedTuple):
+    """A place in a list with its request, `None` if that has expired or is in another state."""
+
+    place: ListPlace
+    record: RequestRecord | None
 
 
 class Requests:
@@ -235,16 +264,39 @@ class Requests:
 
     async def record(self, address: EntryAddress, watcher: str = "") -> RequestRecord | None:
         """Returns a request's record, unless it expired; a `watcher` gets a hint at the end, which may be lost."""
-        responses = keys.stored_responses(address.model, address.partition, address.id).encode()
-        names = (_record_key(address), _result_name(address).encode(), responses)
-        prefix = keys.prefix(address.model, address.partition)
-        arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
-        found = await self._router.run(keys.slot(names[0]), _RECORD, names, *arguments, *_RECORD_FIELDS)
-        if found is None:
-            return None
-        values, has_result, is_held, deliveries, stored = found
-        record = _record_of(address, values, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
-        return msgspec.structs.replace(record, responses=stored) if stored else record
+        key, prefix = _record_key(address), keys.prefix(address.model, address.partition)
+        arguments = (prefix, keys.GROUP, address.id, watcher, MAX_WATCHERS, *_RECORD_FIELDS)
+        found = await self._router.run(keys.slot(key), _RECORD, [key], *arguments)
+        return None if found is None else _read_record(address, found)
+
+    async def list_requests(
+        self, model: str, partition: int, after: ListPlace, count: int, indexes: Sequence[str] = LISTED
+    ) -> list[ListedRequest]:
+        """Lists up to `count` places of a model, from `after` on, in those of its `indexes` that are of `LISTED`.
+
+        Unfinished requests come first, the next deadline first; the last end is the first of each state. A request that
+        ends meanwhile may be listed twice, but is not left out.
+        """
+        left = [each for each in LISTED[LISTED.index(after.index) :] if each in indexes]
+        if not left:
+            return []
+        place = after if left[0] == after.index else ListPlace()
+        names = [_index_key(model, partition, each) for each in left]
+        prefix = keys.prefix(model, partition)
+        arguments = (prefix, keys.GROUP, count, place.score, place.id, *_RECORD_FIELDS)
+        found = await self._router.run(keys.slot(names[0]), _LIST, names, *arguments)
+        return [
+            ListedRequest(
+                ListPlace(left[number - 1], score.decode(), request_id.decode()),
+                _listed_record(EntryAddress(model, partition, request_id.decode()), left[number - 1], reply),
+            )
+            for number, score, request_id, reply in found
+        ]
+
+    async def has_any(self, model: str, partition: int) -> bool:
+        """Tells whether a list of a model's requests would have places."""
+        names = [_index_key(model, partition, each) for each in LISTED]
+        return bool(await self._router.call(keys.slot(names[0]), b"EXISTS", *names))
 
     async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[AcceptOutcome | QinferError]:
         first = acceptances[0].address
@@ -400,12 +452,33 @@ def _result_name(address: EntryAddress) -> str:
     return keys.result(address.model, address.partition, address.id)
 
 
+def _index_key(model: str, partition: int, index: str) -> bytes:
+    return (keys.due(model, partition) if index == UNFINISHED else keys.ended(model, partition, index)).encode()
+
+
+def _listed_record(address: EntryAddress, index: str, reply: Sequence[Any]) -> RequestRecord | None:
+    """Indexes keep requests that were replayed, or have expired, for a while."""
+    if reply[0][0] is None:
+        return None
+    try:
+        record = _read_record(address, reply)
+    except CorruptEntry:  # a damaged record must not hide other records
+        return None
+    return record if index == (record.state if record.state.is_terminal else UNFINISHED) else None
+
+
+def _read_record(address: EntryAddress, reply: Sequence[Any]) -> RequestRecord:
+    values, has_result, worker, deliveries, stored = reply
+    record = _record_of(address, values, has_result=bool(has_result), worker=worker.decode(), deliveries=deliveries)
+    return msgspec.structs.replace(record, responses=stored) if stored else record
+
+
 def _record_of(
     address: EntryAddress,
     values: Sequence[bytes | None],
     *,
     has_result: bool,
-    is_held: bool = False,
+    worker: str = "",
     deliveries: int = 0,
 ) -> RequestRecord:
     """Decodes a record; `deliveries` are the attempts of an unfinished request."""
@@ -417,7 +490,7 @@ def _record_of(
         known = RequestState(state.decode())
         return RequestRecord(
             address=address,
-            state=RequestState.RUNNING if is_held else known,
+            state=RequestState.RUNNING if worker else known,
             version=int(version),
             tenant=about.tenant,
             client_id=about.client_id,
@@ -434,6 +507,8 @@ def _record_of(
             has_result=has_result,
             webhook=webhook.decode(),
             webhook_state=webhook_state.decode(),
+            worker=worker,
+            execution=_EXECUTION.decode(values[12]) if values[12] else None,
         )
     except ValueError as error:
         raise CorruptEntry(f"the record of request '{address.id}' is damaged: {error}") from None
@@ -502,7 +577,8 @@ def _settlement(settlement: Settlement, result: StagedValue, free: int | None) -
     where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
     failure = _FAILURE.encode(_Failure(outcome.code, outcome.message)) if outcome.code or outcome.message else b""
     value = (result.place, packable(result.data))
-    ended = (outcome.attempt, outcome.state, failure, _given(free))
+    execution = b"" if outcome.execution is None else _EXECUTION.encode(outcome.execution)
+    ended = (outcome.attempt, outcome.state, failure, _given(free), execution)
     return ScriptArguments(names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, *ended))
 
 

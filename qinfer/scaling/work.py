@@ -19,7 +19,7 @@ from qinfer.errors import QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import assess
 from qinfer.models.spec import LANE_NAMES, lanes_of
-from qinfer.models.state import DesiredState, OpenRows, Speed, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, OpenRows, Speed, StoredModel, WorkerRecord, pause_of
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane, LaneSize, bulk_lanes
@@ -42,7 +42,7 @@ class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a model version.
+    """The work of a model version; `work_s` is 0 while it is paused, because no worker would take it.
 
     Attributes:
         lanes: Online, then bulk lanes. Without a READY worker, the filled lanes of an earlier configuration precede
@@ -76,6 +76,7 @@ class WorkInputs(msgspec.Struct, frozen=True, kw_only=True):
     counts: Mapping[str, int] = msgspec.field(default_factory=dict)
     speed: Speed | None = None
     is_pending: bool = False
+    is_paused: bool = False
 
 
 async def read_work(
@@ -86,7 +87,7 @@ async def read_work(
     model: str = "",
 ) -> tuple[VersionWork, ...]:
     """Reads the work of loaded models, or of one `model`."""
-    workers, desired = await asyncio.gather(store.workers(), store.desired())
+    workers, desired, pauses = await asyncio.gather(store.workers(), store.desired(), store.pauses())
     wanted = {name for name, wish in desired.items() if wish.load}
     if model:
         wish = desired.get(model)
@@ -115,6 +116,7 @@ async def read_work(
                 counts=counts.get(key, {}),
                 speed=speeds.get(key),
                 is_pending=bool(stored[key[0]].pending) and key[0] in wanted,
+                is_paused=pause_of(pauses, *key) is not None,
             ),
             workers,
         )
@@ -141,7 +143,7 @@ def work_of(model: str, version: int, seen: WorkInputs, workers: Iterable[Worker
         rows=rows,
         bulk_rows=bulk_rows,
         rows_per_s=rows_per_s,
-        work_s=rows / rows_per_s if rows_per_s else rows * ASSUMED_ROW_S,
+        work_s=0.0 if seen.is_paused else rows / rows_per_s if rows_per_s else rows * ASSUMED_ROW_S,
         oldest_age_s=max((size.oldest_age_s for size in online), default=0.0),
         workers=tuple(sorted(worker.id for worker in ready)),
     )

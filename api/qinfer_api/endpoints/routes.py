@@ -1,4 +1,4 @@
-"""Endpoints: `/v1/endpoints`, read with the scope `infer` and changed with `admin`.
+"""Endpoints: `/v1/endpoints`, read with the scope `viewer` and changed with `admin`.
 
 Declarations, by the API and by files, and decisions about canaries are written by compare-and-set.
 """
@@ -344,7 +344,7 @@ _ACTIONS = {"promote": Action.PROMOTE, "rollback": Action.ROLL_BACK, "pause": Ac
 def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter:
     """Returns the routes of endpoints."""
     router = APIRouter(tags=["endpoints"])
-    reading: Any = {"dependencies": guarded(services, "model-config", Scope.INFER)}
+    reading: Any = {"dependencies": guarded(services, "model-config", Scope.VIEWER)}
     secret: Any = {"dependencies": guarded(services, "model-config", Scope.ADMIN)}
     changing: Any = {"dependencies": guarded(services, "model-repository", Scope.ADMIN)}
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from qinfer.core.api_keys import Scope
 from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
@@ -100,9 +101,12 @@ _LIST = operation(
     query("metadata", "`NAME=TEXT`: only jobs with that metadata; repeat it to require several.", type="string"),
     query("after", "`next` of the page before.", type="string"),
     query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
+    scope=Scope.VIEWER,
 )
 _SHOW = operation(
-    "Look at a job", {200: describe_response("The job.", records.JobBody), **_refusals(401, 403, 404, 503)}
+    "Look at a job",
+    {200: describe_response("The job.", records.JobBody), **_refusals(401, 403, 404, 503)},
+    scope=Scope.VIEWER,
 )
 _DELETE = operation(
     "Delete a job", {204: describe_response("Deleted; its output stays."), **_refusals(401, 403, 404, 409, 503)}
@@ -178,7 +182,7 @@ class _JobRoutes:
 
     async def list_all(self, request: Request) -> HttpResponse:
         """Lists the jobs, newest first."""
-        context, query = self._context(request), request.query_params
+        context, query = self._context(request, Scope.VIEWER), request.query_params
         state, after = query.get("state", ""), query.get("after", "")
         given = [_pair(text) for text in query.getlist("metadata")]
         wanted = records.JobFilter(query.get("model", ""), query.get("output", ""), frozenset(given))
@@ -191,7 +195,7 @@ class _JobRoutes:
 
     async def show(self, job_id: str, request: Request) -> HttpResponse:
         """Returns a job."""
-        return self._send(await self._jobs.get(self._context(request), job_id))
+        return self._send(await self._jobs.get(self._context(request, Scope.VIEWER), job_id))
 
     async def delete(self, job_id: str, request: Request) -> HttpResponse:
         """Deletes the record of an ended job; its output stays."""
@@ -229,9 +233,9 @@ class _JobRoutes:
         check_depth(text, settings.limits.max_json_depth)
         return text
 
-    def _context(self, request: Request) -> CallerContext:
+    def _context(self, request: Request, scope: Scope = Scope.INFER) -> CallerContext:
         """Refuses at once while the queue is unreachable."""
-        context = authorize(self._services, request)
+        context = authorize(self._services, request, scope)
         self._services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
         return context
 

@@ -22,6 +22,7 @@ from qinfer.errors import (
 from qinfer.models.repository.open import is_model_name
 from qinfer.queue.entries import EntryAddress, RequestOutcome, RequestRecord, RequestState
 from qinfer.wire.frame import encode_responses
+from qinfer_api.auth import CallerContext
 
 _CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # HTTP clients drop the path segments `.` and `..`
 _MAX_ID_CHARACTERS = 512
@@ -67,7 +68,9 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
         expires_at: The time at which the result is removed.
         age_s: Seconds since the request was accepted, up to its end.
         attempts: The number of times that a worker has taken the request.
+        error: Of a key with the scope `viewer` without its message; `webhook` is `null` then.
         responses: Stored responses before the final response; omitted for models with a single response.
+        tenant: The tenant; omitted if it is the caller's own.
 
     Example:
         {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits", "model": "digits", "version": 1, "state": "queued",
@@ -92,6 +95,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     webhook: WebhookBody | None
     links: RequestLinks
     responses: int | UnsetType = UNSET
+    tenant: str | UnsetType = UNSET
 
 
 def chosen_address(model: str, request_id: str, tenant: str) -> EntryAddress:
@@ -130,9 +134,9 @@ def unknown(request_id: str) -> RequestNotFound:
     )
 
 
-def own_record(tenant: str, address: EntryAddress, record: RequestRecord | None) -> RequestRecord:
-    """Returns a tenant's own record, or raises `RequestNotFound`."""
-    if record is None or record.tenant != tenant:
+def own_record(context: CallerContext, address: EntryAddress, record: RequestRecord | None) -> RequestRecord:
+    """Returns a record that the caller may see, or raises `RequestNotFound`."""
+    if record is None or not context.sees(record.tenant):
         raise unknown(shown_id(address))
     return record
 
@@ -176,9 +180,12 @@ def path_of(address: EntryAddress) -> str:
     return f"/v1/models/{quote(address.model, safe='')}/requests/{quote(shown, safe='')}"
 
 
-def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
-    """Returns a record as clients see it."""
-    path = path_of(record.address)
+def shown_record(record: RequestRecord, now_s: float, context: CallerContext | None = None) -> RequestBody:
+    """Returns a record as its tenant, or the caller of a `context`, sees it."""
+    path, query, reads = path_of(record.address), "", context is None or context.reads
+    is_others = context is not None and context.tenant != record.tenant
+    if is_others and shown_id(record.address) != record.address.id:
+        query = f"?tenant={quote(record.tenant, safe='')}"
     ended = record.state.is_terminal
     failed = ended and record.code and record.state is not RequestState.SUCCEEDED
     return RequestBody(
@@ -192,10 +199,11 @@ def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
         expires_at=instant(record.expires_at),
         age_s=round(max((record.finished_at if ended else now_s) - record.created_at, 0.0), 3),
         attempts=record.attempts,
-        error=RequestProblem(record.code, record.message) if failed else None,
-        webhook=shown_webhook(record.webhook, record.webhook_state),
-        links=RequestLinks(path, f"{path}/result", f"{path}/events"),
+        error=RequestProblem(record.code, record.message if reads else "") if failed else None,
+        webhook=shown_webhook(record.webhook if reads else "", record.webhook_state),
+        links=RequestLinks(f"{path}{query}", f"{path}/result{query}", f"{path}/events{query}"),
         responses=record.responses if record.decoupled else UNSET,
+        tenant=record.tenant if is_others else UNSET,
     )
 
 

@@ -20,6 +20,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Response
 from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError, ResultExpired
 from qinfer.queue.entries import EntryAddress, RequestRecord, RequestState
@@ -28,6 +29,15 @@ from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import CallerContext
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, HttpReply, UrlTarget, encode_event, read_seconds, strictly
+from qinfer_api.requests.listing import (
+    LIST_QUERY,
+    RequestsBody,
+    TimelineBody,
+    checked_limit,
+    filter_of,
+    list_page,
+    timeline_of,
+)
 from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
 from qinfer_api.requests.service import RequestTicket, SubmitOptions
 from qinfer_api.rest.openapi import LAST_EVENT, describe_response, errors, followed, header, operation, query
@@ -53,6 +63,7 @@ from qinfer_api.rest.services import (
     recheck,
     room_of_answer,
     send,
+    send_json,
     send_outputs,
     target_of,
     timeout_of,
@@ -70,6 +81,9 @@ PREFER = header(
     examples=["respond-async, wait=5"],
 )
 
+OF_TENANT = query(
+    "tenant", "With the scope `admin`: the tenant whose request has this id of its own choice.", type="string"
+)
 _LIST = 'Of a decoupled model the object is `{"responses": […]}`: a list of such objects.'
 _STATE = {"Qinfer-Request-State": "The state."}
 ACCEPTED = describe_response(
@@ -101,8 +115,23 @@ _SUBMIT = operation(
     PREFER,
     takes=INFER_BODY,
 )
+_LIST_REQUESTS = operation(
+    "List the requests",
+    {200: describe_response("The requests.", RequestsBody), **errors(400, 401, 403, 503)},
+    *LIST_QUERY,
+    scope=Scope.VIEWER,
+)
 _RECORD = operation(
-    "Look at a request", {200: describe_response("The request.", RequestBody), **errors(401, 403, 404, 503)}
+    "Look at a request",
+    {200: describe_response("The request.", RequestBody), **errors(401, 403, 404, 503)},
+    OF_TENANT,
+    scope=Scope.VIEWER,
+)
+_TIMELINE = operation(
+    "Look at the steps of a request",
+    {200: describe_response("The steps.", TimelineBody), **errors(401, 403, 404, 503)},
+    OF_TENANT,
+    scope=Scope.VIEWER,
 )
 _RESULT = operation(
     "Read a result",
@@ -114,10 +143,12 @@ _RESULT = operation(
         **errors(400, 401, 403, 404, 410, 500, 503),
     },
     query("wait", "Seconds to wait for the end.", type="number", minimum=0),
+    OF_TENANT,
 )
 _CANCEL = operation(
     "Cancel a request, or remove its result",
     {200: describe_response("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)},
+    OF_TENANT,
 )
 
 _EVENT = 'event: state\nid: 1-succeeded\ndata: {"id": "…", "state": "succeeded", …}\n\n'
@@ -132,6 +163,7 @@ _EVENTS = operation(
         **errors(401, 403, 404, 503),
     },
     LAST_EVENT,
+    OF_TENANT,
 )
 
 
@@ -153,8 +185,8 @@ def request_routes(services: Services) -> APIRouter:
     @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
     async def record(request: Request) -> HttpResponse:
         """Returns the state of a request; one with a client's id is below its model."""
-        context, address = await _located(services, request)
-        return _send_state(services, await services.requests.record(context, address), 200)
+        context, address = await _located(services, request, Scope.VIEWER)
+        return _send_state(services, await services.requests.record(context, address), 200, context=context)
 
     @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
     @router.get("/v1/requests/{request_id}/result", name="result", **_RESULT)
@@ -184,6 +216,35 @@ def request_routes(services: Services) -> APIRouter:
     return router
 
 
+def list_routes(services: Services) -> APIRouter:
+    """Returns the routes that show states of asynchronous requests without their contents."""
+    router = APIRouter(tags=["asynchronous requests"])
+
+    @router.get("/v1/requests", name="list_requests", **_LIST_REQUESTS)
+    async def list_requests(request: Request) -> HttpResponse:
+        """Lists the stored requests of the caller's tenant, with the scope `admin` those of all, by a filter.
+
+        Synchronous requests, such as those of `/v2/…/infer`, are not stored: metrics count them, and traces show them.
+        """
+        context, params = authorize(services, request, Scope.VIEWER), request.query_params
+        limit = checked_limit(params.get("limit"))
+        found = await list_page(services.requests, context, filter_of(params), params.get("after", ""), limit)
+        bodies = [shown_record(record, services.requests.now_s(), context) for record in found.records]
+        return send_json(RequestsBody(bodies, found.next or None))
+
+    @router.get("/v1/models/{model}/requests/{request_id}/timeline", name="timeline_of_model", **_TIMELINE)
+    @router.get("/v1/requests/{request_id}/timeline", name="timeline", **_TIMELINE)
+    async def timeline(request: Request) -> HttpResponse:
+        """Returns when and by which worker a request was fetched, executed and ended, and the size of its batch.
+
+        Of several executions it tells the last one. A request with a client's id is below its model.
+        """
+        context, address = await _located(services, request, Scope.VIEWER)
+        return send_json(timeline_of(await services.requests.record(context, address)))
+
+    return router
+
+
 async def submit(services: Services, target: UrlTarget, request: Request, preferences: Preferences) -> HttpResponse:
     """Submits a request; returns its result within the preferred wait."""
     requests = services.requests
@@ -207,14 +268,17 @@ async def submit(services: Services, target: UrlTarget, request: Request, prefer
     return response
 
 
-async def _located(services: Services, request: Request) -> tuple[CallerContext, EntryAddress]:
+async def _located(
+    services: Services, request: Request, scope: Scope = Scope.INFER
+) -> tuple[CallerContext, EntryAddress]:
     """Returns caller and address; a path below an endpoint covers all its targets."""
-    context = authorize(services, request)
+    context = authorize(services, request, scope)
+    tenant = request.query_params.get("tenant", context.tenant) if context.sees_all else context.tenant
     request_id, model = request.path_params["request_id"], request.path_params.get("model")
     if model is not None and model in services.dispatcher.endpoints.by_name:
         made = made_by_server(request_id)
-        model = made.model if made else await services.requests.model_of(model, context.tenant, request_id)
-    address = address_of(request_id, context.tenant, model)
+        model = made.model if made else await services.requests.model_of(model, tenant, request_id)
+    address = address_of(request_id, tenant, model)
     answers(request, address)
     return context, address
 
@@ -269,8 +333,10 @@ async def _result(services: Services, request: Request) -> HttpResponse:
     return _send_state(services, record, 202, AGAIN_S)
 
 
-def _send_state(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:
-    response = send(HttpReply(status, _state(services, record), retry_after_s=again_s))
+def _send_state(
+    services: Services, record: RequestRecord, status: int, again_s: int = 0, context: CallerContext | None = None
+) -> HttpResponse:
+    response = send(HttpReply(status, _state(services, record, context), retry_after_s=again_s))
     response.headers["qinfer-request-state"] = record.state.value
     return response
 
@@ -310,7 +376,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
     if services.requests.waits.is_full(tenant):
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
     changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request), tenant)
-    own = (one async for one in changes if one is None or one.tenant == context.tenant)
+    own = (one async for one in changes if one is None or context.sees(one.tenant))
     room = room_of_answer(services, request)
     return event_stream(_told_events(services, own, *_seen(seen), room, strict=strict), seen)
 
@@ -356,8 +422,8 @@ async def _encoded(services: Services, response: Response, client_id: str, plan:
     return (await encoded(size, plan, encode_event, services.codec, response, client_id, plan)).body
 
 
-def _state(services: Services, record: RequestRecord) -> bytes:
-    return msgspec.json.encode(shown_record(record, services.requests.now_s()))
+def _state(services: Services, record: RequestRecord, context: CallerContext | None = None) -> bytes:
+    return msgspec.json.encode(shown_record(record, services.requests.now_s(), context))
 
 
 def _state_tag(record: RequestRecord) -> str:

@@ -328,7 +328,7 @@ class AsyncRequests:
     async def record(self, context: CallerContext, address: EntryAddress) -> RequestRecord:
         """Returns a request's record, or raises `RequestNotFound`."""
         self.check_up(address.model, address.partition)
-        return own_record(context.tenant, address, await self.delivery.requests.record(address))
+        return own_record(context, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: CallerContext, address: EntryAddress, wait_s: float) -> RequestRecord:
         """Waits until the request ends, at most `wait_s`, or not at all if too many wait."""
@@ -338,7 +338,7 @@ class AsyncRequests:
             return record
         wait_s = min(wait_s, self.settings.max_wait_s)
         check = functools.partial(self.dispatcher.recheck, context)
-        return own_record(context.tenant, address, await self.waits.wait_for_end(address, wait_s, check, tenant))
+        return own_record(context, address, await self.waits.wait_for_end(address, wait_s, check, tenant))
 
     def decode_plan(self, record: RequestRecord) -> OutputPlan:
         """Decodes the plan of the outputs: how they travel."""

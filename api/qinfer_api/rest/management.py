@@ -14,6 +14,7 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, Overloaded, UnsupportedFeature
+from qinfer.models.state import Pause
 from qinfer.observe.exposition import CONTENT_TYPE
 from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, index_body
 from qinfer_api import about
@@ -22,6 +23,7 @@ from qinfer_api.http.infer import HttpReply, error_reply
 from qinfer_api.observe.statistics import ModelStats
 from qinfer_api.observe.trace_file import TraceChanges
 from qinfer_api.receiving import AGAIN_S
+from qinfer_api.requests.records import written
 from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation, query
 from qinfer_api.rest.services import Services, caller, guarded, read_body, read_json, send, send_json, target_of
 from qinfer_api.shared_memory import CudaRegion, Region
@@ -56,7 +58,7 @@ def server_routes(services: Services) -> APIRouter:
     router = APIRouter(tags=["server"])
     health = guarded(services, "health")
 
-    @router.get("/v2", dependencies=guarded(services, "metadata", Scope.INFER), **_METADATA)
+    @router.get("/v2", dependencies=guarded(services, "metadata", Scope.VIEWER), **_METADATA)
     async def server_metadata() -> HttpResponse:
         """Returns the server's name, version and protocol extensions."""
         return send_json(about.server_metadata(services.settings))
@@ -97,7 +99,7 @@ _STATISTICS = operation("", {200: describe_response("The statistics.", ModelStat
 
 def statistics_routes(services: Services) -> APIRouter:
     """Returns the routes of the statistics extension."""
-    router = APIRouter(tags=["models"], dependencies=guarded(services, "statistics", Scope.INFER))
+    router = APIRouter(tags=["models"], dependencies=guarded(services, "statistics", Scope.VIEWER))
 
     @router.get("/v2/models/stats", **_STATISTICS)
     async def statistics() -> HttpResponse:
@@ -116,8 +118,8 @@ def statistics_routes(services: Services) -> APIRouter:
 def model_routes(services: Services) -> APIRouter:
     """Returns the other routes about models."""
     router = APIRouter(tags=["models"])
-    health, found = guarded(services, "health"), guarded(services, "metadata", Scope.INFER)
-    shown = guarded(services, "model-config", Scope.INFER)
+    health, found = guarded(services, "health"), guarded(services, "metadata", Scope.VIEWER)
+    shown = guarded(services, "model-config", Scope.VIEWER)
 
     @router.get("/v2/models/{model}/versions/{version}", name="version_metadata", dependencies=found, **_DESCRIBE)
     @router.get("/v2/models/{model}", name="metadata", dependencies=found, **_DESCRIBE)
@@ -195,6 +197,89 @@ def settings_routes(services: Services) -> APIRouter:
     return router
 
 
+class PauseCall(msgspec.Struct, frozen=True):
+    """Why a model is paused; callers of the model see it.
+
+    Example:
+        {"reason": "the feature store is down"}
+    """
+
+    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+
+
+class PauseState(msgspec.Struct, frozen=True, kw_only=True):
+    """A paused model or version.
+
+    Attributes:
+        version: The version; 0 = all versions of the model.
+        since: The time at which it was paused.
+        by: The id of the API key; empty where keys are not required.
+    """
+
+    model: str
+    version: int
+    since: str
+    by: str
+    reason: str
+
+
+_PAUSES = operation(
+    "List the pauses", {200: describe_response("The pauses.", list[PauseState]), **errors(401, 403, 503)}
+)
+_PAUSED = {200: describe_response("The pauses of the model.", list[PauseState]), **errors(400, 401, 403, 404, 503)}
+_PAUSE = operation("Pause a model", _PAUSED, takes=body(PauseCall, required=False))
+_RESUME = operation("Resume a model", _PAUSED)
+
+
+def pause_routes(services: Services) -> APIRouter:
+    """Returns the routes that pause and resume models."""
+    router, models = APIRouter(tags=["models"]), services.models
+    reading: Any = {"dependencies": guarded(services, "model-repository", Scope.VIEWER)}
+    controlling: Any = {"dependencies": guarded(services, "model-repository", Scope.ADMIN)}
+    one, version = "/v1/models/{model}", "/v1/models/{model}/versions/{version}"
+
+    async def shown(model: str = "") -> HttpResponse:
+        return send_json([_shown_pause(pause) for pause in await models.pauses(model)])
+
+    @router.get("/v1/pauses", name="pauses", **reading, **_PAUSES)
+    async def list_pauses() -> HttpResponse:
+        """Lists the paused models and versions."""
+        return await shown()
+
+    @router.post(f"{version}/pause", name="pause_version", **controlling, **_PAUSE)
+    @router.post(f"{one}/pause", name="pause", **controlling, **_PAUSE)
+    async def pause(request: Request) -> HttpResponse:
+        """Pauses all versions of a model, or the version in the path, until it is resumed, also over restarts.
+
+        Synchronous requests are refused with 503. Stored requests are accepted and wait, as those that wait already;
+        their deadlines go on. Workers end what they have begun, and take neither requests nor shards.
+        """
+        target, call = target_of(request), await read_json(services, request, PauseCall, may_be_empty=True)
+        principal = caller(request).principal
+        by = "" if principal is None else principal.key_id
+        since = services.requests.now_s()
+        await models.pause(Pause(model=target.model, version=target.version, since=since, by=by, reason=call.reason))
+        return await shown(target.model)
+
+    @router.post(f"{version}/resume", name="resume_version", **controlling, **_RESUME)
+    @router.post(f"{one}/resume", name="resume", **controlling, **_RESUME)
+    async def resume(request: Request) -> HttpResponse:
+        """Ends the pause of a model, or of the version in the path; the answer has the pauses that remain.
+
+        A pause of the model and those of its versions are apart.
+        """
+        target = target_of(request)
+        await models.resume(target.model, target.version)
+        return await shown(target.model)
+
+    return router
+
+
+def _shown_pause(pause: Pause) -> PauseState:
+    at = written(pause.since)
+    return PauseState(model=pause.model, version=pause.version, since=at, by=pause.by, reason=pause.reason)
+
+
 _FILE = "file:"
 _UNPARSED = "Unable to parse "
 
@@ -258,7 +343,7 @@ _UNLOAD = operation(
 def repository_routes(services: Services) -> APIRouter:
     """Returns the routes of the model repository extension."""
     router = APIRouter(tags=["model repository"])
-    reading: Any = {"dependencies": guarded(services, "model-repository", Scope.INFER)}
+    reading: Any = {"dependencies": guarded(services, "model-repository", Scope.VIEWER)}
     controlling: Any = {"dependencies": guarded(services, "model-repository", Scope.ADMIN)}
 
     @router.post("/v2/repository/models/{model}/load", name="repository_load", **controlling, **_LOAD)

@@ -40,7 +40,7 @@ _MEANING = {
     503: "Not ready, overloaded, past its deadline, or shutting down: try again.",
 }
 
-_BASIC = "basic"
+_BASIC, _SCOPE = "basic", "scope"
 _SCHEMES: Json = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, where the server asks for keys."},
     "apiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same key."},
@@ -73,10 +73,15 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def operation(
-    summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None, basic: bool = False
+    summary: str,
+    responses: dict[int, Json],
+    *parameters: Json,
+    takes: Json | None = None,
+    basic: bool = False,
+    scope: Scope = Scope.INFER,
 ) -> Json:
-    """Returns the arguments that describe a route to its decorator."""
-    extra: Json = {"responses": responses, "parameters": parameters, _BASIC: basic}
+    """Returns the arguments that describe a route to its decorator; `scope` is that of a route that checks the key."""
+    extra: Json = {"responses": responses, "parameters": parameters, _BASIC: basic, _SCOPE: scope}
     if takes is not None:
         extra["requestBody"] = takes
     return {"summary": summary or None, "openapi_extra": extra}
@@ -173,11 +178,11 @@ def _operation(route: APIRoute) -> Json:
 
 
 def _scope_of(route: APIRoute, statuses: Iterable[int]) -> Scope | None:
-    """`infer` if the route checks the key itself."""
+    """Returns the scope of the dependency, or of a route that checks the key itself."""
     for check in route.dependencies:
         if isinstance(check, Security) and check.scopes:
             return Scope(check.scopes[0])
-    return Scope.INFER if 401 in statuses else None
+    return (route.openapi_extra or {})[_SCOPE] if 401 in statuses else None
 
 
 def _components(paths: Json) -> Json:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
-from qinfer.client import flows, job_flows, model_flows
+from qinfer.client import flows, job_flows, model_flows, request_flows
 from qinfer.client._sync import handles
 from qinfer.client._sync.handles import Job
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
@@ -18,6 +18,7 @@ from qinfer.client.flows import Ask, Keys, StepFlags, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
+from qinfer.client.request_flows import RequestFilters
 from qinfer.client.results import (
     EventReader,
     Follower,
@@ -338,6 +339,30 @@ class Client:
             QinferError: As `infer`.
         """
         return self._run_flow(flows.cancel(self._policy, handle_of(request)))
+
+    def requests(self, *, limit: int = 100, **filters: Unpack[RequestFilters]) -> list[RequestStatus]:
+        """Returns stored requests, model by model: the unfinished ones first, then failed, expired and others.
+
+        Synchronous requests, as of `infer`, are not stored.
+
+        Args:
+            limit: The most requests to return.
+            filters: Which requests; see `RequestFilters`.
+
+        Raises:
+            Forbidden: The key does not see that tenant.
+            QinferError: As `infer`.
+        """
+        return self._run_flow(request_flows.requests(self._policy, limit, filters))
+
+    def timeline(self, request: RequestHandle | str) -> list[dict[str, Any]]:
+        """Returns the steps of a stored request: the `event`, `at` which instant and `by` which worker it came.
+
+        Raises:
+            RequestNotFound: The request does not exist.
+            QinferError: As `infer`.
+        """
+        return self._run_flow(request_flows.timeline(self._policy, handle_of(request)))
 
     def stream(
         self,

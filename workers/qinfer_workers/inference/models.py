@@ -22,7 +22,7 @@ from qinfer.models.config import config
 from qinfer.models.installation import InstallationState, is_gone, put_completion
 from qinfer.models.readiness import PENDING_REASON, Pin, is_placed, kept_by_pins
 from qinfer.models.spec import ModelSpec
-from qinfer.models.state import DesiredState, State, StoredModel, VersionState
+from qinfer.models.state import DesiredState, Pauses, State, StoredModel, VersionState, pause_of
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import LOAD_FAILURES, ModelCounts
 from qinfer_workers.inference.ensembles.plans import EnsemblePlanner, NotYet, PlannedEnsemble
@@ -82,6 +82,30 @@ class WantedVersions(NamedTuple):
         return (*self.stored.versions, *self.kept)
 
 
+class PausedVersions:
+    """The versions whose lanes this worker does not read."""
+
+    def __init__(self) -> None:
+        self._pauses: Pauses = {}
+        self._changed = asyncio.Event()
+
+    def show(self, pauses: Pauses) -> None:
+        """Takes the present pauses."""
+        if pauses != self._pauses:
+            self._pauses = pauses
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def has(self, model: str, version: int) -> bool:
+        """Tells whether a version is paused."""
+        return bool(self._pauses) and pause_of(self._pauses, model, version) is not None
+
+    async def resumed(self, model: str, version: int) -> None:
+        """Waits until a version is not paused."""
+        while self.has(model, version):
+            await self._changed.wait()
+
+
 class Models:
     """Keeps the loaded models equal to the desired state."""
 
@@ -114,6 +138,7 @@ class Models:
         self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
         self.counts = ModelCounts()
+        self.paused = PausedVersions()
 
     def states(self) -> dict[str, dict[int, VersionState]]:
         """Returns model → version → state."""
@@ -156,6 +181,7 @@ class Models:
         self._seen = now
         mine = [name for name, wish in now.desired.items() if wish.load and is_placed(name, self._globs)]
         found = await self._store.models(mine if is_news else self._due(mine, now.desired))
+        self.paused.show(await self._store.pauses())
         pins = await self._store.pins()
         before = {name: self._wanted[name].stored for name in mine if name in self._wanted}
         self._wanted = {

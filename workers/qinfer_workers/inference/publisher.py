@@ -22,7 +22,7 @@ import msgspec
 
 from qinfer.batching.execution import TOLD, WorkItem
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Failure, MemoryReference, Response
+from qinfer.core.messages import Failure, MemoryReference, Response, Timing
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull, QuotaExceeded
 from qinfer.observe.stats import ModelCounts, StatsTally
@@ -33,6 +33,7 @@ from qinfer.queue.entries import (
     EntryAddress,
     Lane,
     Lease,
+    RequestExecution,
     RequestOutcome,
     RequestState,
     Settlement,
@@ -155,6 +156,12 @@ class LeaseKeeper:
         """Returns the items held since before a monotonic instant."""
         with self._lock:
             return [item for item, since_s in self._held.items() if since_s < instant_s]
+
+    def held_s(self, item: HeldWork) -> float:
+        """Returns how long an item has been held, in seconds; 0 = it is not held."""
+        now_s = time.monotonic()
+        with self._lock:
+            return now_s - self._held.get(item, now_s)
 
     def cancel(self, places: Collection[Place]) -> None:
         """Drops items of cancelled entries."""
@@ -286,6 +293,7 @@ class Publisher:
         self._keeper = keeper
         self._tasks = tasks
         self._spans = spans
+        self._now_s = queue.clock.now_s
         self.durations = ModelCounts()
         self._open: set[asyncio.Task[None]] = set()
         self._unconfirmed = 0
@@ -530,7 +538,8 @@ class Publisher:
         items = [item for item, _ in answers]
         if not items:
             return
-        settlements = [settlement_of(item, response) for item, response in answers]
+        now_s = self._now_s()
+        settlements = [self._executed(settlement_of(item, answer), item, answer, now_s) for item, answer in answers]
         # Large settlements keep their leases.
         large = [each for each in settlements if not self._queue.requests.ends_at_once(each)]
         if not large:
@@ -543,6 +552,23 @@ class Publisher:
             raise
         self._keeper.drop(items)
         self._count_published(items, begin_ns)
+
+    def _executed(self, settlement: Settlement, item: WorkItem, response: Response, now_s: float) -> Settlement:
+        """Adds the execution of a request that ends now."""
+        timing, began_s, spent_s = response.timing or Timing(), 0.0, 0.0
+        if response.timing is not None:
+            began_s = item.enqueued_s + timing.queue_ns / 1e9
+            spent_s = (timing.input_ns + timing.infer_ns + timing.output_ns) / 1e9
+        execution = RequestExecution(
+            worker=item.lease.consumer,
+            fetched_at=min(now_s - self._keeper.held_s(item), began_s or now_s),
+            began_at=began_s,
+            ended_at=began_s + spent_s,
+            rows=item.rows,
+            batch_rows=timing.batch_size,
+        )
+        outcome = msgspec.structs.replace(settlement.outcome, execution=execution)
+        return msgspec.structs.replace(settlement, outcome=outcome)
 
     async def _settle_all(self, answers: Sequence[_Answer], settlements: Sequence[Settlement]) -> None:
         try:

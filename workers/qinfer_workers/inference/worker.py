@@ -105,6 +105,7 @@ class Worker:
             self._limiter = RateLimiter(settings.rate_limit.maxima, loader.gpus)
             loader.limiter = self._limiter.check
         self._models = Models(store, settings.worker, settings.limits, loader, self)
+        self._bulk.paused = self._models.paused.has
         self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
         self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
         self._heartbeat.load_times = self._models.load_times
@@ -347,13 +348,14 @@ class Worker:
 
     async def _fetch_loop(self, serving: Serving) -> None:
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
-        key = batcher.model.spec.name, batcher.model.version
+        key, paused = (batcher.model.spec.name, batcher.model.version), self._models.paused
         outage = OutageLog(logger, "requests not fetched, trying again", "requests are fetched again")
         await self._keeper.watch(serving.lanes)
         while True:
             if not self._keeper.can_renew(serving.lanes):
                 await self._keeper.watch(serving.lanes)
             await batcher.fetchable()
+            await paused.resumed(*key)
             if self._publisher.is_behind(*key):
                 await self._publisher.catch_up(*key)
                 continue
@@ -367,7 +369,9 @@ class Worker:
                 leases = await self._queue.fetch(lanes, self._id, count, min(wait_s, longest_s))
                 if outage.is_out:
                     outage.over()
-                if leases:
+                if leases and paused.has(*key):  # this read began before the pause
+                    await self._queue.release(leases)
+                elif leases:
                     self._take_in(serving, leases)
                     await asyncio.sleep(0)  # ready answers leave with the next fetch
                 else:
@@ -424,6 +428,8 @@ class Worker:
             await asyncio.sleep(self._settings.lease_s / 2 * share)
             reasons: list[str] = []
             for key, serving in await lookout.chosen(self._serving):
+                if self._models.paused.has(*key):
+                    continue
                 try:
                     await serving.find_leftovers(self._queue)
                     await self._connect(serving.batcher)

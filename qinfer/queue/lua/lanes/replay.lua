@@ -32,7 +32,7 @@ if times[1] then
   local deadline = now_ms() + times[1]
   redis.call('HSET', record, 'state', 'queued', 'lane', name, 'entry', entry, 'deadline_at', deadline)
   redis.call('HDEL', record, 'failure', 'attempts', 'finished_at', 'expires_at', 'webhook_state', 'notice',
-    'stored_by', 'stored_bytes')
+    'stored_by', 'stored_bytes', 'execution')
   redis.call('PEXPIRE', record, ttl)
   drop(result, gone)
   redis.call('UNLINK', responses)

@@ -1,13 +1,13 @@
 -- Ends an asynchronous request once, and removes its entry in any case.
 -- KEYS: record, result, staged result, due, webhooks, payload, responses, cancels.
 -- ARGV: prefix, group, id, lane and entry ('' = as in the record), place of the result (none | given | staged), result,
---   attempt (0 = not executed), state, failure ('' = none), room for files ('' = not counted).
+--   attempt (0 = not executed), state, failure ('' = none), room for files ('' = not counted), execution ('' = none).
 -- Returns {what, watchers by line, unreferenced objects}: first | late | gone (the staged result: nothing was done) |
 --   over (the tenant has stored too much: it has not ended).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
 local record, result, staged, due, webhooks, payload, responses, notes = unpack(KEYS)
-local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure, free = unpack(ARGV)
+local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure, free, execution = unpack(ARGV)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
   'result_ttl_ms', 'tombstone_ttl_ms', 'notes', 'share', 'stored_bytes')
@@ -56,6 +56,7 @@ if pending and pending[1] then note_cancel(notes, string.sub(lane, #prefix + 1),
 local result_ttl, lifetime, now = known[8], known[8] + known[9], now_ms()
 local fields = {'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, 'state', state,
   'failure', failure}
+if execution ~= '' then fields[#fields + 1], fields[#fields + 2] = 'execution', execution end
 if known[7] then
   local kept = lifetime + DAY_MS
   local notice = deliver(prefix .. 'deliveries:outbox:' .. known[7], id, known[10], kept, kept)
@@ -65,6 +66,10 @@ redis.call('HSET', record, unpack(fields))
 if known[6] then redis.call('HDEL', record, 'waiters') end
 redis.call('PEXPIRE', record, lifetime)
 redis.call('PEXPIRE', responses, result_ttl)
+local index = prefix .. 'ended:' .. state
+redis.call('ZREMRANGEBYSCORE', index, '-inf', now) -- their records have expired
+redis.call('ZADD', index, now + lifetime, id)
+redis.call('PEXPIRE', index, math.max(redis.call('PTTL', index), lifetime))
 if place == 'staged' then
   redis.call('RENAME', staged, result)
   redis.call('PEXPIRE', result, result_ttl)

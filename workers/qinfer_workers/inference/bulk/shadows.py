@@ -47,6 +47,8 @@ class ShadowLoops:
         self._batch_s = batch_s
         self._endpoints = endpoints
         self._declared: frozenset[Key] = frozenset()
+        self.paused: Callable[[str, int], bool] = lambda _model, _version: False
+        """Tells whether a version's lanes are not read."""
         self._loops: dict[Key, ShadowLoop] = {}
 
     async def follow_declarations(self) -> None:
@@ -90,7 +92,8 @@ class ShadowLoops:
         return [loop.task for loop in self._loops.values() if loop.task is not None]
 
     def _update_gate(self, key: Key, loop: "ShadowLoop") -> None:
-        (loop.is_open.set if key in self._declared else loop.is_open.clear)()
+        is_open = key in self._declared and not self.paused(*key)
+        (loop.is_open.set if is_open else loop.is_open.clear)()
 
 
 class ShadowLoop:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +59,8 @@ class ShardService:
         self._spool = Path(settings.bulk.spool_dir or tempfile.gettempdir())
         self._shadows: ShadowLoops | None = None
         self._is_paused = False
+        self.paused: Callable[[str, int], bool] = lambda _model, _version: False
+        """Tells whether a version's lanes are not read."""
         self.is_prepared = asyncio.Event()
         """Set once a model has jobs."""
 
@@ -75,6 +77,7 @@ class ShardService:
     ) -> "asyncio.Task[None]":
         """Looks for shadows in a task, to be cancelled."""
         self._shadows = ShadowLoops(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
+        self._shadows.paused = self.paused
         return self._tasks.create_task(self._shadows.follow_declarations())
 
     async def _follow_jobs(self) -> None:
@@ -89,8 +92,9 @@ class ShardService:
                 if not await in_thread("bulk-prepare", self._prepare):
                     return
                 self.is_prepared.set()
-            for (model, _), served in self._served.items():
-                (served.is_open.set if model in models else served.is_open.clear)()
+            for (model, version), served in self._served.items():
+                is_open = model in models and not self.paused(model, version)
+                (served.is_open.set if is_open else served.is_open.clear)()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:

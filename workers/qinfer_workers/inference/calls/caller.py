@@ -367,7 +367,7 @@ class WorkerCaller:
         """Uses a fresh view in this thread: views are never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
-                return self._catalog.resolve(model, version)
+                return self._catalog.unpaused(model, version)
         return self._outcome(self._on_loop(self._within(self._resolve(model, version), deadline_s)), deadline_s)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -436,7 +436,7 @@ class WorkerCaller:
         await self.listen()
         await self._refresh(FRESH_S)
         with suppress(ModelNotFound, ModelNotReady):
-            return self._catalog.resolve(model, version)
+            return self._catalog.unpaused(model, version)
         await self._refresh(RECHECK_S)
         return self._catalog.asked(model, version)
 

@@ -1,0 +1,127 @@
+"""`qinfer requests`: stored requests, many at a time."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qinfer.cli.console import (
+    DEFAULT_URL,
+    Commands,
+    JsonOption,
+    Options,
+    UrlOption,
+    facts,
+    gateway_client,
+    option,
+    show,
+    state,
+    table,
+    with_options,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from qinfer.client import RequestHandle, RequestStatus
+
+app = Commands(
+    help="Stored requests (/v1): list, show. Synchronous requests are not stored: see `qinfer queues` and the metrics.",
+    no_args_is_help=True,
+)
+
+LIST_EXAMPLE = "Example: qinfer requests list --model digits --state failed --error memory"
+SHOW_EXAMPLE = "Example: qinfer requests show 01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits"
+
+FILTER_OPTIONS: Options = {
+    "model": option(str, "", "Only requests of this model, or of the models of this endpoint.", "--model"),
+    "version": option(int, 0, "Only requests of this version; 0: all.", "--version", min=0, show_default=False),
+    "state": option(list[str] | None, None, "Only in this state: queued, running, failed …; repeatable.", "--state"),
+    "tenant": option(str, "", "Only requests of this tenant; all tenants need the scope admin.", "--tenant"),
+    "id_prefix": option(str, "", "Only requests whose id begins so.", "--id"),
+    "error": option(str, "", "Only requests with this text in their error.", "--error"),
+    "older_than": option(float, 0.0, "Only requests accepted at least so many seconds ago.", "--older-than", min=0),
+    "newer_than": option(float | None, None, "Only requests accepted at most so many seconds ago.", "--newer-than"),
+}
+
+
+def read_filters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options as the client's filters."""
+    names = {"older_than": "older_than_s", "newer_than": "newer_than_s"}
+    return {names.get(name, name): value for name, value in given.items() if value not in (None, "", 0)}
+
+
+@app.command("list", epilog=LIST_EXAMPLE)
+@with_options(FILTER_OPTIONS)
+def list_requests(
+    *,
+    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="Maximum number to show.")] = 50,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+    **given: Any,
+) -> None:
+    """List stored requests by model: first unfinished, then failed, expired, cancelled and succeeded ones."""
+    with gateway_client(url) as client:
+        found = client.requests(limit=count, **read_filters(given))
+    show([dict(status.fields) for status in found], lambda: _listed(found), as_json=as_json)
+
+
+@app.command("show", epilog=SHOW_EXAMPLE)
+def show_request(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the request, as `list` prints it.")],
+    *,
+    model: Annotated[str, typer.Option("--model", help="The model; needed for an id that the caller chose.")] = "",
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a stored request with its timeline: when and by which worker it was fetched, executed and ended."""
+    handle = handle_named(request_id, model)
+    with gateway_client(url) as client:
+        status, events = client.status(handle), client.timeline(handle)
+    found = {**status.fields, "events": events}
+    show(found, lambda: _details(status, events), as_json=as_json)
+
+
+def handle_named(request_id: str, model: str) -> "RequestHandle":
+    """Returns the handle of an id that the server made, or with a model of a chosen one."""
+    from qinfer.client import RequestHandle
+
+    return RequestHandle.named(model, request_id) if model else RequestHandle.of(request_id)
+
+
+def _listed(found: "Sequence[RequestStatus]") -> "RenderableType":
+    rows = []
+    for one in found:
+        fields = one.fields
+        age = f"{fields.get('age_s', 0):.1f} s"
+        rows.append(
+            (one.id, f"{one.model}:{one.version}", state(one.state), age, fields.get("attempts", 0), _error(one))
+        )
+    return table("Requests", "id, model, state, age>, attempts>, error", rows)
+
+
+def _error(one: "RequestStatus") -> str:
+    problem = one.fields.get("error") or {}
+    return ": ".join(text for text in (problem.get("code", ""), problem.get("message", "")) if text)
+
+
+def _details(status: "RequestStatus", events: "Sequence[Mapping[str, Any]]") -> "RenderableType":
+    from rich.console import Group
+
+    fields = status.fields
+    about = {
+        "model": f"{status.model}:{status.version}",
+        "state": status.state,
+        "error": _error(status) or "-",
+        "age": f"{fields.get('age_s', 0):.1f} s",
+        "attempts": fields.get("attempts", 0),
+        "deadline": fields.get("deadline_at") or "-",
+        "result expires": fields.get("expires_at") or "-",
+    }
+    rows = [(one.get("event"), one.get("at") or "-", one.get("by") or "gateway", _batch(one)) for one in events]
+    return Group(facts(f"Request {status.id}", about), table("Timeline", "step, at, by, batch", rows))
+
+
+def _batch(event: "Mapping[str, Any]") -> str:
+    rows, batch = event.get("rows"), event.get("batch_rows")
+    return "" if rows is None else f"{rows} of {batch} rows"
