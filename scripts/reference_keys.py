@@ -186,13 +186,27 @@ ROWS = (
         "the old and new address, `<version>:<lane>:<entry>`, of each entry that was moved from one version's lane "
         "to another's; for an asynchronous request, its record has the new address",
     ),
+    Row(
+        keys.operation,
+        "hash",
+        "a week after its last change",
+        "an operation on many stored requests or dead letters of the model: its description, place and counts",
+        ({"operation_id": "<id>"},),
+    ),
+    Row(
+        keys.operation_lease,
+        "string",
+        "5 s after the last renewal",
+        "the gateway that works on the operation",
+        ({"operation_id": "<id>"},),
+    ),
     Row(keys.due, "sorted set", "permanent", "asynchronous requests that have not ended, by deadline"),
     Row(
         keys.ended,
         "sorted set",
         "as long as the last record",
-        "asynchronous requests that have ended in this state, by the expiry of their records: about 120 bytes for each. "
-        "One that was replayed stays until then, and counts no longer",
+        "asynchronous requests that have ended in this state, by the expiry of their records, in 120 bytes each. One "
+        "that was replayed stays until then, and counts no longer",
         ({"state": "<state>"},),
     ),
     Row(
@@ -437,6 +451,8 @@ ROWS = (
         "device, models with their state, throughput; the models' own metrics",
         ({"worker_id": "<id>"},),
     ),
+    Row(keys.operations, "sorted set", "permanent", "ids of the operations of the last week by their creation"),
+    Row(keys.open_operations, "sorted set", "permanent", "ids of the operations that run, by their creation"),
     Row(keys.pauses, "hash", "until resumed", "the paused models and versions: since when, by whom and why"),
     Row(
         keys.pins,

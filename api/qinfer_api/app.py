@@ -66,6 +66,7 @@ from qinfer_api.quotas import Quota
 from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.janitor import Janitor
+from qinfer_api.requests.operations import RequestOperations, operation_routes
 from qinfer_api.requests.routes import list_routes, request_routes
 from qinfer_api.requests.service import AsyncRequests, Waits
 from qinfer_api.requests.webhooks import Targets, Webhooks, read_secret
@@ -177,6 +178,7 @@ class Gateway:
         self._tasks = BulkTasks(settings)
         self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
         self.requests, self._janitor = self._asynchronous(settings, tally)
+        self._operations = RequestOperations(self.requests, self.name)
         self._examiners = ExaminerPool(settings, os.environ)
         self.jobs = self._bulk_jobs(settings)
         self._labeling = Labeling(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
@@ -190,7 +192,7 @@ class Gateway:
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
         specs = self.catalog.specs if auth is None else dict  # the document needs no key
-        app = build_app(services, self.jobs, self._labeling, self._endpoint_service(), specs)
+        app = build_app(services, self.jobs, self._labeling, self._endpoint_service(), self._operations, specs)
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
@@ -346,6 +348,7 @@ class Gateway:
                     group.create_task(self._canaries().run()),
                     group.create_task(self.dispatcher.submission.run()),
                     group.create_task(self._janitor.run()),
+                    group.create_task(self._operations.run()),
                     group.create_task(self._reporting.run()),
                     group.create_task(self._examiners.run(self.started)),
                     group.create_task(self._reloading.run()),
@@ -512,6 +515,7 @@ def build_app(
     jobs: BulkJobs,
     labeling: Labeling,
     endpoints: EndpointService,
+    operations: RequestOperations,
     specs: Callable[[], Mapping[str, ModelSpec]] = dict,
 ) -> FastAPI:
     """Builds the application; paths match exactly, as with Triton (reference §1.1).
@@ -539,6 +543,7 @@ def build_app(
         settings_routes,
     )
     routers = [(routes(services), inference) for routes in busiest_first]
+    routers.append((operation_routes(services, operations), inference))
     routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]
     routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]
     routers.append((endpoint_routes(services, endpoints), []))

@@ -52,7 +52,7 @@ class CallerContext(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def sees_all(self) -> bool:
-        """Whether the caller sees stored requests of all tenants: an administrator, or anyone where no key is needed."""
+        """Whether the caller sees stored requests of all tenants, as anyone where no key is needed."""
         return not self.tenant if self.principal is None else self.principal.allows(Scope.ADMIN)
 
     @property

@@ -26,7 +26,8 @@ MAX_BYTES = 256 * 2**20
 """The most bytes of a partition's dead letters; the newest is always kept."""
 
 _LETTERS = load_script("lanes/letters")
-_REPLAY = load_script("lanes/replay", "now_ms", "drop")
+_REPLAY = load_script("lanes/replay", "now_ms", "drop", "operations/count")
+_PURGE = load_script("operations/purge", "operations/count")
 _ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PAYLOAD_MARGIN_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
@@ -43,7 +44,7 @@ GONE = "the tensors of dead letter {} are gone, so that it can't be replayed; re
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """An entry that was given up; listings have neither frame nor payload.
 
-    `buried_at` is in Redis' time, `size` the bytes of frame and payload.
+    `buried_at` is in Redis' time, `size` the bytes of frame and payload. `tenant` is empty if the frame is unreadable.
     """
 
     id: str
@@ -54,6 +55,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     deliveries: int
     buried_at: float
     size: int = 0
+    tenant: str = ""
     frame: bytes = b""
     payload: bytes = b""
 
@@ -102,10 +104,10 @@ class DeadLetters:
         payload = await self._values.read_object(found.payload)
         return msgspec.structs.replace(found.letter, payload=payload or b"")
 
-    async def replay(self, model: str, letter_id: str) -> bool:
+    async def replay(self, model: str, letter_id: str, operation: bytes = b"") -> bool:
         """Moves a dead letter to the end of its lane atomically; returns false if it is gone.
 
-        An asynchronous request becomes `queued`, with its timeout counted from now.
+        An asynchronous request becomes `queued`, with its timeout counted from now. An `operation` (its key) counts it.
         """
         found = await self._one(model, letter_id, (b"payload",))
         if found is None:
@@ -121,6 +123,7 @@ class DeadLetters:
             keys.result(model, partition, letter.request_id).encode(),
             keys.due(model, partition).encode(),
             keys.stored_responses(model, partition, letter.request_id).encode(),
+            *([operation] if operation else []),
         ]
         ttl_s = payload_ttl_s(letter.frame)
         copied: tuple[int, str, int] | tuple[()] = ()
@@ -149,6 +152,12 @@ class DeadLetters:
         self._values.delete_objects(objects)
         await self._values.wait_for_deletions()
         return int(count)
+
+    async def purge_counted(self, model: str, letter_ids: "Sequence[str]", operation: bytes) -> None:
+        """Removes dead letters, which an operation (its key) counts."""
+        objects = await self._objects(model, letter_ids) if self._values.objects is not None else []
+        await self._run_script(model, _PURGE, [_letters_key(model), operation], *letter_ids)
+        self._values.delete_objects(objects)
 
     async def _objects(self, model: str, ids: "Sequence[str] | None") -> Sequence[bytes]:
         if ids is not None:
@@ -194,6 +203,7 @@ def _found(model: str, letter_id: bytes, fields: Sequence[bytes]) -> _Found:
         deliveries=int(values[b"deliveries"]),
         buried_at=int(letter_id.partition(b"-")[0]) / 1000,
         size=int(values[b"size"]),
+        tenant=values.get(b"tenant", b"").decode(),
         frame=values.get(b"frame", b""),
         payload=values.get(b"payload", b""),
     )

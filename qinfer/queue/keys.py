@@ -121,6 +121,26 @@ def ended(model: str, partition: int, state: str) -> str:
     return f"{prefix(model, partition)}ended:{state}"
 
 
+def operation(model: str, partition: int, operation_id: str) -> str:
+    """Hash of an operation on many requests."""
+    return f"{prefix(model, partition)}operation:{operation_id}"
+
+
+def operation_lease(model: str, partition: int, operation_id: str) -> str:
+    """String with the gateway that works on an operation."""
+    return f"{prefix(model, partition)}operation-lease:{operation_id}"
+
+
+def operations() -> str:
+    """Sorted set of operations, by the time of their creation."""
+    return "qinfer:operations"
+
+
+def open_operations() -> str:
+    """Sorted set of the operations that run."""
+    return "qinfer:operations:open"
+
+
 def deliveries(model: str, partition: int, kind: str) -> str:
     """Stream of deliveries; `|later` is the sorted set of deliveries that were taken."""
     return f"{prefix(model, partition)}deliveries:{kind}"

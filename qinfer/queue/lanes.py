@@ -231,7 +231,9 @@ class Queue(Submitter):
         about = (f"{lane.version}:{lane.name}", request_id, code, reason)
         copy = await self.dead_letters.keep_payload(entry) if entry.payload_id else None
         kept = "" if copy is None else copy.name
-        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, kept, frame)
+        request = head_of(frame or lease.frame)
+        tenant = "" if request is None else request.tenant
+        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, kept, frame, tenant)
         buried = await self._script(lane, _BURY, names, arguments, ())
         if buried is None:
             self._values.delete_objects([kept.encode()] if kept else [])

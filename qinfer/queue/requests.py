@@ -76,9 +76,11 @@ _RECORD_FIELDS = (
 )
 
 _ACCEPT = load_script("each", *PLACING, "drop", "deliveries", "requests/stored", "requests/known", "requests/accept")
-_SETTLE = load_script("each", "now_ms", "drop", "holder", "deliveries", "notes", "requests/stored", "requests/settle")
+_SETTLING = ("now_ms", "drop", "holder", "deliveries", "notes", "requests/stored", "requests/settle")
+_SETTLE = load_script("each", *_SETTLING)
+_SETTLE_COUNTED = load_script("each", *_SETTLING, "operations/count", "operations/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
-_FORGET = load_script("requests/forget", "now_ms", "drop", "requests/stored")
+_FORGET = load_script("requests/forget", "now_ms", "drop", "requests/stored", "operations/count")
 _RECORD = load_script("requests/record", "holder", "requests/read")
 _LIST = load_script("requests/list", "holder", "requests/read")
 _DUE = load_script("requests/due", "now_ms")
@@ -114,12 +116,12 @@ LISTED = (UNFINISHED, RequestState.FAILED, RequestState.EXPIRED, RequestState.CA
 
 
 class ListPlace(NamedTuple):
-    """A place in a model's list: an index of `LISTED`, and there a score and an id, behind which the list continues.
+    """A place in a model's list: the name of an index of `LISTED`, and a score and id there to continue behind.
 
     Without a score it is the start of the index, without an id that of the score.
     """
 
-    index: str = UNFINISHED
+    name: str = UNFINISHED
     score: str = ""
     id: str = ""
 
@@ -190,11 +192,12 @@ class Requests:
 
         return await self._durability.write(address.model, address.partition, look)
 
-    async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+    async def settle(self, settlements: Sequence[Settlement], operation: bytes = b"") -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
         Returns false for a request that had ended or is unknown. Large results count as stored only at the end, so only
-        `STAGED_BYTES` are stored ahead. After an error some requests may have ended.
+        `STAGED_BYTES` are stored ahead. After an error some requests may have ended. An `operation` (its key) counts
+        those that it ends: they are of its model, and have small results.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -205,7 +208,7 @@ class Requests:
         parts = _parts_of([each.address for each in settlements], [len(result.data) for result in results])
         ended = await asyncio.gather(
             *(
-                self._settle_partition([settlements[i] for i in part], [results[i] for i in part], free)
+                self._settle_partition([settlements[i] for i in part], [results[i] for i in part], free, operation)
                 for part in parts
             ),
             return_exceptions=True,
@@ -235,10 +238,14 @@ class Requests:
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
 
-    async def remove_result(self, address: EntryAddress) -> None:
-        """Removes a request's result, unless its end goes to an outbox; the record stays."""
+    async def remove_result(self, address: EntryAddress, operation: bytes = b"") -> None:
+        """Removes a request's result, unless its end goes to an outbox; the record stays.
+
+        An `operation` (its key) counts it.
+        """
         names = [_record_key(address), _result_name(address).encode()]
         names.append(keys.stored_responses(address.model, address.partition, address.id).encode())
+        names += [operation] if operation else []
         prefix = keys.prefix(address.model, address.partition)
         self._values.delete_objects(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
@@ -277,10 +284,10 @@ class Requests:
         Unfinished requests come first, the next deadline first; the last end is the first of each state. A request that
         ends meanwhile may be listed twice, but is not left out.
         """
-        left = [each for each in LISTED[LISTED.index(after.index) :] if each in indexes]
+        left = [each for each in LISTED[LISTED.index(after.name) :] if each in indexes]
         if not left:
             return []
-        place = after if left[0] == after.index else ListPlace()
+        place = after if left[0] == after.name else ListPlace()
         names = [_index_key(model, partition, each) for each in left]
         prefix = keys.prefix(model, partition)
         arguments = (prefix, keys.GROUP, count, place.score, place.id, *_RECORD_FIELDS)
@@ -292,6 +299,12 @@ class Requests:
             )
             for number, score, request_id, reply in found
         ]
+
+    async def count(self, model: str, partition: int, indexes: Sequence[str] = LISTED) -> int:
+        """Counts the places of a model's list; a few may be of expired or replayed requests."""
+        names = [_index_key(model, partition, each) for each in indexes]
+        sizes = await asyncio.gather(*(self._router.call(keys.slot(name), b"ZCARD", name) for name in names))
+        return sum(sizes)
 
     async def has_any(self, model: str, partition: int) -> bool:
         """Tells whether a list of a model's requests would have places."""
@@ -372,12 +385,20 @@ class Requests:
         return await self._values.stage(_result_name(address), blob, kept_s, settlement.tenant)
 
     async def _settle_partition(
-        self, settlements: Sequence[Settlement], results: Sequence[StagedValue], free: int | None = None
+        self,
+        settlements: Sequence[Settlement],
+        results: Sequence[StagedValue],
+        free: int | None = None,
+        operation: bytes = b"",
     ) -> list[Sequence[str] | None]:
         """Returns the watchers of each request; `None` = ended before."""
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         words = [_settlement(each, result, free) for each, result in zip(settlements, results, strict=True)]
-        replies = await run_each(call, _SETTLE, words)
+        if operation:
+            counted = [each._replace(keys=(*each.keys, operation)) for each in words]
+            replies = await run_each(call, _SETTLE_COUNTED, counted)
+        else:
+            replies = await run_each(call, _SETTLE, words)
         for _, _, objects in replies:
             self._values.delete_objects(objects)
         if any(what == b"gone" for what, _, _ in replies):

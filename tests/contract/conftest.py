@@ -30,6 +30,7 @@ PERMANENT = (
 )  # of a partition; lanes and statistics are told by their numbers
 WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
 WHOLE |= {"qinfer:scaler-counts", "qinfer:installation", "qinfer:settings", "qinfer:pauses"}
+WHOLE |= {"qinfer:operations", "qinfer:operations:open"}
 WHOLE |= {"qinfer:{.endpoints#0}:declared", "qinfer:{.endpoints#0}:trials"}
 WHOLE |= {"qinfer:{counts}:asked", "qinfer:{counts}:added"}
 ENDED = {"completed", "failed", "cancelled", "expired"}

@@ -169,7 +169,7 @@ class _Cursor(msgspec.Struct, frozen=True, array_like=True):
             found = msgspec.msgpack.decode(base64.urlsafe_b64decode(text[:2048]), type=cls)
         except (ValueError, binascii.Error, msgspec.DecodeError):
             raise InvalidRequest(f"after: '{text[:60]}' is no cursor; give `next` of the page before") from None
-        if found.place.index not in LISTED or not is_model_name(found.model) or len(found.place.score) > 20:
+        if found.place.name not in LISTED or not is_model_name(found.model) or len(found.place.score) > 20:
             raise InvalidRequest(f"after: '{text[:60]}' is no cursor; give `next` of the page before")
         return found
 
@@ -230,8 +230,8 @@ def _cursor(context: CallerContext, model: str, last: ListedRequest, before: Lis
     place = last.place
     if last.record is None or not context.sees(last.record.tenant):
         place = place._replace(id="")
-        if (place.index, place.score) == (before.index, before.score):  # one instant has more requests than a read
-            place = place._replace(score=str(int(place.score) + (1 if place.index == UNFINISHED else -1)))
+        if (place.name, place.score) == (before.name, before.score):  # one instant has more requests than a read
+            place = place._replace(score=str(int(place.score) + (1 if place.name == UNFINISHED else -1)))
     return _Cursor(model, place).written()
 
 

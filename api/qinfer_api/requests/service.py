@@ -382,11 +382,15 @@ class AsyncRequests:
         outcome = failed_outcome(address, RequestState.CANCELLED, Cancelled(LEFT), record.version)
         (is_first,) = await self.delivery.requests.settle([Settlement(address=address, outcome=outcome)])
         if is_first:
-            self.tally.failed(address.model, record.version, Cancelled.code)
-            self.tally.count_ended(address.model, record.version, Cancelled.code)
+            self.count_cancelled(record)
         else:
             await self.delivery.requests.remove_result(address)
         return await self.record(context, address)
+
+    def count_cancelled(self, record: RequestRecord) -> None:
+        """Counts a request that was cancelled."""
+        self.tally.failed(record.address.model, record.version, Cancelled.code)
+        self.tally.count_ended(record.address.model, record.version, Cancelled.code)
 
     def check_up(self, model: str, partition: int = 0) -> None:
         """Refuses at once while the queue is unreachable."""

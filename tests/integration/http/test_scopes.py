@@ -22,6 +22,8 @@ FOR_VIEWERS = {
     ("get", "/v1/models/{model}/backlog"),
     ("get", "/v1/models/{model}/requests/{request_id}"),
     ("get", "/v1/models/{model}/requests/{request_id}/timeline"),
+    ("get", "/v1/operations"),
+    ("get", "/v1/operations/{operation_id}"),
     ("get", "/v1/pauses"),
     ("get", "/v1/requests"),
     ("get", "/v1/requests/{request_id}"),

@@ -1,6 +1,6 @@
 -- Moves an entry that `consumer` still owns to the dead letters, with its payload, and trims these.
 -- KEYS: lane, letters, payload (optional). ARGV: group, consumer, id, version and name of the lane, request id, code,
---   reason, age (ms), most (bytes), name of the payload object's copy or '', frame to keep instead of the entry's or ''.
+--   reason, age (ms), most (bytes), name of the payload object's copy or '', frame to keep instead of the entry's or '', tenant.
 -- Returns {letter, unreferenced objects}, or nil.
 local lane, letters, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, id, age, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8]), tonumber(ARGV[9])
@@ -26,7 +26,7 @@ if is_object then
 end
 redis.call('XACK', lane, group, '0-0') -- for full memory
 local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', ARGV[5], 'code', ARGV[6], 'reason', ARGV[7],
-  'deliveries', pending[4], 'size', size, 'frame', frame, 'payload', tensors, unpack(fields))
+  'deliveries', pending[4], 'size', size, 'frame', frame, 'payload', tensors, 'tenant', ARGV[12], unpack(fields))
 redis.call('XACK', lane, group, id)
 redis.call('XDEL', lane, id)
 ended(lane, id)

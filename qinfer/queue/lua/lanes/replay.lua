@@ -1,8 +1,8 @@
 -- Moves a dead letter to the end of its lane, as never delivered; an asynchronous request is `queued` again.
--- KEYS: letters, lane, payload, record, result, due, responses. ARGV: id, request, ttl (ms, of the payload), name of
---   the lane, margin (ms, of the record), and for an object version, copy and size.
+-- KEYS: letters, lane, payload, record, result, due, responses, operation that counts it (optional). ARGV: id, request,
+--   ttl (ms, of the payload), name of the lane, margin (ms, of the record), and for an object version, copy and size.
 -- Returns {entry id, unreferenced objects}, or nil.
-local letters, lane, payload, record, result, due, responses = unpack(KEYS)
+local letters, lane, payload, record, result, due, responses, operation = unpack(KEYS)
 local id, request, ttl, name, margin, version, copy, size = unpack(ARGV)
 
 local letter = redis.call('XRANGE', letters, id, id)[1]
@@ -26,6 +26,7 @@ if body.object or body.payload ~= '' then
 end
 local entry = redis.call('XADD', lane, '*', unpack(fields))
 redis.call('XDEL', letters, id)
+count_changed(operation, 1)
 local gone = {body.object}
 
 if times[1] then

@@ -1,0 +1,320 @@
+"""`/v1/operations`: changes of many requests and dead letters by a filter, by which keys, and where a gateway dies."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from qinfer.core.api_keys import Scope, add_key
+from qinfer.core.messages import InferRequest
+from qinfer.errors import BrokerUnavailable
+from qinfer.queue.dead_letters import head_of
+from qinfer.queue.entries import Lane, RequestState, Settlement
+from qinfer.testing import eventually
+from qinfer.wire.frame import encode_request
+from qinfer_api.requests import operations as module
+from qinfer_api.requests.records import failed_outcome
+from tests.support.gateway import Running, declare_more, running_gateway, settings_of
+from tests.support.requests import acceptance
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Scene:
+    """A gateway with keys, and models of which each test has its own."""
+
+    def __init__(self, running: Running, keys: dict[str, str]) -> None:
+        self.running, self.keys, self._number = running, keys, 0
+        self.clients = {
+            name: httpx.AsyncClient(base_url=running.url, headers={"x-api-key": key}) for name, key in keys.items()
+        }
+
+    async def model(self, *, more: str = "") -> str:
+        self._number += 1
+        name = f"own{self._number}"
+        await declare_more(self.running, name, is_ready=True, more=more)
+        await self.running.refresh()
+        return name
+
+    async def accept(self, model: str, count: int, tenant: str = "acme") -> list[str]:
+        """Stores requests that no worker takes."""
+        names = [f"{tenant}-{number:03}@{tenant}" for number in range(count)]
+        for name in names:
+            frame = encode_request(InferRequest(model=model, inputs=(), id=name, version=1, tenant=tenant))
+            changes = {"frame": frame, "tenant": tenant, "timeout_s": 600.0}
+            await self.running.delivery.requests.accept(acceptance(name, model, **changes))
+        return names
+
+    async def bury(self, model: str, count: int, tenant: str = "acme", reason: str = "out of memory") -> None:
+        """Stores requests, and makes each a dead letter that has failed."""
+        delivery, lane = self.running.delivery, Lane(model, 1)
+        await self.accept(model, count, tenant)
+        while leases := await delivery.fetch([lane], "burier", 64, 0.0):
+            for lease in leases:
+                request = head_of(lease.frame)
+                assert request is not None
+                await delivery.bury(lease, request.id, "inference_failed", reason)
+                address = acceptance(request.id, model).address
+                outcome = failed_outcome(address, RequestState.FAILED, BrokerUnavailable(reason))
+                await delivery.requests.settle([Settlement(address=address, outcome=outcome)])
+
+    async def ask(self, name: str, action: str, *, dry_run: bool = False, **chosen: Any) -> httpx.Response:
+        body = {"action": action, "filter": chosen, "dry_run": dry_run}
+        return await self.clients[name].post("/v1/operations", json=body)
+
+    async def done(self, name: str, operation: dict[str, Any]) -> dict[str, Any]:
+        found = operation
+
+        async def is_over() -> bool:
+            nonlocal found
+            found = (await self.clients[name].get(f"/v1/operations/{operation['id']}")).json()
+            return found["state"] != "running"
+
+        await eventually(is_over, description="the end of the operation")
+        return found
+
+    async def operate(self, name: str, action: str, *, dry_run: bool = False, **chosen: Any) -> dict[str, Any]:
+        reply = await self.ask(name, action, dry_run=dry_run, **chosen)
+        assert reply.status_code == 202, reply.text
+        return await self.done(name, reply.json())
+
+    async def states(self, model: str) -> dict[str, int]:
+        reply = await self.clients["admin"].get("/v1/requests", params={"model": model, "limit": 1000})
+        counts: dict[str, int] = {}
+        for one in reply.json()["requests"]:
+            counts[one["state"]] = counts.get(one["state"], 0) + 1
+        return counts
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    file = Path(tmp_path_factory.mktemp("keys")) / "keys.json"
+    keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "other")}
+    keys["viewer"] = add_key(file, "acme", (Scope.VIEWER,), "viewer")[1]
+    keys["admin"] = add_key(file, "ops", (Scope.ADMIN,), "admin")[1]
+    async with running_gateway(settings_of(auth={"mode": "keys", "keys_file": str(file)})) as running:
+        scene = Scene(running, keys)
+        yield scene
+        for client in scene.clients.values():
+            await client.aclose()
+
+
+async def test_a_dry_run_counts_and_changes_nothing(scene: Scene) -> None:
+    model = await scene.model()
+    names = await scene.accept(model, 120)
+
+    found = await scene.operate("acme", "cancel", dry_run=True, model=model, id_prefix="acme-1")
+
+    assert (found["found"], found["changed"], found["refused"]) == (20, 0, 0)
+    assert found["sample"] == [name.partition("@")[0] for name in names[100:110]]
+    assert await scene.states(model) == {"queued": 120}
+
+
+async def test_requests_are_cancelled_by_a_filter(scene: Scene) -> None:
+    model = await scene.model()
+    await scene.accept(model, 230)
+    await scene.accept(model, 5, "other")
+
+    found = await scene.operate("acme", "cancel", model=model)
+
+    assert (found["state"], found["found"], found["changed"]) == ("done", 230, 230)
+    assert await scene.states(model) == {"queued": 5, "cancelled": 230}
+    assert await scene.running.depth(model) == 5
+    again = await scene.operate("acme", "cancel", model=model)
+    assert (again["found"], again["changed"]) == (0, 0)
+
+
+async def test_dead_letters_are_replayed_by_a_filter(scene: Scene) -> None:
+    model = await scene.model()
+    await scene.bury(model, 130)
+    await scene.bury(model, 4, "other")
+
+    dry = await scene.operate("acme", "replay", dry_run=True, model=model, error="MEMORY")
+    none = await scene.operate("acme", "replay", model=model, error="no such text")
+    found = await scene.operate("acme", "replay", model=model, error="out of")
+
+    assert (dry["found"], dry["changed"], none["changed"]) == (130, 0, 0)
+    assert (found["found"], found["changed"]) == (130, 130)
+    assert await scene.states(model) == {"queued": 130, "failed": 4}
+    assert await scene.running.depth(model) == 130
+
+
+async def test_two_operations_replay_each_letter_once(scene: Scene) -> None:
+    model = await scene.model()
+    await scene.bury(model, 150)
+
+    first, second = [(await scene.ask("admin", "replay", model=model)).json() for _ in range(2)]
+    ended = [await scene.done("admin", each) for each in (first, second)]
+
+    assert sum(each["changed"] for each in ended) == 150
+    assert await scene.running.depth(model) == 150
+
+
+async def test_results_are_purged_and_letters_discarded(scene: Scene) -> None:
+    model = await scene.model()
+    await scene.bury(model, 12)
+
+    purged = await scene.operate("acme", "purge", model=model, state=["failed"])
+    discarded = await scene.operate("acme", "discard", model=model)
+
+    assert (purged["changed"], discarded["changed"]) == (12, 12)
+    assert await scene.running.delivery.dead_letters.count(model) == 0
+    assert await scene.states(model) == {"failed": 12}
+
+
+async def test_an_operation_leaves_later_requests_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = await scene.model()
+    await scene.accept(model, 3)
+    operations = scene.running.gateway._operations
+    monkeypatch.setattr(operations._operations, "lead", _never)
+    asked = (await scene.ask("acme", "cancel", model=model)).json()
+    later = await scene.clients["acme"].post(
+        f"/v1/models/{model}/requests",
+        json={"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]},
+    )
+    monkeypatch.undo()
+
+    found = await scene.done("acme", asked)
+
+    assert (later.status_code, found["changed"]) == (202, 3)
+    assert await scene.states(model) == {"queued": 1, "cancelled": 3}
+
+
+async def _never(*_: Any) -> bool:
+    return False
+
+
+async def test_an_operation_goes_on_where_its_gateway_died(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A portion that was changed and not noted is repeated, and counts once."""
+    model = await scene.model()
+    await scene.accept(model, 250)
+    operations, tries = scene.running.gateway._operations, 0
+    save = operations._operations.save
+
+    async def dies(*arguments: Any) -> bool:
+        nonlocal tries
+        tries += 1
+        if tries % 2:
+            raise BrokerUnavailable("killed")
+        return await save(*arguments)
+
+    monkeypatch.setattr(operations._operations, "save", dies)
+
+    found = await scene.operate("acme", "cancel", model=model)
+
+    assert (found["changed"], tries > 3) == (250, True)
+    assert await scene.states(model) == {"cancelled": 250}
+
+
+async def test_a_dry_run_counts_exactly_where_its_gateway_died(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = await scene.model()
+    await scene.accept(model, 250)
+    operations, tries = scene.running.gateway._operations, 0
+    save = operations._operations.save
+
+    async def dies(*arguments: Any) -> bool:
+        nonlocal tries
+        tries += 1
+        if tries % 2:
+            raise BrokerUnavailable("killed")
+        return await save(*arguments)
+
+    monkeypatch.setattr(operations._operations, "save", dies)
+
+    assert (await scene.operate("acme", "cancel", dry_run=True, model=model))["found"] == 250
+
+
+async def test_replays_wait_while_half_of_a_lane_is_full(scene: Scene) -> None:
+    model = await scene.model(more='parameters { key: "qinfer.lane_capacity" value { string_value: "150" } }')
+    await scene.bury(model, 130)
+    asked = (await scene.ask("acme", "replay", model=model)).json()
+
+    await eventually(lambda: _depth_is(scene, model, 100), description="the first portion")
+    await scene.running.gateway._operations.round()
+    assert await scene.running.depth(model) == 100
+    await scene.operate("acme", "cancel", model=model)
+
+    found = await scene.done("acme", asked)
+    assert found["changed"] == 130
+
+
+async def _depth_is(scene: Scene, model: str, depth: int) -> bool:
+    return await scene.running.depth(model) == depth
+
+
+async def test_an_operation_can_be_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = await scene.model()
+    await scene.accept(model, 3)
+    monkeypatch.setattr(scene.running.gateway._operations._operations, "lead", _never)
+    asked = (await scene.ask("acme", "cancel", model=model)).json()
+
+    stopped = await scene.clients["acme"].delete(f"/v1/operations/{asked['id']}")
+    monkeypatch.undo()
+
+    assert (stopped.status_code, stopped.json()["state"]) == (200, "stopped")
+    assert await scene.states(model) == {"queued": 3}
+
+
+async def test_tenants_change_and_see_their_own_alone(scene: Scene) -> None:
+    model = await scene.model()
+    await scene.bury(model, 2, "other")
+    await scene.accept(model, 2)
+
+    forbidden = await scene.ask("other", "cancel", model=model, tenant="acme")
+    viewed = await scene.ask("viewer", "cancel", dry_run=True, model=model)
+    cancelled = await scene.operate("other", "cancel", model=model)
+    replayed = await scene.operate("acme", "replay", model=model)
+    own = (await scene.clients["other"].get("/v1/operations")).json()["operations"]
+    others = await scene.clients["acme"].get(f"/v1/operations/{cancelled['id']}")
+    stopped = await scene.clients["acme"].delete(f"/v1/operations/{cancelled['id']}")
+    shown = await scene.clients["viewer"].get(f"/v1/operations/{replayed['id']}")
+    unstopped = await scene.clients["viewer"].delete(f"/v1/operations/{replayed['id']}")
+
+    assert (forbidden.status_code, viewed.status_code) == (403, 403)
+    assert (cancelled["found"], replayed["found"]) == (0, 0)
+    assert {one["filter"]["tenant"] for one in own} == {"other"}
+    assert (others.status_code, stopped.status_code) == (404, 404)
+    assert (shown.status_code, unstopped.status_code) == (200, 403)
+    assert (cancelled["total"], cancelled["looked"]) == (None, None)
+    everything = await scene.operate("admin", "cancel", model=model)
+    assert (everything["changed"], everything["total"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"action": "cancel", "filter": {}}, "names a model"),
+        ({"action": "cancel", "filter": {"model": "a/b"}}, "names a model"),
+        ({"action": "replay", "filter": {"model": "echo", "state": ["failed"]}}, "no state"),
+        ({"action": "cancel", "filter": {"model": "echo", "colour": "red"}}, "colour"),
+        ({"action": "cancel", "filter": {"model": "echo", "older_than_s": -1}}, "older_than_s"),
+        ({"action": "forget", "filter": {"model": "echo"}}, ""),
+    ],
+)
+async def test_a_wrong_operation_is_refused(scene: Scene, body: dict[str, Any], text: str) -> None:
+    reply = await scene.clients["acme"].post("/v1/operations", json=body)
+
+    assert reply.status_code == 400
+    assert text in reply.json()["error"]
+
+
+async def test_unknown_operations_are_not_found(scene: Scene) -> None:
+    for name in ("nonsense", "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.echo", "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.a}b"):
+        assert (await scene.clients["admin"].get(f"/v1/operations/{name}")).status_code == 404
+
+
+async def test_operations_are_audited(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    model = await scene.model()
+    await scene.accept(model, 2)
+
+    with caplog.at_level("INFO", logger=module.AUDIT):
+        found = await scene.operate("acme", "cancel", model=model)
+
+    acts = [record for record in caplog.records if record.message == "administrative act"]
+    [ended] = [record for record in caplog.records if record.message == "operation done"]
+    assert [(act.act, act.path, act.key) for act in acts] == [("POST", "/v1/operations", "acme")]  # type: ignore[attr-defined]
+    told = (ended.operation, ended.action, ended.model, ended.key, ended.changed)  # type: ignore[attr-defined]
+    assert told == (found["id"], "cancel", model, "acme", 2)
