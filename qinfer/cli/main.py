@@ -50,7 +50,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (backends.app, "backends", None),
     (endpoints.app, "endpoints", None),
     (keys.app, "keys", "Manage API keys: new, list, rotate, revoke."),
-    (requests.app, "requests", "Stored requests: list, show."),
+    (requests.app, "requests", "Stored requests: list, show; cancel, purge, replay many."),
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
     (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),

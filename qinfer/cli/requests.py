@@ -1,6 +1,8 @@
 """`qinfer requests`: stored requests, many at a time."""
 
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,14 +21,16 @@ from qinfer.cli.console import (
     table,
     with_options,
 )
+from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from qinfer.client import RequestHandle, RequestStatus
+    from qinfer.client import OperationStatus, RequestHandle, RequestStatus
 
 app = Commands(
-    help="Stored requests (/v1): list, show. Synchronous requests are not stored: see `qinfer queues` and the metrics.",
+    help="Stored requests (/v1): list, show, cancel, purge, replay many. Synchronous requests are not stored: see "
+    "`qinfer queues` and the metrics.",
     no_args_is_help=True,
 )
 
@@ -80,6 +84,99 @@ def show_request(
         status, events = client.status(handle), client.timeline(handle)
     found = {**status.fields, "events": events}
     show(found, lambda: _details(status, events), as_json=as_json)
+
+
+def _operate(action: str, url: str, given: "Mapping[str, Any]", *, as_json: bool) -> None:
+    """Starts an operation, and shows its progress on stderr until it ends."""
+    dry_run, wait = given["dry_run"], given["wait"]
+    if action in ("purge", "discard") and not (given["yes"] or dry_run):
+        raise InvalidRequest(f"{action} can't be undone; look with --dry-run, then add --yes")
+    filters = read_filters({name: value for name, value in given.items() if name in FILTER_OPTIONS})
+    with gateway_client(url) as client:
+        wait_s = math.inf if wait else 0.0
+        status = client.operate(action, dry_run=dry_run, wait_s=wait_s, on_status=_progress(), **filters)
+    show(dict(status.fields), lambda: _operations([status]), as_json=as_json)
+
+
+def _progress() -> "Callable[[OperationStatus], None]":
+    said = ""
+
+    def tell(status: "OperationStatus") -> None:
+        nonlocal said
+        looked = "" if status.total is None else f", {status.looked:,} of {status.total:,} looked at"
+        line = f"{status.action} {status.state}: {status.found:,} found, {status.changed:,} changed{looked}"
+        if line != said:
+            said = line
+            print(line, file=sys.stderr)
+
+    return tell
+
+
+OPERATION_OPTIONS: Options = {
+    **FILTER_OPTIONS,
+    "model": option(str, ..., "The model; required.", "--model"),
+    "dry_run": option(bool, False, "Only count, and show a sample.", "--dry-run"),
+    "wait": option(bool, True, "Wait for the end; the operation goes on in any case.", "--wait/--no-wait"),
+    "yes": option(bool, False, "Confirm what can't be undone.", "--yes"),
+}
+
+
+@app.command("cancel", epilog="Example: qinfer requests cancel --model digits --older-than 3600 --dry-run")
+@with_options(OPERATION_OPTIONS)
+def cancel_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
+    """Cancel unfinished requests of a model."""
+    _operate("cancel", url, given, as_json=as_json)
+
+
+@app.command("purge", epilog="Example: qinfer requests purge --model digits --state failed --yes")
+@with_options(OPERATION_OPTIONS)
+def purge_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
+    """Remove the results of ended requests of a model; their records stay until they expire."""
+    _operate("purge", url, given, as_json=as_json)
+
+
+@app.command("replay", epilog="Example: qinfer requests replay --model digits --error memory --dry-run")
+@with_options(OPERATION_OPTIONS)
+def replay_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
+    """Execute dead letters of a model again; the answer to a synchronous request is dropped."""
+    _operate("replay", url, given, as_json=as_json)
+
+
+@app.command("discard", epilog="Example: qinfer requests discard --model digits --older-than 86400 --yes")
+@with_options(OPERATION_OPTIONS)
+def discard_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
+    """Remove dead letters of a model for good."""
+    _operate("discard", url, given, as_json=as_json)
+
+
+@app.command("operations", epilog="Example: qinfer requests operations")
+def list_operations(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """List the operations of the last week, newest first."""
+    with gateway_client(url) as client:
+        found = client.operations()
+    show([dict(one.fields) for one in found], lambda: _operations(found), as_json=as_json)
+
+
+@app.command("stop", epilog="Example: qinfer requests stop 01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits")
+def stop_operation(
+    operation_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the operation, as `operations` prints it.")],
+    *,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop an operation; its changes stay."""
+    with gateway_client(url) as client:
+        status = client.stop_operation(operation_id)
+    show(dict(status.fields), lambda: _operations([status]), as_json=as_json)
+
+
+def _operations(found: "Sequence[OperationStatus]") -> "RenderableType":
+    rows = []
+    for one in found:
+        kind = f"{one.action} (dry run)" if one.fields.get("dry_run") else one.action
+        why = one.fields.get("reason") or ", ".join(one.fields.get("sample", ())[:3])
+        rows.append((one.id, kind, state(one.state), one.found, one.changed, one.refused, why))
+    return table("Operations", "id, action, state, found>, changed>, refused>, reason or sample", rows)
 
 
 def handle_named(request_id: str, model: str) -> "RequestHandle":

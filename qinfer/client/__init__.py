@@ -10,6 +10,7 @@ from qinfer.client._async.handles import AsyncJob, AsyncModelFunction, AsyncSequ
 from qinfer.client._sync.client import Client
 from qinfer.client._sync.handles import Job, ModelFunction, Sequence
 from qinfer.client.job_flows import JobStatus
+from qinfer.client.request_flows import OperationStatus
 from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus
 from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelIndexEntry, ModelMetadata, TensorMetadata
 
@@ -28,6 +29,7 @@ __all__ = [
     "ModelIndexEntry",
     "ModelMetadata",
     "ModelStatistics",
+    "OperationStatus",
     "RequestHandle",
     "RequestStatus",
     "Sequence",

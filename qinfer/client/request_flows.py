@@ -1,15 +1,20 @@
 """The client's calls about many stored requests as flows (`qinfer.client.steps`), without I/O."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 from urllib.parse import urlencode
 
 from qinfer.client.flows import status_of
-from qinfer.client.results import RequestHandle, RequestStatus
-from qinfer.client.steps import Flow, Policy, Send, call, json_object
+from qinfer.client.results import RequestHandle, RequestStatus, path_part
+from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object
+from qinfer.core.retry import Backoff
 from qinfer.errors import InvalidRequest, RequestNotFound
 
 PAGE = 500
+
+_OPERATIONS = "/v1/operations"
+_POLLS_S = (0.1, 2.0)
 
 
 class RequestFilters(TypedDict, total=False):
@@ -66,6 +71,69 @@ def timeline(policy: Policy, handle: RequestHandle) -> Flow[list[dict[str, Any]]
     """Returns the steps of a request."""
     reply = yield from call(policy, Send("GET", f"{handle.url}/timeline", {}), not_found=RequestNotFound)
     return [dict(event) for event in _objects(json_object(policy, reply), "events")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationStatus:
+    """The state and the progress of an operation on many stored requests.
+
+    Attributes:
+        id: The operation's id.
+        action: `cancel`, `purge`, `replay` or `discard`.
+        state: `running`, `done` or `stopped`.
+        found: Requests or dead letters that it has chosen so far; all that a dry run counts.
+        changed: Those that it has changed, exactly.
+        refused: Those that could not be changed.
+        total: What it has to look at; `None` without the scope `admin`.
+        looked: What it has looked at; `None` without the scope `admin`.
+        fields: All fields of the gateway's answer, such as `reason` and `sample`.
+    """
+
+    id: str
+    action: str
+    state: str
+    found: int = 0
+    changed: int = 0
+    refused: int = 0
+    total: int | None = None
+    looked: int | None = None
+    fields: Mapping[str, Any]
+
+
+OnOperation = Callable[[OperationStatus], object]
+
+
+def operate(
+    policy: Policy, action: str, filters: RequestFilters, observe: OnOperation, *, dry_run: bool, wait_s: float
+) -> Flow[OperationStatus]:
+    """Starts an operation, and waits up to `wait_s` for its end."""
+    body = {"action": action, "filter": given_filters(filters), "dry_run": dry_run}
+    send, pauses = Send("POST", _OPERATIONS, JSON, encode_json("the operation", body)), Backoff(*_POLLS_S, factor=1.5)
+    ends_s = policy.clock.monotonic_s() + wait_s
+    while True:
+        reply = yield from call(policy, send, not_found=RequestNotFound)
+        status = _operation(policy, json_object(policy, reply))
+        observe(status)
+        if status.state != "running" or policy.clock.monotonic_s() >= ends_s:
+            return status
+        yield Pause(pauses.next_s())
+        send = Send("GET", f"{_OPERATIONS}/{path_part('the operation', status.id)}", {})
+
+
+def operations(policy: Policy, limit: int) -> Flow[list[OperationStatus]]:
+    """Returns the newest operations."""
+    reply = yield from call(policy, Send("GET", f"{_OPERATIONS}?limit={limit}", {}))
+    return [_operation(policy, one) for one in _objects(json_object(policy, reply), "operations")]
+
+
+def stop_operation(policy: Policy, operation_id: str) -> Flow[OperationStatus]:
+    """Stops an operation."""
+    send = Send("DELETE", f"{_OPERATIONS}/{path_part('the operation', operation_id)}", {})
+    return _operation(policy, json_object(policy, (yield from call(policy, send, not_found=RequestNotFound))))
+
+
+def _operation(policy: Policy, fields: Mapping[str, Any]) -> OperationStatus:
+    return converted(policy, {**fields, "fields": fields}, OperationStatus, "operation")
 
 
 def _objects(fields: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:

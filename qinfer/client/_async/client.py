@@ -17,7 +17,7 @@ from qinfer.client.flows import Ask, Keys, StepFlags, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.model_flows import Inputs
-from qinfer.client.request_flows import RequestFilters
+from qinfer.client.request_flows import OnOperation, OperationStatus, RequestFilters
 from qinfer.client.results import (
     EventReader,
     Follower,
@@ -370,6 +370,46 @@ class AsyncClient:
             QinferError: As `infer`.
         """
         return await self._run_flow(request_flows.timeline(self._policy, handle_of(request)))
+
+    async def operate(
+        self,
+        action: str,
+        *,
+        dry_run: bool = False,
+        wait_s: float = DEFAULT_TIMEOUT_S,
+        on_status: OnOperation | None = None,
+        **filters: Unpack[RequestFilters],
+    ) -> OperationStatus:
+        """Changes many stored requests, or dead letters, of a model, in the background of the gateways.
+
+        Args:
+            action: `cancel` unfinished requests, `purge` the results of ended ones, `replay` dead letters, or `discard`
+                them.
+            dry_run: Only count, and show a sample of ids.
+            wait_s: How long to wait for the end; 0 = do not wait. The operation goes on in any case.
+            on_status: Called with each status that is read.
+            filters: Which requests; see `RequestFilters`. `model` is necessary; dead letters have no `state`.
+
+        Raises:
+            InvalidRequest: The filter names no model, or an unknown field.
+            QinferError: As `infer`.
+        """
+        observe = on_status or (lambda _: None)
+        flow = request_flows.operate(self._policy, action, filters, observe, dry_run=dry_run, wait_s=wait_s)
+        return await self._run_flow(flow)
+
+    async def operations(self, *, limit: int = 100) -> list[OperationStatus]:
+        """Returns the newest operations of the last week."""
+        return await self._run_flow(request_flows.operations(self._policy, limit))
+
+    async def stop_operation(self, operation_id: str) -> OperationStatus:
+        """Stops an operation; its changes stay.
+
+        Raises:
+            RequestNotFound: The operation does not exist.
+            QinferError: As `infer`.
+        """
+        return await self._run_flow(request_flows.stop_operation(self._policy, operation_id))
 
     def stream(
         self,
