@@ -66,6 +66,7 @@ from qinfer_api.quotas import Quota
 from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.janitor import Janitor
+from qinfer_api.requests.letters import letter_routes
 from qinfer_api.requests.operations import RequestOperations, operation_routes
 from qinfer_api.requests.routes import list_routes, request_routes
 from qinfer_api.requests.service import AsyncRequests, Waits
@@ -178,7 +179,6 @@ class Gateway:
         self._tasks = BulkTasks(settings)
         self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
         self.requests, self._janitor = self._asynchronous(settings, tally)
-        self._operations = RequestOperations(self.requests, self.name)
         self._examiners = ExaminerPool(settings, os.environ)
         self.jobs = self._bulk_jobs(settings)
         self._labeling = Labeling(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
@@ -297,6 +297,7 @@ class Gateway:
             watch_end=self._ends.watch,
             receiving=self.receiving,
         )
+        self._operations = RequestOperations(requests, self.name)
         return requests, janitor
 
     def _bulk_jobs(self, settings: Settings) -> BulkJobs:
@@ -532,7 +533,7 @@ def build_app(
         redoc_url=None,
     )
     inference = guarded(services, "inference")
-    busiest_first = (infer_routes, request_routes, list_routes, plain_routes)
+    busiest_first = (infer_routes, request_routes, list_routes, letter_routes, plain_routes)
     others = (
         statistics_routes,
         backlog_routes,

@@ -24,7 +24,7 @@ from qinfer.queue.embedded import EmbeddedRedis
 from qinfer.testing import eventually
 from tests.chaos import faulty
 from tests.chaos.member import MODULES, Member, Role
-from tests.chaos.verdict import Key
+from tests.chaos.verdict import TERMINAL, Key
 from tests.e2e.conftest import clean_environment
 from tests.support.servers.servers import command, is_listening
 
@@ -52,7 +52,7 @@ SETTINGS = {
 
 _SHOWN = 20  # held entries of a stream
 _DEAD = "}:dlq"
-_NO_WORK = (_DEAD, "}:cancels", "}:sequence-owners")
+_NO_WORK = (_DEAD, "}:cancels", "}:sequence-owners", *(f"}}:ended:{state}" for state in TERMINAL))
 
 
 class Cluster:

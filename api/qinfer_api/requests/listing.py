@@ -81,11 +81,12 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             and self._fits(record.version, shown_id(record.address), error, now_s - record.created_at)
         )
 
-    def fits_letter(self, letter: DeadLetter, now_s: float) -> bool:
-        """Tells whether a dead letter is chosen, apart from tenant and state."""
-        address = EntryAddress(letter.lane.model, letter.lane.partition, letter.request_id)
-        error = f"{letter.code}: {letter.reason}"
-        return self._fits(letter.lane.version, shown_id(address), error, now_s - letter.buried_at)
+    def fits_letter(self, letter: DeadLetter, now_s: float, *, reads: bool = True) -> bool:
+        """Tells as `fits` whether a dead letter is chosen; it has no state."""
+        error = f"{letter.code}: {letter.reason}" if reads else letter.code
+        return self.tenant in (None, letter.tenant) and self._fits(
+            letter.lane.version, letter_request(letter), error, now_s - letter.buried_at
+        )
 
     def _fits(self, version: int, request_id: str, error: str, age_s: float) -> bool:
         return (
@@ -94,6 +95,11 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             and self.error.lower() in error.lower()
             and self.older_than_s <= age_s <= (math.inf if self.newer_than_s is None else self.newer_than_s)
         )
+
+
+def letter_request(letter: DeadLetter) -> str:
+    """Returns the id of a dead letter's request as its client knows it."""
+    return shown_id(EntryAddress(letter.lane.model, letter.lane.partition, letter.request_id))
 
 
 FILTER_QUERY: tuple[Json, ...] = (
@@ -192,7 +198,7 @@ async def list_page(
     chosen, now_s = own_filter(chosen, context), requests.now_s()
     start = _Cursor.read(after) if after else None
     stored, read, found = requests.delivery.requests, 0, list[RequestRecord]()
-    for model in await _models(requests, chosen.model, "" if start is None else start.model):
+    for model in await _with_requests(requests, chosen.model, "" if start is None else start.model):
         place = start.place if start is not None and model == start.model else ListPlace()
         while True:
             before = place
@@ -211,8 +217,14 @@ async def list_page(
     return RequestPage(found, "")
 
 
-async def _models(requests: AsyncRequests, name: str, first: str) -> list[str]:
-    """Returns models with requests, from `first` on."""
+async def _with_requests(requests: AsyncRequests, name: str, first: str) -> list[str]:
+    chosen = chosen_models(requests, name, first)
+    have_any = await asyncio.gather(*(requests.delivery.requests.has_any(model, _PARTITION) for model in chosen))
+    return [model for model, has_any in zip(chosen, have_any, strict=True) if has_any]
+
+
+def chosen_models(requests: AsyncRequests, name: str, first: str) -> list[str]:
+    """Returns the models that a filter's `model` names, from `first` on; empty = all."""
     catalog, endpoints = requests.catalog, requests.dispatcher.endpoints.by_name
     if name in endpoints:
         names = {target.model for target in endpoints[name].endpoint.targets}
@@ -220,9 +232,7 @@ async def _models(requests: AsyncRequests, name: str, first: str) -> list[str]:
         names = {name} if is_model_name(name) else set()
     else:
         names = {*catalog.known(), *(model for model, _ in catalog.unloaded())}
-    chosen = sorted(model for model in names if model >= first)
-    have_any = await asyncio.gather(*(requests.delivery.requests.has_any(model, _PARTITION) for model in chosen))
-    return [model for model, has_any in zip(chosen, have_any, strict=True) if has_any]
+    return sorted(model for model in names if model >= first)
 
 
 def _cursor(context: CallerContext, model: str, last: ListedRequest, before: ListPlace) -> str:

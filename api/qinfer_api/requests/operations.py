@@ -22,11 +22,11 @@ from qinfer.errors import Cancelled, CorruptEntry, InvalidRequest, QinferError, 
 from qinfer.models.repository.open import is_model_name
 from qinfer.observe.logs import AUDIT
 from qinfer.queue.dead_letters import DeadLetter
-from qinfer.queue.entries import EntryAddress, RequestRecord, RequestState, Settlement
+from qinfer.queue.entries import RequestRecord, RequestState, Settlement
 from qinfer.queue.operations import Operation, OperationProgress, Operations, OperationState
 from qinfer.queue.requests import LISTED, UNFINISHED, ListPlace
 from qinfer_api.auth import CallerContext, administrative
-from qinfer_api.requests.listing import AT_ONCE, RequestFilter, checked_limit, own_filter, read_filter
+from qinfer_api.requests.listing import AT_ONCE, RequestFilter, checked_limit, letter_request, own_filter, read_filter
 from qinfer_api.requests.records import failed_outcome, instant, made_by_server, shown_id, written
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import body, describe_response, errors, operation, query
@@ -256,12 +256,8 @@ class RequestOperations:
     async def _of_letters(self, found: Operation, about: _About) -> _Portion:
         (after,) = found.progress.place or ("",)
         letters = await self._letters.list(found.model, after=after, count=AT_ONCE)
-        chosen = [
-            letter
-            for letter in letters
-            if about.filter.tenant in (None, letter.tenant) and about.filter.fits_letter(letter, found.created_at)
-        ]
-        ids = [shown_id(EntryAddress(found.model, _PARTITION, letter.request_id)) for letter in chosen]
+        chosen = [letter for letter in letters if about.filter.fits_letter(letter, found.created_at)]
+        ids = [letter_request(letter) for letter in chosen]
         act = self._replay if about.action is Action.REPLAY else self._discard
         return _Portion((letters[-1].id,) if letters else (), len(letters), ids, lambda: act(chosen, found))
 

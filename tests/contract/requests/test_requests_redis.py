@@ -54,7 +54,14 @@ async def test_every_key_of_a_request_has_its_time_to_live(redis_queue: RedisQue
     assert ttl_s(PAYLOAD) == pytest.approx(600.0 + MARGIN_S, abs=30.0)
     assert ttl_s(keys.idempotency("digits", 0, "", "k")) == pytest.approx(50.0, abs=30.0)
     await settle(delivery, ended(blob=bytes(size)))
-    assert names(redis_queue) == {"1:p1", "request:r1", "result:r1", "idem::k", "deliveries:webhooks"}
+    assert names(redis_queue) == {
+        "1:p1",
+        "request:r1",
+        "result:r1",
+        "idem::k",
+        "deliveries:webhooks",
+        "ended:succeeded",
+    }
     assert ttl_s(RECORD) == pytest.approx(500.0, abs=30.0)
     assert ttl_s(RESULT) == pytest.approx(200.0, abs=30.0)
 
@@ -229,7 +236,7 @@ async def _check_full_memory(queue: RedisQueue) -> None:
     assert await settle(delivery, ended()) == [True]
 
     assert await delivery.requests.result(address()) == b"blob of succeeded"
-    assert names(queue) == {"1:p1", "request:r1", "result:r1", "deliveries:webhooks"}
+    assert names(queue) == {"1:p1", "request:r1", "result:r1", "deliveries:webhooks", "ended:succeeded"}
 
 
 async def test_an_accepted_request_survives_the_servers_restart(own_redis: RedisQueue) -> None:

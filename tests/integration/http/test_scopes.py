@@ -15,6 +15,7 @@ from tests.support.gateway import running_gateway, settings_of
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FOR_VIEWERS = {
+    ("get", "/v1/dead-letters"),
     ("get", "/v1/endpoints"),
     ("get", "/v1/endpoints/{endpoint}"),
     ("get", "/v1/jobs"),

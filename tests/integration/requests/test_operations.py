@@ -11,16 +11,18 @@ import pytest_asyncio
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.messages import InferRequest
 from qinfer.errors import BrokerUnavailable
+from qinfer.observe.logs import AUDIT
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Lane, RequestState, Settlement
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
-from qinfer_api.requests import operations as module
 from qinfer_api.requests.records import failed_outcome
 from tests.support.gateway import Running, declare_more, running_gateway, settings_of
 from tests.support.requests import acceptance
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 
 
 class Scene:
@@ -71,7 +73,7 @@ class Scene:
         async def is_over() -> bool:
             nonlocal found
             found = (await self.clients[name].get(f"/v1/operations/{operation['id']}")).json()
-            return found["state"] != "running"
+            return bool(found["state"] != "running")
 
         await eventually(is_over, description="the end of the operation")
         return found
@@ -171,10 +173,7 @@ async def test_an_operation_leaves_later_requests_alone(scene: Scene, monkeypatc
     operations = scene.running.gateway._operations
     monkeypatch.setattr(operations._operations, "lead", _never)
     asked = (await scene.ask("acme", "cancel", model=model)).json()
-    later = await scene.clients["acme"].post(
-        f"/v1/models/{model}/requests",
-        json={"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]},
-    )
+    later = await scene.clients["acme"].post(f"/v1/models/{model}/requests", json=BODY)
     monkeypatch.undo()
 
     found = await scene.done("acme", asked)
@@ -245,6 +244,51 @@ async def _depth_is(scene: Scene, model: str, depth: int) -> bool:
     return await scene.running.depth(model) == depth
 
 
+async def test_dead_letters_are_listed_and_read(scene: Scene) -> None:
+    """By their tenant and administrators; a viewer reads neither reasons nor tensors."""
+    model = await scene.model()
+    await scene.bury(model, 3)
+    await scene.bury(model, 2, "other", "no such file")
+
+    async def listed(name: str, **params: Any) -> list[dict[str, Any]]:
+        found, following = [], ""
+        while following is not None:
+            more = {"after": following} if following else {}
+            reply = await scene.clients[name].get("/v1/dead-letters", params={"model": model, **params, **more})
+            found += reply.json()["dead_letters"]
+            following = reply.json()["next"]
+        return found
+
+    own, others, everything = [await listed(name, limit=2) for name in ("acme", "other", "admin")]
+    viewed = await listed("viewer")
+
+    assert (len(own), len(others), len(everything)) == (3, 2, 5)
+    assert {one["reason"] for one in own} == {"out of memory"}
+    assert {one["tenant"] for one in everything} == {"acme", "other"}
+    assert {(one["code"], one["reason"]) for one in viewed} == {("inference_failed", "")}
+    assert (await listed("viewer", error="memory"), await listed("acme", error="file")) == ([], [])
+    path = f"/v1/dead-letters/{model}/{own[0]['id']}"
+    statuses = [(await scene.clients[name].get(path)).status_code for name in ("acme", "admin", "other", "viewer")]
+    inputs = [(await scene.clients[n].get(f"{path}/inputs")).status_code for n in ("acme", "other", "viewer")]
+    assert (statuses, inputs) == ([200, 200, 404, 403], [200, 404, 403])
+    unknown = await scene.clients["admin"].get(f"/v1/dead-letters/{model}/nonsense")
+    assert unknown.status_code == 404
+
+
+async def test_the_inputs_of_a_dead_letter_are_shown(scene: Scene) -> None:
+    model = await scene.model()
+    record = (await scene.clients["acme"].post(f"/v1/models/{model}/requests", json=BODY)).json()
+    delivery = scene.running.delivery
+    [lease] = await delivery.fetch([Lane(model, 1)], "burier", 64, 0.0)
+    await delivery.bury(lease, record["id"], "inference_failed", "no")
+    [letter] = await delivery.dead_letters.list(model)
+
+    found = await scene.clients["acme"].get(f"/v1/dead-letters/{model}/{letter.id}/inputs")
+
+    [tensor] = found.json()["outputs"]
+    assert (tensor["name"], tensor["data"]) == ("x", [1.0, 2.0, 3.0, 4.0])
+
+
 async def test_an_operation_can_be_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     model = await scene.model()
     await scene.accept(model, 3)
@@ -310,7 +354,7 @@ async def test_operations_are_audited(scene: Scene, caplog: pytest.LogCaptureFix
     model = await scene.model()
     await scene.accept(model, 2)
 
-    with caplog.at_level("INFO", logger=module.AUDIT):
+    with caplog.at_level("INFO", logger=AUDIT):
         found = await scene.operate("acme", "cancel", model=model)
 
     acts = [record for record in caplog.records if record.message == "administrative act"]
