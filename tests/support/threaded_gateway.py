@@ -31,6 +31,7 @@ PRESCRIBED = {
         r"explicit model load / unload is not allowed",  # §1.14
         r"log_format",  # §1.17
         r"is not at ready state",  # §1.3
+        r"is paused",
         r"queue of the bulk tasks can't be reached",  # there is no Celery
     ],
 }
