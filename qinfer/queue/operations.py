@@ -13,6 +13,7 @@ The guarantees, each with a test in `tests/contract/requests/test_operations.py`
 4. Records expire a week after their last change.
 """
 
+import asyncio
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -100,8 +101,10 @@ class Operations:
         fields = (b"about", operation.about, b"state", operation.state, b"total", operation.total)
         created_ms = int(operation.created_at * 1000)
         key, slot = operation.key, keys.slot(operation.key)
-        await self._router.call(slot, b"HSET", key, *fields, b"created_at", created_ms, b"changed", 0)
-        await self._router.call(slot, b"PEXPIRE", key, ttl_ms(KEPT_S))
+        await asyncio.gather(  # in one write
+            self._router.call(slot, b"HSET", key, *fields, b"created_at", created_ms, b"changed", 0),
+            self._router.call(slot, b"PEXPIRE", key, ttl_ms(KEPT_S)),
+        )
         expired_ms = created_ms - int(KEPT_S * 1000)
         await self._on(keys.operations(), b"ZREMRANGEBYSCORE", b"-inf", expired_ms)
         await self._on(keys.operations(), b"ZADD", created_ms, operation.id)

@@ -7,13 +7,13 @@ import asyncio
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
-from qinfer.client import AsyncClient, RequestStatus
+from qinfer.client import AsyncClient, OperationStatus, RequestStatus
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable
@@ -63,24 +63,30 @@ def _acceptance(lane: Lane, request_id: str) -> Acceptance:
     return Acceptance(address=address, lane=lane, frame=frame, timeout_s=86400.0, body_hash=request_id)
 
 
-async def kill_gateways(cluster: Cluster) -> int:
-    """Kills a gateway whenever all are live, until it is cancelled; returns how many."""
-    kills = 0
-    try:
-        async with httpx.AsyncClient(timeout=2.0) as client:
-            while True:
-                await eventually(lambda: _are_live(client, cluster), 120.0, "live gateways")
-                (await cluster.running(Role.GATEWAY, random.randrange(100))).kill()
-                kills += 1
-    except asyncio.CancelledError:
-        return kills
+class Killer:
+    """Kills gateways at moments of the work: one while a list is read, all of them while operations run."""
 
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.kills = 0
 
-async def _are_live(client: httpx.AsyncClient, cluster: Cluster) -> bool:
-    try:
-        return all([(await client.get(f"{url}/v2/health/live")).is_success for url in cluster.urls])
-    except httpx.TransportError:
-        return False
+    async def kill_one(self) -> None:
+        """Kills a gateway that has begun to work."""
+        (await self._cluster.running(Role.GATEWAY, random.randrange(100))).kill()
+        self.kills += 1
+
+    def all_at(self, *shares: float) -> Callable[[OperationStatus], None]:
+        """Returns an observer that kills all gateways when an operation has done these shares of its work."""
+        left = list(shares)
+
+        def observe(status: OperationStatus) -> None:
+            if left and status.state == "running" and (status.looked or 0) > left[0] * REQUESTS:
+                left.pop(0)
+                for member in self._cluster.of(Role.GATEWAY):
+                    member.kill()
+                    self.kills += 1
+
+        return observe
 
 
 async def searched(client: AsyncClient, **filters: str) -> list[RequestStatus]:
@@ -96,19 +102,27 @@ async def test_search_and_replay_are_exact_while_gateways_are_killed(
     settings = {"QINFER_REQUESTS__MAX_TIMEOUT_S": "86400"}
     async with running_cluster(tmp_path, tmp_path / "models", workers=1, gateways=3, settings=settings) as cluster:
         await cluster.ready((MODEL,))
-        for worker in cluster.of(Role.WORKER):
-            worker.end_for_good()
+        [worker] = cluster.of(Role.WORKER)
+        worker.end_for_good()
+        await eventually(lambda: not worker.runs, 60.0, "the end of the worker")
         queue = await Queue.connect(RedisSettings(url=SecretStr(cluster.broker.url)))
         try:
             chosen = await bury_all(queue)
             async with AsyncClient(cluster.urls, timeout_s=300.0) as client:
-                killing = asyncio.create_task(kill_gateways(cluster))
-                found = await searched(client, error=REASONS[0])
-                counted = await client.operate("replay", model=MODEL, error=REASONS[0], dry_run=True, wait_s=600.0)
-                both = [client.operate("replay", model=MODEL, error=REASONS[0], wait_s=600.0) for _ in range(2)]
+                killer = Killer(cluster)
+                async with asyncio.TaskGroup() as group:
+                    searching = group.create_task(searched(client, error=REASONS[0]))
+                    group.create_task(killer.kill_one())
+                found = searching.result()
+                observe = killer.all_at(0.1, 0.6)
+                counted = await client.operate(
+                    "replay", model=MODEL, error=REASONS[0], wait_s=600.0, on_status=observe, dry_run=True
+                )
+                both = [
+                    client.operate("replay", model=MODEL, error=REASONS[0], wait_s=600.0, on_status=observe)
+                    for observe in (killer.all_at(0.1, 0.6), None)
+                ]
                 replayed = await asyncio.gather(*both)
-                killing.cancel()
-                kills = await killing
                 queued = await searched(client, state="queued")
                 failed = await searched(client, state="failed")
             depth, letters = (await queue.depth([Lane(MODEL, 1)]))[0], await queue.dead_letters.count(MODEL)
@@ -117,8 +131,8 @@ async def test_search_and_replay_are_exact_while_gateways_are_killed(
 
     changed = [one.changed for one in replayed]
     with capsys.disabled():
-        sys.stdout.write(f"\n{REQUESTS} requests, {kills} kills: {len(found)} found, {changed} replayed\n")
-    assert kills > 0
+        sys.stdout.write(f"\n{REQUESTS} requests, {killer.kills} kills: {len(found)} found, {changed} replayed\n")
+    assert killer.kills > 1
     assert {one.id for one in found} == chosen
     assert (counted.state, counted.found, counted.changed) == ("done", len(chosen), 0)
     assert [one.state for one in replayed] == ["done", "done"]

@@ -176,9 +176,13 @@ class RequestOperations:
     async def newest(self, context: CallerContext, count: int) -> list[OperationBody]:
         """Returns the caller's among the newest operations."""
         ids = await self._operations.newest(count)
-        found = [each for each in await asyncio.gather(*map(self._operations.find, ids)) if each is not None]
-        pairs = [(each, _about(each)) for each in found]
-        return [_shown(context, each, about) for each, about in pairs if context.sees(about.tenant)]
+        bodies = []
+        for found in await asyncio.gather(*map(self._operations.find, ids), return_exceptions=True):
+            if isinstance(found, BaseException) and not isinstance(found, CorruptEntry):
+                raise found
+            if isinstance(found, Operation) and context.sees((about := _about(found)).tenant):
+                bodies.append(_shown(context, found, about))
+        return bodies
 
     async def stop(self, context: CallerContext, operation_id: str) -> OperationBody:
         """Stops an operation; its changes stay."""
@@ -192,8 +196,11 @@ class RequestOperations:
         try:
             while True:
                 is_busy = False
-                with outage.noted(QinferError):
-                    is_busy = await self.round()
+                try:
+                    with outage.noted():
+                        is_busy = await self.round()
+                except Exception as error:  # noqa: BLE001 - the boundary: one record must not cost the gateway
+                    outage.failed(type(error).__name__, error)
                 if not is_busy:
                     self._news.clear()
                     await _within(self._news.wait(), self._requests.settings.sweep_every_s)
@@ -326,7 +333,7 @@ async def _within(work: Awaitable[object], seconds: float) -> None:
 def _about(operation: Operation) -> _About:
     try:
         return msgspec.json.decode(operation.about, type=_About)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptEntry(f"the description of operation '{operation.id}' is damaged: {error}") from None
 
 
