@@ -67,7 +67,7 @@ def list_requests(
     """List stored requests by model: first unfinished, then failed, expired, cancelled and succeeded ones."""
     with gateway_client(url) as client:
         found = client.requests(limit=count, **read_filters(given))
-    show([dict(status.fields) for status in found], lambda: _listed(found), as_json=as_json)
+    show([dict(status.fields) for status in found], lambda: _requests_table(found), as_json=as_json)
 
 
 @app.command("show", epilog=SHOW_EXAMPLE)
@@ -186,7 +186,7 @@ def handle_named(request_id: str, model: str) -> "RequestHandle":
     return RequestHandle.named(model, request_id) if model else RequestHandle.of(request_id)
 
 
-def _listed(found: "Sequence[RequestStatus]") -> "RenderableType":
+def _requests_table(found: "Sequence[RequestStatus]") -> "RenderableType":
     rows = []
     for one in found:
         fields = one.fields

@@ -250,7 +250,7 @@ def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
 
 
 def status_of(fields: Mapping[str, Any], request_id: str) -> RequestStatus:
-    """Returns the state that a gateway's answer tells, about `request_id` if it names none."""
+    """Returns the state that a gateway's answer tells, of `request_id` unless it names another."""
     version = str(fields.get("version", ""))
     return RequestStatus(
         id=str(fields.get("id", request_id)),

@@ -81,11 +81,11 @@ class OperationStatus:
         id: The operation's id.
         action: `cancel`, `purge`, `replay` or `discard`.
         state: `running`, `done` or `stopped`.
-        found: Requests or dead letters that it has chosen so far; all that a dry run counts.
-        changed: Those that it has changed, exactly.
-        refused: Those that could not be changed.
-        total: What it has to look at; `None` without the scope `admin`.
-        looked: What it has looked at; `None` without the scope `admin`.
+        found: Requests or dead letters that it has chosen so far; a dry run counts no others.
+        changed: The exact number of changed ones.
+        refused: The number of unchangeable ones, such as dead letters without tensors.
+        total: The number to look at; `None` without the scope `admin`.
+        looked: The number looked at; `None` without the scope `admin`.
         fields: All fields of the gateway's answer, such as `reason` and `sample`.
     """
 

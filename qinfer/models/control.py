@@ -26,7 +26,7 @@ from qinfer.models.dependents import in_order, missing_uses, renew_users, unneed
 from qinfer.models.installation import has_same_content, refuse_lost, write_model
 from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
 from qinfer.models.repository.open import Repositories, is_model_name
-from qinfer.models.state import DesiredState, ErrorKind, Pause, State, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, ErrorKind, ModelPause, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from qinfer.wire.bodies import ModelIndexEntry
@@ -120,7 +120,7 @@ class ModelControl:
         await self._store.wake()
         await self._refresh()
 
-    async def pause(self, pause: Pause) -> None:
+    async def pause(self, pause: ModelPause) -> None:
         """Pauses a model or version in all gateways and workers."""
         if not await self._store.has_model(pause.model):
             raise ModelNotFound(f"model '{pause.model}' is not known, so it can't be paused")
@@ -128,7 +128,7 @@ class ModelControl:
         logger.info("model paused", extra={"model": pause.model, "version": pause.version, "reason": pause.reason})
         await self._refresh()
 
-    async def resume(self, model: str, version: int) -> bool:
+    async def end_pause(self, model: str, version: int) -> bool:
         """Ends the pause of a model or version; returns whether there was one."""
         was_paused = await self._store.remove_pause(model, version)
         if was_paused:
@@ -136,7 +136,7 @@ class ModelControl:
         await self._refresh()
         return was_paused
 
-    async def pauses(self, model: str = "") -> list[Pause]:
+    async def pauses(self, model: str = "") -> list[ModelPause]:
         """Returns the pauses of a model, or all, by model and version."""
         found = await self._store.pauses()
         return [found[key] for key in sorted(found) if model in ("", key[0])]

@@ -26,7 +26,7 @@ class DesiredState(msgspec.Struct, frozen=True):
     dependent: bool = False
 
 
-class Pause(msgspec.Struct, frozen=True, kw_only=True):
+class ModelPause(msgspec.Struct, frozen=True, kw_only=True):
     """A model whose lanes are not read, and whose synchronous requests are refused; version 0 = all versions.
 
     Attributes:
@@ -41,10 +41,10 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-Pauses = Mapping[tuple[str, int], Pause]
+Pauses = Mapping[tuple[str, int], ModelPause]
 
 
-def pause_of(pauses: Pauses, model: str, version: int) -> Pause | None:
+def pause_of(pauses: Pauses, model: str, version: int) -> ModelPause | None:
     """Returns the pause that holds for a version, if any."""
     return pauses.get((model, version)) or pauses.get((model, 0))
 

@@ -23,7 +23,7 @@ from redis.exceptions import ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.readiness import Pin
-from qinfer.models.state import DesiredState, Pause, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, ModelPause, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 from qinfer.observe.stats import LATEST
@@ -196,13 +196,13 @@ class ControlStore:
         values = await _reply(self.client.hgetall(keys.scaler_counts()))
         return self._records.counts(values, "autoscalers")
 
-    async def pauses(self) -> dict[tuple[str, int], Pause]:
+    async def pauses(self) -> dict[tuple[str, int], ModelPause]:
         """Returns the pauses by model and version."""
         values = await _reply(self.client.hgetall(keys.pauses()))
-        found = self._records.all({decode_text(name): value for name, value in values.items()}, Pause)
+        found = self._records.all({decode_text(name): value for name, value in values.items()}, ModelPause)
         return {(pause.model, pause.version): pause for pause in found.values()}
 
-    async def put_pause(self, pause: Pause) -> None:
+    async def put_pause(self, pause: ModelPause) -> None:
         """Pauses a model or version; a repetition changes its reason."""
         await _reply(self.client.hset(keys.pauses(), _pause_field(pause.model, pause.version), encode_document(pause)))
         await self.wake()

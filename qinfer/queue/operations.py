@@ -44,13 +44,13 @@ class OperationState(StrEnum):
 
 
 class OperationProgress(msgspec.Struct, frozen=True, array_like=True):
-    """What an operation has found up to its place.
+    """The findings of an operation up to its place.
 
     Attributes:
         place: The place behind which it continues; opaque here.
         looked: Requests or letters that it has read.
-        found: Those that it chose.
-        refused: Those that could not be changed; `reason` is of the last one.
+        found: Requests or letters that it chose.
+        refused: Letters that could not be changed; `reason` is of the last one.
         sample: Ids of the first ones that it chose.
     """
 
@@ -67,7 +67,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         about: Its description, opaque here.
-        changed: Requests or letters that it has changed: exact, whatever processes die.
+        changed: Requests or letters that it has changed: exact, even if processes die.
         ended_at: 0 = it runs.
     """
 

@@ -41,7 +41,7 @@ BY_FILTER = "the operation was asked for by a filter"
 _PARTITION = 0
 
 
-class Action(StrEnum):
+class OperationAction(StrEnum):
     """The change: `cancel` and `purge` of requests, `replay` and `discard` of dead letters."""
 
     CANCEL = "cancel"
@@ -52,9 +52,9 @@ class Action(StrEnum):
     @property
     def indexes(self) -> tuple[str, ...]:
         """The indexes of the requests that it changes; none for dead letters."""
-        if self is Action.CANCEL:
+        if self is OperationAction.CANCEL:
             return (UNFINISHED,)
-        return tuple(index for index in LISTED if index != UNFINISHED) if self is Action.PURGE else ()
+        return tuple(index for index in LISTED if index != UNFINISHED) if self is OperationAction.PURGE else ()
 
 
 class NewOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,15 +70,15 @@ class NewOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         {"action": "replay", "filter": {"model": "digits", "error": "out of memory"}, "dry_run": true}
     """
 
-    action: Action
+    action: OperationAction
     filter: dict[str, Any]
     dry_run: bool = False
 
 
-class _About(msgspec.Struct, frozen=True, kw_only=True):
+class _Description(msgspec.Struct, frozen=True, kw_only=True):
     """The stored description; the filter's tenant is that of the caller, unless it sees all."""
 
-    action: Action
+    action: OperationAction
     filter: RequestFilter
     dry_run: bool
     tenant: str
@@ -92,16 +92,16 @@ class OperationBody(msgspec.Struct, frozen=True, kw_only=True):
         state: running | done | stopped
         total: Requests in the states that the action changes, or dead letters, of all tenants, when it was created;
             only with the scope `admin`.
-        looked: Of these, those that it has read.
-        found: Those that it chose; a portion that a killed gateway had changed is not chosen again.
-        changed: Those that it has cancelled, purged, replayed or discarded; exact, whatever processes die.
-        refused: Those that could not be changed, such as dead letters whose tensors are gone; `reason` is of the last.
+        looked: The number of these that it has read.
+        found: The number that it chose; a portion that a killed gateway had changed is not chosen again.
+        changed: The number that it has cancelled, purged, replayed or discarded; exact, even if processes die.
+        refused: The number that could not be changed, such as dead letters without tensors; `reason` is of the last.
         sample: Ids of the first requests that it chose.
         by: The id of the API key; empty where keys are not required.
     """
 
     id: str
-    action: Action
+    action: OperationAction
     model: str
     filter: RequestFilter
     dry_run: bool
@@ -125,7 +125,7 @@ class OperationsBody(msgspec.Struct, frozen=True):
 
 
 class _Portion(NamedTuple):
-    """What a portion has read: the ids that it chose, how to change them, and the place behind it."""
+    """A portion: the number that it has read, the chosen ids, how to change them, and the place behind it."""
 
     place: tuple[str, ...]
     looked: int
@@ -156,7 +156,7 @@ class RequestOperations:
         if chosen.state and not new.action.indexes:
             raise InvalidRequest(f"'{new.action}' changes dead letters, which have no state; leave 'state' out")
         key = "" if context.principal is None else context.principal.key_id
-        about = _About(action=new.action, filter=chosen, dry_run=new.dry_run, tenant=context.tenant, key=key)
+        about = _Description(action=new.action, filter=chosen, dry_run=new.dry_run, tenant=context.tenant, key=key)
         created = Operation(
             id=self._requests.ids.request_id(chosen.model, _PARTITION),
             model=chosen.model,
@@ -226,7 +226,7 @@ class RequestOperations:
             await self._operations.close(operation_id)
             return False
         about = _about(found)
-        if about.action is Action.REPLAY and not about.dry_run and await self._is_crowded(found.model):
+        if about.action is OperationAction.REPLAY and not about.dry_run and await self._is_crowded(found.model):
             return False
         portion = await (self._of_requests if about.action.indexes else self._of_letters)(found, about)
         refused = [] if about.dry_run or not portion.chosen else await portion.change()
@@ -249,7 +249,7 @@ class RequestOperations:
         await self._operations.end(operation_id, OperationState.DONE, self._requests.now_s())
         return True
 
-    async def _of_requests(self, found: Operation, about: _About) -> _Portion:
+    async def _of_requests(self, found: Operation, about: _Description) -> _Portion:
         place = ListPlace(*found.progress.place)
         indexes = [index for index in about.action.indexes if index in about.filter.indexes]
         listed = await self._stored.list_requests(found.model, _PARTITION, place, AT_ONCE, indexes) if indexes else []
@@ -257,15 +257,15 @@ class RequestOperations:
         chosen = [record for record in records if about.filter.fits(record, found.created_at)]
         ids = [shown_id(record.address) for record in chosen]
         after = tuple(listed[-1].place) if listed else ()
-        act = self._cancel if about.action is Action.CANCEL else self._purge
+        act = self._cancel if about.action is OperationAction.CANCEL else self._purge
         return _Portion(after, len(listed), ids, lambda: act(chosen, found.key))
 
-    async def _of_letters(self, found: Operation, about: _About) -> _Portion:
+    async def _of_letters(self, found: Operation, about: _Description) -> _Portion:
         (after,) = found.progress.place or ("",)
         letters = await self._letters.list(found.model, after=after, count=AT_ONCE)
         chosen = [letter for letter in letters if about.filter.fits_letter(letter, found.created_at)]
         ids = [letter_request(letter) for letter in chosen]
-        act = self._replay if about.action is Action.REPLAY else self._discard
+        act = self._replay if about.action is OperationAction.REPLAY else self._discard
         return _Portion((letters[-1].id,) if letters else (), len(letters), ids, lambda: act(chosen, found))
 
     async def _cancel(self, records: Sequence[RequestRecord], key: bytes) -> Sequence[CorruptEntry]:
@@ -305,12 +305,12 @@ class RequestOperations:
         lanes = [lane for version in catalog.versions(model) for lane in catalog.lanes(model, version)]
         return spec is not None and max(await self._requests.delivery.depth(lanes), default=0) > spec.lane_capacity / 2
 
-    async def _total(self, model: str, action: Action) -> int:
+    async def _total(self, model: str, action: OperationAction) -> int:
         if action.indexes:
             return await self._stored.count(model, _PARTITION, action.indexes)
         return await self._letters.count(model)
 
-    async def _own(self, context: CallerContext, operation_id: str) -> tuple[Operation, _About]:
+    async def _own(self, context: CallerContext, operation_id: str) -> tuple[Operation, _Description]:
         made = made_by_server(operation_id)
         found = await self._operations.find(operation_id) if made and is_model_name(made.model) else None
         if found is None or not context.sees((about := _about(found)).tenant):
@@ -330,14 +330,14 @@ async def _within(work: Awaitable[object], seconds: float) -> None:
         return
 
 
-def _about(operation: Operation) -> _About:
+def _about(operation: Operation) -> _Description:
     try:
-        return msgspec.json.decode(operation.about, type=_About)
+        return msgspec.json.decode(operation.about, type=_Description)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptEntry(f"the description of operation '{operation.id}' is damaged: {error}") from None
 
 
-def _shown(context: CallerContext, found: Operation, about: _About) -> OperationBody:
+def _shown(context: CallerContext, found: Operation, about: _Description) -> OperationBody:
     progress, sees_all = found.progress, context.sees_all
     return OperationBody(
         id=found.id,
@@ -394,7 +394,7 @@ def operation_routes(services: Services, operations: RequestOperations) -> APIRo
         return send_json(OperationsBody(await operations.newest(context, limit)))
 
     @router.get("/v1/operations/{operation_id}", name="operation", **_SHOW)
-    async def show(operation_id: str, request: Request) -> HttpResponse:
+    async def show_operation(operation_id: str, request: Request) -> HttpResponse:
         """Returns an operation with its progress."""
         return send_json(await operations.find(authorize(services, request, Scope.VIEWER), operation_id))
 

@@ -14,7 +14,7 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, Overloaded, UnsupportedFeature
-from qinfer.models.state import Pause
+from qinfer.models.state import ModelPause
 from qinfer.observe.exposition import CONTENT_TYPE
 from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, index_body
 from qinfer_api import about
@@ -258,24 +258,26 @@ def pause_routes(services: Services) -> APIRouter:
         principal = caller(request).principal
         by = "" if principal is None else principal.key_id
         since = services.requests.now_s()
-        await models.pause(Pause(model=target.model, version=target.version, since=since, by=by, reason=call.reason))
+        await models.pause(
+            ModelPause(model=target.model, version=target.version, since=since, by=by, reason=call.reason)
+        )
         return await shown(target.model)
 
     @router.post(f"{version}/resume", name="resume_version", **controlling, **_RESUME)
     @router.post(f"{one}/resume", name="resume", **controlling, **_RESUME)
-    async def resume(request: Request) -> HttpResponse:
+    async def end_pause(request: Request) -> HttpResponse:
         """Ends the pause of a model, or of the version in the path; the answer has the pauses that remain.
 
         A pause of the model and those of its versions are apart.
         """
         target = target_of(request)
-        await models.resume(target.model, target.version)
+        await models.end_pause(target.model, target.version)
         return await shown(target.model)
 
     return router
 
 
-def _shown_pause(pause: Pause) -> PauseState:
+def _shown_pause(pause: ModelPause) -> PauseState:
     at = written(pause.since)
     return PauseState(model=pause.model, version=pause.version, since=at, by=pause.by, reason=pause.reason)
 

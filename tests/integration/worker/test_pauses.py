@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.models.state import Pause
+from qinfer.models.state import ModelPause
 from qinfer.queue.entries import Lane, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
@@ -17,7 +17,7 @@ QUEUED, SUCCEEDED = RequestState.QUEUED, RequestState.SUCCEEDED
 
 async def paused(scene: InlineWorkers, worker: Worker, model: str = "stub", version: int = 0) -> None:
     """Pauses a model, and waits until the worker knows."""
-    await scene.store.put_pause(Pause(model=model, version=version))
+    await scene.store.put_pause(ModelPause(model=model, version=version))
     await eventually(lambda: worker._models.paused.has(model, version or 1), description="the pause in the worker")
 
 
@@ -100,7 +100,7 @@ async def test_entries_of_a_dead_worker_wait_too(both: InlineWorkers) -> None:
     call = await both.busy()
     await both.kill()
     both.go()
-    await both.store.put_pause(Pause(model="stub"))
+    await both.store.put_pause(ModelPause(model="stub"))
 
     await both.worker("w2", lease_s=0.4)
     for _ in range(3):

@@ -89,7 +89,7 @@ class PausedVersions:
         self._pauses: Pauses = {}
         self._changed = asyncio.Event()
 
-    def show(self, pauses: Pauses) -> None:
+    def follow_pauses(self, pauses: Pauses) -> None:
         """Takes the present pauses."""
         if pauses != self._pauses:
             self._pauses = pauses
@@ -181,7 +181,7 @@ class Models:
         self._seen = now
         mine = [name for name, wish in now.desired.items() if wish.load and is_placed(name, self._globs)]
         found = await self._store.models(mine if is_news else self._due(mine, now.desired))
-        self.paused.show(await self._store.pauses())
+        self.paused.follow_pauses(await self._store.pauses())
         pins = await self._store.pins()
         before = {name: self._wanted[name].stored for name in mine if name in self._wanted}
         self._wanted = {

@@ -97,7 +97,7 @@ class Storing(Offline):
         self.settling = 0
         self.requests.settle = self._settle  # type: ignore[method-assign]  # it is the test's own
 
-    async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+    async def _settle(self, settlements: Sequence[Settlement], operation: bytes = b"") -> list[bool]:
         self.settling += 1
         await self.go.wait()
         return [True] * len(settlements)
@@ -127,7 +127,7 @@ class Noting(Offline):
     async def finish(self, entries: Sequence[Entry]) -> None:
         self.finished.append([entry.entry_id for entry in entries])
 
-    async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+    async def _settle(self, settlements: Sequence[Settlement], operation: bytes = b"") -> list[bool]:
         self.writes += 1
         self.seen += [settlement.address.id for settlement in settlements]
         return [True] * len(settlements)
