@@ -8,6 +8,7 @@ Replays wait while half of the model's lane is full.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -178,10 +179,11 @@ class RequestOperations:
         ids = await self._operations.newest(count)
         bodies = []
         for found in await asyncio.gather(*map(self._operations.find, ids), return_exceptions=True):
-            if isinstance(found, BaseException) and not isinstance(found, CorruptEntry):
-                raise found
-            if isinstance(found, Operation) and context.sees((about := _about(found)).tenant):
-                bodies.append(_shown(context, found, about))
+            with suppress(CorruptEntry):  # a damaged record must not hide others
+                if isinstance(found, BaseException):
+                    raise found
+                if found is not None and context.sees((about := _about(found)).tenant):
+                    bodies.append(_shown(context, found, about))
         return bodies
 
     async def stop(self, context: CallerContext, operation_id: str) -> OperationBody:
@@ -214,7 +216,7 @@ class RequestOperations:
             try:
                 if await self._operations.lead(operation_id, self._owner):
                     is_busy |= await self._advance(operation_id)
-            except QinferError as error:  # one model's node, or one damaged record
+            except (QinferError, TypeError, ValueError) as error:  # one model's node, or one damaged record
                 failure = error
         if failure is not None:
             raise failure

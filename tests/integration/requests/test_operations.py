@@ -350,6 +350,24 @@ async def test_unknown_operations_are_not_found(scene: Scene) -> None:
         assert (await scene.clients["admin"].get(f"/v1/operations/{name}")).status_code == 404
 
 
+async def test_a_damaged_operation_stops_no_other(scene: Scene) -> None:
+    model = await scene.model()
+    await scene.accept(model, 2)
+    damaged = (await scene.ask("acme", "replay", dry_run=True, model=model)).json()
+    client = scene.running.store.client
+    key = f"qinfer:{{{model}#0}}:operation:{damaged['id']}"
+    await client.hset(key, mapping={"state": "running", "about": "{"})
+    await client.zadd("qinfer:operations:open", {damaged["id"]: 0})
+
+    found = await scene.operate("acme", "cancel", model=model)
+    listed = (await scene.clients["acme"].get("/v1/operations")).json()["operations"]
+
+    await client.delete(key)
+    assert found["changed"] == 2
+    assert found["id"] in [one["id"] for one in listed]
+    assert damaged["id"] not in [one["id"] for one in listed]
+
+
 async def test_operations_are_audited(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     model = await scene.model()
     await scene.accept(model, 2)
