@@ -27,7 +27,7 @@ from qinfer_api.quotas import Quota, QuotaLeases
 
 
 class Principal(NamedTuple):
-    """An authenticated caller; its tenant's keys share `quota`."""
+    """An authenticated caller, with all its scopes, included ones too; its tenant's keys share `quota`."""
 
     key_id: str
     tenant: str
@@ -38,7 +38,7 @@ class Principal(NamedTuple):
 
     def allows(self, scope: Scope) -> bool:
         """Returns whether the key allows a scope."""
-        return not scope.granted_by.isdisjoint(self.scopes)
+        return scope in self.scopes
 
 
 class CallerContext(msgspec.Struct, frozen=True, gc=False):
@@ -94,7 +94,7 @@ class Auth:
                 quota.limit(key)
                 quota.wake = self._wake
             expires_at_s = key.expires_at.timestamp() if key.expires_at else math.inf
-            scopes = frozenset(key.scopes)
+            scopes = frozenset[Scope]().union(*(scope.included for scope in key.scopes))
             known[key.sha256] = Principal(key.id, key.tenant, scopes, quotas[key.tenant], key.sha256, expires_at_s)
         self._quotas, self._known = quotas, known
         self.tenants |= quotas.keys()

@@ -40,10 +40,10 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
     @property
-    def granted_by(self) -> "frozenset[Scope]":
-        """The scopes that allow what this one allows."""
+    def included(self) -> "frozenset[Scope]":
+        """The scopes whose rights this one has, too."""
         order = list(Scope)
-        return frozenset(order[order.index(self) :])
+        return frozenset(order[: order.index(self) + 1])
 
 
 Instant = Annotated[datetime, msgspec.Meta(tz=True)]
