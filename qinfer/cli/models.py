@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from qinfer.core.settings import RedisSettings
     from qinfer.models.sync import SyncedModel
 
-app = Commands(help="Manage models: check, sync with a repository, list, load, unload, pause, resume.", no_args_is_help=True)
+app = Commands(
+    help="Manage models: check, sync with a repository, list, load, unload, pause, resume.", no_args_is_help=True
+)
 
 CHECK_EXAMPLE = "Example: qinfer models check ./models   or   qinfer models check app.py"
 
