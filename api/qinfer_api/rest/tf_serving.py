@@ -81,7 +81,7 @@ class PredictRequest(JsonRequest):
 def tf_serving_routes(services: Services) -> APIRouter:
     """Returns the routes."""
     router = APIRouter(tags=["inference"])
-    runs, found = guarded(services, "inference"), guarded(services, "metadata", Scope.INFER)
+    runs, found = guarded(services, "inference"), guarded(services, "metadata", Scope.VIEWER)
     versions = "/v1/models/{model}/versions/{version}"
 
     @router.post(f"{versions}:predict", name="predict_version", dependencies=runs, **_PREDICT)
