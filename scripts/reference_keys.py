@@ -205,7 +205,7 @@ ROWS = (
         keys.ended,
         "sorted set",
         "as long as the last record",
-        "asynchronous requests that have ended in this state, by the expiry of their records, in 120 bytes each. One "
+        "asynchronous requests that have ended in this state, by the expiry of their records, in 140 bytes each. One "
         "that was replayed stays until then, and counts no longer",
         ({"state": "<state>"},),
     ),

@@ -12,7 +12,7 @@ The guarantees, each with a test in `tests/contract/`:
 6. A tenant whose results take all the free memory or disk has new requests refused, and executing ones end as failures.
 7. An end for a webhook or a named outbox is a delivery: see `deliveries`.
 8. `list_requests` finds each request while its record lasts: unfinished ones by `due`, ended ones by an index that
-   `settle` writes, of about 120 bytes for each.
+   `settle` writes, of about 140 bytes for each.
 
 A large payload or result is *staged* first: stored over a connection of its own, or in the object store, under a random
 name. The script then renames or removes it; without the script it expires.
