@@ -90,7 +90,7 @@ def tf_serving_routes(services: Services) -> APIRouter:
         """Runs the highest ready version of a model, or the version in the path, on rows or columns."""
         sink = StreamSink()
         pending, asked = await submit_json(services, target_of(request), request, sink, read_predict)
-        return await one_reply(services, request, sink, pending, partial(_encoded, asked))
+        return await one_reply(services, request, sink, pending, partial(_reply_of, asked))
 
     @router.get(f"{versions}/metadata", name="tf_version_metadata", dependencies=found, **_METADATA)
     @router.get("/v1/models/{model}/metadata", name="tf_metadata", dependencies=found, **_METADATA)
@@ -110,7 +110,7 @@ def tf_serving_routes(services: Services) -> APIRouter:
     return router
 
 
-async def _encoded(asked: PredictRequest, response: Response) -> HttpReply:
+async def _reply_of(asked: PredictRequest, response: Response) -> HttpReply:
     return await reply_of(response, asked.request.endpoint, partial(encode_predict, asked, response))
 
 
@@ -239,7 +239,7 @@ def encode_predict(asked: PredictRequest, response: Response) -> bytes:
     has_one = len(asked.spec.outputs) == 1
     if has_one or not asked.in_rows:
         whole = {tensor.name: msgspec.Raw(nest(_lists(tensor, shape, asked), shape)) for tensor, shape in tensors}
-        value = next(iter(whole.values()), []) if has_one else whole
+        value: object = whole if not has_one else next(iter(whole.values()), None) or []
         return msgspec.json.encode({"predictions" if asked.in_rows else "outputs": value})
     counts = {shape[:1] for _, shape in tensors}
     if len(counts) != 1 or counts == {()}:

@@ -104,7 +104,7 @@ def read_prediction(
 ) -> PlainRequest:
     """Decodes a body of a content type, or raises `InvalidRequest`."""
     only = spec.inputs[0] if len(spec.inputs) == 1 else None
-    fields = _fields(kind, text)
+    fields = _parts_of(kind, text)
     if fields is None and (only is None or only.datatype != "BYTES"):
         is_object = bytes(text[:_MOST_FIELDS]).lstrip()[:1] == b"{"
         whole = text if is_object or only is None else b"{%b:%b}" % (msgspec.json.encode(only.name), bytes(text))
@@ -125,7 +125,7 @@ def _main(kind: str) -> str:
     return kind.partition(";")[0].strip().lower()
 
 
-def _fields(kind: str, text: Bytes) -> Mapping[str, Bytes] | None:
+def _parts_of(kind: str, text: Bytes) -> Mapping[str, Bytes] | None:
     """Returns the fields of a form; `None` if the body is none, as where `curl -d` sends JSON under a form's name."""
     if _main(kind) == _FORM and bytes(text[:1]) not in (b"{", b"["):
         try:

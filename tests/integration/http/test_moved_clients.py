@@ -86,7 +86,11 @@ def build(repository: Path) -> None:
     half = [helper.make_node("Mul", ["x", "half"], ["h"]), helper.make_node("Add", ["h", "three"], ["y"])]
     put(repository, "half_plus_three", half, [("x", floats, ["n"])], [("y", floats, ["n"])], version=123)
     put(repository, "pairs", half, [("x", floats, ["n", 1, 2])], [("y", floats, ["n", 1, 2])])
-    ports = [("tag", text, ["n"]), ("signal", TensorProto.INT64, ["n", 5]), ("sensor", floats, ["n", 2, 2])]
+    ports: list[tuple[str, int, Sequence[Any]]] = [
+        ("tag", text, ["n"]),
+        ("signal", TensorProto.INT64, ["n", 5]),
+        ("sensor", floats, ["n", 2, 2]),
+    ]
     same = [helper.make_node("Identity", [name], [f"{name}_out"]) for name, _, _ in ports]
     put(repository, "sensors", same, ports, [(f"{name}_out", kind, dims) for name, kind, dims in ports])
     wide = [helper.make_node("Mul", ["x", "half"], ["y"])]

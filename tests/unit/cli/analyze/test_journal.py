@@ -43,7 +43,7 @@ def test_measurements_of_another_subject_are_refused(tmp_path: Path, other: dict
     Journal(tmp_path, SUBJECT).close()
 
     with pytest.raises(CommandFailed, match="has measurements of another model, configuration or set of options"):
-        Journal(tmp_path, Subject(**{name: getattr(SUBJECT, name) for name in SUBJECT.__struct_fields__} | other))  # type: ignore[arg-type]
+        Journal(tmp_path, Subject(**{name: getattr(SUBJECT, name) for name in SUBJECT.__struct_fields__} | other))
 
 
 def test_parquet_has_a_row_for_each_window(tmp_path: Path) -> None:
