@@ -86,7 +86,7 @@ def plain_routes(services: Services) -> APIRouter:
         """Runs the highest ready version of a model on the members of a JSON object: its inputs, as items."""
         sink = StreamSink()
         pending, asked = await submit_json(services, target_of(request), request, sink, read_plain)
-        encode = partial(_encoded, asked)
+        encode = partial(_plain_reply, asked)
         if asked.spec.decoupled:
             return await stream(services, request, sink, pending, partial(as_data, encode))
         return await one_reply(services, request, sink, pending, encode)
@@ -94,7 +94,7 @@ def plain_routes(services: Services) -> APIRouter:
     return router
 
 
-async def _encoded(asked: PlainRequest, response: Response) -> HttpReply:
+async def _plain_reply(asked: PlainRequest, response: Response) -> HttpReply:
     return await reply_of(response, asked.request.endpoint, partial(encode_plain, asked, response))
 
 
