@@ -433,6 +433,21 @@ ROWS = (
         ({"endpoint": "<endpoint>", "tenant": "<tenant>", "name": "<id:… or key:…>"},),
     ),
     Row(
+        keys.console_session,
+        "string",
+        "`QINFER_CONSOLE__SESSION_S` after the last request",
+        "the SHA-256 of the API key with which a browser signed in to the console; the name is that of its cookie",
+        ({"digest": "<sha256>"},),
+    ),
+    Row(
+        keys.count_history,
+        "hash",
+        "an hour",
+        "for the console's charts: the counts of each gateway in five seconds, and the waiting work",
+        ({"slot": 358012345},),
+    ),
+    Row(keys.audit, "stream", "the last 10,000 lines", "administrative acts and refused keys, as in the audit log"),
+    Row(
         keys.completions,
         "hash",
         "permanent",

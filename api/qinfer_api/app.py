@@ -12,9 +12,10 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI
+from starlette.routing import Route
 
 import qinfer
 from qinfer.core.api_keys import check_exposure
@@ -48,6 +49,12 @@ from qinfer.submission.submit import Submission
 from qinfer.traffic.controller import CanaryController, EndpointWatch
 from qinfer.traffic.store import EndpointStore, KeptTargets
 from qinfer_api.auth import Auth, RefusedKeys, Restrictions, load_auth
+from qinfer_api.console.access import Access
+from qinfer_api.console.audit import AuditTrail
+from qinfer_api.console.history import CountHistory
+from qinfer_api.console.live import Live
+from qinfer_api.console.routes import PATH as CONSOLE
+from qinfer_api.console.routes import Console, ConsoleParts
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.endpoints.routes import EndpointFiles, EndpointService, declared_here, endpoint_routes
 from qinfer_api.endpoints.shadows import OnlineShadows, StoredEnds
@@ -192,7 +199,7 @@ class Gateway:
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
         specs = self.catalog.specs if auth is None else dict  # the document needs no key
-        app = build_app(services, self.jobs, self._labeling, self._endpoint_service(), self._operations, specs)
+        app = build_app(services, self._features(settings, services, tally, auth), specs)
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
@@ -300,6 +307,25 @@ class Gateway:
         self._operations = RequestOperations(requests, self.name)
         return requests, janitor
 
+    def _features(self, settings: Settings, services: Services, tally: GatewayTally, auth: Auth | None) -> "Features":
+        queue, endpoints = self._delivery, self._endpoint_service()
+        history = CountHistory(queue.router, tally, queue.clock.now_s)
+        parts = ConsoleParts(
+            services=services,
+            store=self._store,
+            jobs=self.jobs,
+            labeling=self._labeling,
+            endpoints=endpoints,
+            operations=self._operations,
+            auth=auth,
+            access=Access(settings, auth, queue.router),
+            history=history,
+            live=Live(self.catalog, self._store, queue, history),
+            audit=AuditTrail(queue.router),
+        )
+        self._console = Console(parts)
+        return Features(self.jobs, self._labeling, endpoints, self._operations, self._console)
+
     def _bulk_jobs(self, settings: Settings) -> BulkJobs:
         return BulkJobs(
             jobs=Jobs(self._delivery),
@@ -353,6 +379,7 @@ class Gateway:
                     group.create_task(self._reporting.run()),
                     group.create_task(self._examiners.run(self.started)),
                     group.create_task(self._reloading.run()),
+                    group.create_task(self._console.run()),
                     group.create_task(report_liveness(self._store, f"{self.name}@{socket.gethostname()}", PROGRAM)),
                 ]
                 more = (self._segments, self._quotas, self._watch)
@@ -511,14 +538,17 @@ Errors are always `{"error": "<what happened, the value, what to do>"}`.
 """
 
 
-def build_app(
-    services: Services,
-    jobs: BulkJobs,
-    labeling: Labeling,
-    endpoints: EndpointService,
-    operations: RequestOperations,
-    specs: Callable[[], Mapping[str, ModelSpec]] = dict,
-) -> FastAPI:
+class Features(NamedTuple):
+    """The use cases behind the routes beside inference."""
+
+    jobs: BulkJobs
+    labeling: Labeling
+    endpoints: EndpointService
+    operations: RequestOperations
+    console: Console | None = None
+
+
+def build_app(services: Services, features: Features, specs: Callable[[], Mapping[str, ModelSpec]] = dict) -> FastAPI:
     """Builds the application; paths match exactly, as with Triton (reference §1.1).
 
     The document shows the models of `specs`.
@@ -544,14 +574,20 @@ def build_app(
         settings_routes,
     )
     routers = [(routes(services), inference) for routes in busiest_first]
-    routers.append((operation_routes(services, operations), inference))
-    routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]
+    routers.append((operation_routes(services, features.operations), inference))
+    routers += [
+        (job_routes(services, features.jobs), inference),
+        (label_studio_routes(services, features.labeling), inference),
+    ]
     routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]
-    routers.append((endpoint_routes(services, endpoints), []))
+    routers.append((endpoint_routes(services, features.endpoints), []))
     routers += [(routes(services), []) for routes in (tf_serving_routes, torchserve_routes)]
     for router, dependencies in routers:
         app.include_router(router, dependencies=dependencies)
     app.include_router(docs_routes())
+    if features.console is not None:
+        app.mount(CONSOLE, features.console)
+        app.router.routes.append(Route(CONSOLE, features.console, include_in_schema=False))
     document = document_of(app, [router for router, _ in routers])
     app.openapi = with_models(document, specs)  # type: ignore[method-assign]  # as FastAPI documents it
     return app

@@ -126,6 +126,26 @@ class Auth:
         found = self._find(context.key) if context.key else None
         return context if found is None else CallerContext(found.tenant, context.trace, "", found, context.scope)
 
+    def sign_in(self, key: str, peer: str) -> CallerContext:
+        """Returns the caller who presents a valid key, regardless of scopes."""
+        found = self._find(key)
+        if found is None:
+            self.refused("unknown", "", peer)
+            raise Unauthorized("the API key is not known; ask for another")
+        self._check_expiry(found, peer)
+        return CallerContext(found.tenant, "", "", found)
+
+    def holder(self, sha256: str) -> CallerContext | None:
+        """Returns the caller to whom a key was given; `None` if it was revoked or has expired."""
+        found = self._known.get(sha256)
+        if found is None or found.expires_at_s <= self._epoch_s():
+            return None
+        return CallerContext(found.tenant, "", "", found)
+
+    def holders(self) -> tuple[Principal, ...]:
+        """Returns the holders of all keys."""
+        return tuple(self._known.values())
+
     def recheck(self, context: CallerContext) -> None:
         """Checks a caller again, because connections outlast keys."""
         before = context.principal
@@ -145,10 +165,13 @@ class Auth:
                 found = principal
         return found
 
-    def _check_scope(self, principal: Principal, scope: Scope, peer: str = "") -> None:
+    def _check_expiry(self, principal: Principal, peer: str) -> None:
         if principal.expires_at_s <= self._epoch_s():
             self.refused("expired", principal.key_id, peer)
             raise Unauthorized(f"key '{principal.key_id}' has expired; use another")
+
+    def _check_scope(self, principal: Principal, scope: Scope, peer: str = "") -> None:
+        self._check_expiry(principal, peer)
         if not principal.allows(scope):
             self.refused("scope", principal.key_id, peer)
             raise Forbidden(f"key '{principal.key_id}' does not have the scope '{scope}'; use one that has")

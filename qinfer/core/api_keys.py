@@ -21,7 +21,8 @@ from typing import Annotated
 
 import msgspec
 
-from qinfer.core.settings import AuthSettings
+from qinfer.core.settings import AuthSettings, Settings
+from qinfer.core.settings_sections import ANY
 from qinfer.errors import SettingsError
 
 _NAME = r"^[A-Za-z0-9._~-]{1,64}$"
@@ -297,3 +298,26 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_local(settings: Settings) -> bool:
+    """Returns whether all ports are on loopback addresses."""
+    http, grpc, metrics = settings.http, settings.grpc, settings.metrics
+    hosts = [http.host]
+    if grpc.enabled:
+        hosts.append(grpc.host or http.host)
+    if metrics.enabled:
+        hosts.append(metrics.host or http.host)
+    return all(map(is_loopback, hosts))
+
+
+def why_no_console(settings: Settings) -> str:
+    """Returns why the console is not served, or empty."""
+    if not settings.console.enabled:
+        return "the console is off: QINFER_CONSOLE__ENABLED"
+    if settings.auth.mode == "keys" or (is_local(settings) and ANY not in settings.http.allow_hosts):
+        return ""
+    return (
+        "the console is off: other machines reach this gateway, and it asks for no API keys; set QINFER_AUTH__MODE="
+        "keys, or bind all ports to loopback addresses without QINFER_HTTP__ALLOW_HOSTS=*"
+    )

@@ -14,6 +14,7 @@ from pydantic_settings import SettingsError as UnreadableValue
 from qinfer.core.processes import PREFIX
 from qinfer.core.settings_sections import (
     CacheSettings,
+    ConsoleSettings,
     CorsSettings,
     EndpointSettings,
     MetricsSettings,
@@ -540,6 +541,7 @@ class Settings(BaseSettings):
     redis: RedisSettings = Field(default_factory=RedisSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
     cors: CorsSettings = Field(default_factory=CorsSettings)
+    console: ConsoleSettings = Field(default_factory=ConsoleSettings)
     grpc: GrpcSettings = Field(default_factory=GrpcSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)

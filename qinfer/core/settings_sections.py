@@ -81,6 +81,19 @@ def plan_of(text: str) -> CachePlan | None:
     return CachePlan("local", options["size"])
 
 
+class ConsoleSettings(Section):
+    """The console: web pages at `/console` of a gateway."""
+
+    enabled: bool = Field(
+        True,
+        description="Serve the console where API keys are required, and without keys where all ports are on loopback "
+        "addresses and `QINFER_HTTP__ALLOW_HOSTS` is not `*`.",
+    )
+    session_s: float = Field(
+        3600.0, gt=0, description="Seconds after a browser's last request after which it must sign in again."
+    )
+
+
 class CorsSettings(Section):
     """Pages of other origins that may call HTTP from a browser (CORS); a gateway's answers do not depend on it."""
 

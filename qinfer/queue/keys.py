@@ -22,6 +22,7 @@ SUSPECTS = b"suspects"
 
 _BRIDGES = "qinfer:{bridges}:"
 _COUNTS = "qinfer:{counts}:"
+_CONSOLE = "qinfer:{console}:"
 
 ENDPOINTS = ".endpoints"
 """Stands for a model in the deliveries of endpoints."""
@@ -391,6 +392,21 @@ def counts_asked() -> str:
 def counts_added() -> str:
     """Stream of workers' answers."""
     return f"{_COUNTS}added"
+
+
+def console_session(digest: str) -> str:
+    """String with the hash of the API key of a browser's session."""
+    return f"{_CONSOLE}session:{digest}"
+
+
+def count_history(slot: int) -> str:
+    """Hash of what each gateway counted in some seconds."""
+    return f"{_CONSOLE}counts:{slot}"
+
+
+def audit() -> str:
+    """Stream of administrative acts and refused keys."""
+    return f"{_CONSOLE}audit"
 
 
 def quota(tenant: str) -> str:

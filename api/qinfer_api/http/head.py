@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from qinfer.core.api_keys import is_loopback
+from qinfer.core.api_keys import is_local
 from qinfer.core.settings import Settings
 from qinfer.core.settings_sections import ANY
 from qinfer.errors import InvalidRequest
@@ -256,7 +256,7 @@ class Visitors:
         cors, named = settings.cors.allow_origins, settings.http.allow_hosts
         has_keys = settings.auth.mode == "keys"
         origins = None if has_keys or ANY in cors else cors
-        is_checked = bool(named) or (not has_keys and _is_local(settings))
+        is_checked = bool(named) or (not has_keys and is_local(settings))
         hosts = (*map(str.lower, named), *_LOCAL_NAMES) if is_checked else None
         if ANY in named:
             hosts = None
@@ -303,16 +303,6 @@ class Visitors:
 
 def _is_visit(sent: Mapping[bytes, list[bytes]]) -> bool:
     return sent.get(b"sec-fetch-mode") == [b"navigate"] and sent.get(b"sec-fetch-dest") == [b"document"]
-
-
-def _is_local(settings: Settings) -> bool:
-    http, grpc, metrics = settings.http, settings.grpc, settings.metrics
-    hosts = [http.host]
-    if grpc.enabled:
-        hosts.append(grpc.host or http.host)
-    if metrics.enabled:
-        hosts.append(metrics.host or http.host)
-    return all(map(is_loopback, hosts))
 
 
 def _name_of(host: str) -> str:

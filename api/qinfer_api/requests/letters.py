@@ -72,14 +72,17 @@ class LettersBody(msgspec.Struct, frozen=True):
     next: str | None
 
 
-class _LetterPage(NamedTuple):
+class LetterPage(NamedTuple):
+    """A page of dead letters, and the cursor of the next one; empty = it is the last."""
+
     letters: list[DeadLetter]
     next: str
 
 
-async def _page(
+async def letter_page(
     requests: AsyncRequests, context: CallerContext, chosen: RequestFilter, after: str, limit: int
-) -> _LetterPage:
+) -> LetterPage:
+    """Returns a page of the dead letters that a caller may see."""
     chosen, stored, now_s = own_filter(chosen, context), requests.delivery.dead_letters, requests.now_s()
     first, _, place = after.rpartition(":")
     place_after(place)
@@ -93,14 +96,15 @@ async def _page(
                 if chosen.fits_letter(letter, now_s, reads=context.reads):
                     found.append(letter)
                 if len(found) == limit:
-                    return _LetterPage(found, f"{model}:{at}")
+                    return LetterPage(found, f"{model}:{at}")
             read += len(letters)
             if read >= MOST_READ:
-                return _LetterPage(found, f"{model}:{at}")
-    return _LetterPage(found, "")
+                return LetterPage(found, f"{model}:{at}")
+    return LetterPage(found, "")
 
 
-async def _one(requests: AsyncRequests, context: CallerContext, model: str, letter_id: str) -> DeadLetter:
+async def find_letter(requests: AsyncRequests, context: CallerContext, model: str, letter_id: str) -> DeadLetter:
+    """Returns a dead letter that a caller may see, or raises `RequestNotFound`."""
     is_named = is_model_name(model) and id_of(letter_id) is not None
     found = await requests.delivery.dead_letters.show(model, letter_id) if is_named else None
     if found is None or not context.sees(found.tenant):
@@ -145,19 +149,19 @@ def letter_routes(services: Services) -> APIRouter:
         """Lists the dead letters of the caller's tenant, with the scope `admin` all, by a filter."""
         context, params = authorize(services, request, Scope.VIEWER), request.query_params
         limit = checked_limit(params.get("limit"))
-        page = await _page(requests, context, filter_of(params), params.get("after", ""), limit)
+        page = await letter_page(requests, context, filter_of(params), params.get("after", ""), limit)
         return send_json(LettersBody([_shown(letter, context) for letter in page.letters], page.next or None))
 
     @router.get(one, name="dead_letter", **_SHOW)
     async def show_letter(model: str, letter_id: str, request: Request) -> HttpResponse:
         """Returns a dead letter without its tensors."""
         context = authorize(services, request)
-        return send_json(_shown(await _one(requests, context, model, letter_id), context))
+        return send_json(_shown(await find_letter(requests, context, model, letter_id), context))
 
     @router.get(f"{one}/inputs", name="dead_letter_inputs", **_INPUTS)
     async def show_inputs(model: str, letter_id: str, request: Request) -> HttpResponse:
         """Returns the inputs of a dead letter, as `outputs`, in the form of an inference's answer."""
-        letter = await _one(requests, authorize(services, request), model, letter_id)
+        letter = await find_letter(requests, authorize(services, request), model, letter_id)
         try:
             found = decode_request(letter.frame, letter.payload)
         except CorruptEntry:

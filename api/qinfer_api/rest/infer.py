@@ -192,7 +192,7 @@ async def _submit_infer(
         async with received(services, request, services.settings.http.max_input_bytes) as content:
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
-        pending = _hold_memory(request, dispatcher.submit(context, decoded, sink, asked_s=asked_s))
+        pending = hold_memory(request, dispatcher.submit(context, decoded, sink, asked_s=asked_s))
         return pending, decoded.client_id, plan
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
@@ -208,7 +208,8 @@ class _InTurn:
 _IN_TURN = _InTurn()
 
 
-def _hold_memory(request: Request, pending: PendingCall) -> PendingCall:
+def hold_memory(request: Request, pending: PendingCall) -> PendingCall:
+    """Has a reply hold the memory of a large answer until it is sent."""
     pending.holder = _IN_TURN
     request.scope["state"][BORROWER] = pending
     return pending
@@ -291,7 +292,7 @@ async def submit_json(
             decode = partial(_decode, services, served, target, request, content, read)
             asked = await decoded_tensors(services, len(content), len(content), decode)
         answers(request, asked.request)
-        return _hold_memory(request, dispatcher.submit(context, asked.request, sink, asked_s=asked_s)), asked
+        return hold_memory(request, dispatcher.submit(context, asked.request, sink, asked_s=asked_s)), asked
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 

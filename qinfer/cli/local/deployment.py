@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import webbrowser
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ class UpOptions:
     redis_memory_bytes: int
     workers: int
     autoscale: tuple[int, int] | None
+    open_console: bool = False
     ready_timeout_s: float
     began_ns: int = field(default_factory=time.time_ns)
 
@@ -355,9 +357,12 @@ class LocalDeployment:
             pool.start()
             self._wait_until_settled(pool)
             lines = [] if supervisor.stop_asked else self._preparer.ask(list[str], "summary", pool.about)
+            console = self._preparer.ask(str, "console_url") if options.open_console and lines else ""
             self._preparer.close()
             if lines:
                 self._messages.show(lines)
+            if console and not webbrowser.open(console):
+                self._messages.warn(f"no browser opens here; open {console} yourself")
             if not (launch.no_bulk or supervisor.stop_asked):
                 supervisor.add(bulk, WORKER_POLICY, stop_s=self._plan.worker_drain_s + KILL_MARGIN_S)
             with self._watch():

@@ -26,7 +26,7 @@ from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, wit
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.flows import sequence_parameters
 from qinfer.client.model_flows import model_path
-from qinfer.core.api_keys import check_exposure
+from qinfer.core.api_keys import check_exposure, why_no_console
 from qinfer.core.processes import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
 from qinfer.core.settings import Settings, load_settings
 from qinfer.core.store_urls import normalised
@@ -105,6 +105,7 @@ class Preparation:
         facts = [
             _fact("URL", (self._url, "bold cyan"), ("   /docs and /metrics too", "dim")),
             *self._other_ports(),
+            *([_fact("Console", (console, "cyan"))] if (console := self.console_url()) else []),
             *_models(models),
             _fact("Workers", workers),
             _fact("Jobs", jobs_line(self.settings, self._no_bulk)),
@@ -119,6 +120,10 @@ class Preparation:
                 facts += [Text(), _fact("Try", (line, "green"))]
         lines = [Text(), _title(models), Text(), *facts, Text()]
         return [(Text("  ") + line).markup if line else "" for line in lines]
+
+    def console_url(self) -> str:
+        """Returns the console's address; empty where it is off."""
+        return "" if why_no_console(self.settings) else f"{self._url}/console/"
 
     def _other_ports(self) -> Iterator[Text]:
         settings, ports = self.settings, self._ports

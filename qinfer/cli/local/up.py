@@ -114,6 +114,7 @@ UP_OPTIONS: Options = {
         "--model-output/--no-model-output",
         envvar="QINFER_LOG__MODEL_OUTPUT",
     ),
+    "open_console": option(bool, False, "Open the console in a browser once the models are loaded.", "--open"),
     "ready_timeout": option(float, 120.0, "Seconds to wait until the models are loaded.", min=1),
 }
 """The options of `qinfer up`."""
@@ -203,6 +204,7 @@ def _deploy(given: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], *, 
         redis_memory_bytes=given["redis_memory"] * 2**20,
         workers=given["workers"] or 1,
         autoscale=_range(given["autoscale"], given["workers"]),
+        open_console=given["open_console"],
         ready_timeout_s=given["ready_timeout"],
     )
     try:

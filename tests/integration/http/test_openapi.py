@@ -35,7 +35,7 @@ from schemathesis.config import (
 )
 
 from qinfer.core.settings import BulkSettings, RepositorySettings, StoreSettings
-from qinfer_api.app import build_app
+from qinfer_api.app import Features, build_app
 from qinfer_api.auth import Restrictions
 from qinfer_api.rest.services import Services
 from tests.support.gateway import ANSWERING
@@ -59,7 +59,7 @@ def document() -> dict[str, Any]:
     """Returns the document as it is sent; the routes need no services to describe themselves."""
     services = Mock(spec=Services, restrictions=Restrictions.for_http(()))
     found: dict[str, Any] = json.loads(
-        json.dumps(build_app(cast(Services, services), Mock(), Mock(), Mock(), Mock()).openapi())
+        json.dumps(build_app(cast(Services, services), Features(Mock(), Mock(), Mock(), Mock())).openapi())
     )
     return found
 

@@ -17,6 +17,7 @@ EXCEPTIONS: dict[str, str] = {}
 # A file of less than 60 lines → why it is a file of its own. An `__init__.py` needs no reason.
 SMALL_FILES: dict[str, str] = {
     "workers/qinfer_workers/inference/devices.py": "the program, its loader, heartbeat and rate limiter use it",
+    "scripts/console_files.py": "a command",
     "scripts/generate_example.py": "a command",
     "scripts/generate_protos.py": "a command",
     # Examples are read as whole files.

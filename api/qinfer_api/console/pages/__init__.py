@@ -1,0 +1,1 @@
+"""The pages: functions that read what a page shows from the gateway's services, and fill its template."""

@@ -1,0 +1,127 @@
+"""The console's pages over HTTP: what they show, and what they refuse."""
+
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from qinfer.observe.logs import AUDIT
+from tests.support.gateway import Running, running_gateway
+
+PAGES = (
+    "", "models", "try", "workers", "queues", "letters", "jobs", "requests", "endpoints", "sequences", "labeling",
+    "tenants", "audit", "operations", "models/echo", "try/echo", "letters?model=echo", "models/sp%C3%A4te%20modelle",
+)  # fmt: skip
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Running]:
+    async with running_gateway() as one:
+        await one.refresh()
+        yield one
+
+
+@pytest.fixture
+async def client(running: Running) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser that has opened the console: it has the cookie."""
+    async with httpx.AsyncClient(base_url=f"{running.url}/console/", follow_redirects=True) as client:
+        await client.get("")
+        yield client
+
+
+def token_of(page: str) -> str:
+    """Returns the token of a page's forms."""
+    found = re.search(r'name="csrf" value="(\w+)"', page)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_a_page_opens(client: httpx.AsyncClient, page: str) -> None:
+    reply = await client.get(page)
+
+    assert reply.status_code == 200, reply.text
+    assert "<main" in reply.text
+    assert reply.text.startswith("<!doctype html>")
+
+
+async def test_a_form_runs_a_model(client: httpx.AsyncClient) -> None:
+    page = (await client.get("try/echo")).text
+
+    reply = await client.post("try/echo", data={"csrf": token_of(page), "do": "run", "in:x": "1, 2.5, 3, 4"})
+
+    assert reply.status_code == 200, reply.text
+    assert "1, 2.5, 3, 4" in reply.text
+    assert "Version 2 answered" in reply.text
+
+
+async def test_addresses_are_relative_wherever_a_proxy_puts_the_console(client: httpx.AsyncClient) -> None:
+    first = await client.get(str(client.base_url).rstrip("/"))
+    deep = await client.get("letters/echo/1-0")
+
+    assert first.url.path == "/console/"
+    assert 'href="../../static/' in deep.text
+    assert not re.findall(r'(?:href|src|action|hx-get)="(?:/|https?:)', first.text + deep.text)
+
+
+async def test_a_part_of_a_page_goes_to_htmx_alone(client: httpx.AsyncClient) -> None:
+    part = await client.get("models?q=echo", headers={"hx-request": "true"})
+
+    assert part.text.lstrip().startswith("<main")
+    assert "echo" in part.text
+    assert "stuck" not in part.text
+
+
+async def test_static_files_are_kept_by_browsers_and_nothing_else_is_served(client: httpx.AsyncClient) -> None:
+    script = await client.get("static/console.js")
+
+    assert script.status_code == 200
+    assert "immutable" in script.headers["cache-control"]
+    for name in ("static/SOURCE.json", "static/..%2Frender.py", "static/../render.py", "nothing", "models/echo/1"):
+        assert (await client.get(name)).status_code == 404
+
+
+async def test_figures_come_by_one_stream(client: httpx.AsyncClient) -> None:
+    async with client.stream("GET", "live") as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = reply.aiter_lines()
+        assert await anext(lines) == "event: figures"
+        figures = json.loads((await anext(lines)).removeprefix("data: "))
+
+    assert figures["workers"] == 1
+    assert figures["echo:2/work"] == 0
+    assert len((await client.get("history", params={"of": "echo:2"})).json()["at_s"]) == 720
+
+
+async def test_an_act_is_in_the_audit_trail(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=AUDIT)  # as a gateway's logging has it
+    token = token_of((await client.get("try/echo")).text)
+    await client.post("letters", data={"csrf": token, "do": "purge", "id": "echo/1-0"})
+
+    page = (await client.get("audit")).text
+
+    assert "/console/letters purge" in page
+    assert "done" in page
+
+
+async def test_an_error_of_an_act_is_told_on_its_page(client: httpx.AsyncClient) -> None:
+    token = token_of((await client.get("try/echo")).text)
+
+    reply = await client.post("try/echo", data={"csrf": token, "do": "run", "in:x": "1, 2"})
+
+    assert reply.status_code == 400
+    assert "has 2 values" in reply.text
+    assert 'role="alert"' in reply.text
+
+
+async def test_the_sign_in_leads_to_the_page_that_was_asked_for(running: Running) -> None:
+    async with httpx.AsyncClient(base_url=f"{running.url}/console/", follow_redirects=True) as client:
+        reply = await client.get("models/sp%C3%A4te%20modelle?q=a")
+
+        assert reply.url.path == "/console/models/späte modelle"
+        assert reply.url.query == b"q=a"
+        for to in ("//e.example", "https://e.example", "../../docs", "\\e.example"):
+            assert (await client.get("sign-in", params={"to": to})).url.path.startswith("/console/")
