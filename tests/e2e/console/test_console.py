@@ -6,6 +6,7 @@ The screenshots are in the folder of `QINFER_TEST_SCREENSHOTS`, or in a temporar
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ import pytest
 from tests.e2e.console.scene import LETTERS, Scene, showing
 from tests.support.foreign import tool
 
-sync_api = pytest.importorskip("playwright.sync_api")
+if TYPE_CHECKING:
+    from playwright import sync_api
+else:
+    sync_api = pytest.importorskip("playwright.sync_api")
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -22,7 +26,8 @@ PAGES = (
     "requests", "operations", "endpoints", "endpoints/reader", "sequences", "labeling", "tenants", "audit",
 )  # fmt: skip
 WIDTHS = {1440: 900, 1024: 768, 390: 844}
-THEMES = ("light", "dark")
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = ("light", "dark")
 WAIT_MS = 60_000
 sync_api.expect.set_options(timeout=WAIT_MS)
 
@@ -77,9 +82,8 @@ def test_pages_are_live(page: "sync_api.Page") -> None:
 def test_the_menu_and_the_keyboard_lead_everywhere(page: "sync_api.Page") -> None:
     titles = page.locator("#nav > a").all_inner_texts()
     for _ in titles[1:]:
-        before = page.url
-        page.keyboard.press("]")
-        page.wait_for_url(lambda url, before=before: url != before)
+        with page.expect_navigation():
+            page.keyboard.press("]")
     assert page.url.endswith("/audit")
     page.keyboard.press("?")
     assert page.locator("#keys").is_visible()
@@ -222,7 +226,7 @@ def test_a_canary_is_paused_promoted_and_aborted(page: "sync_api.Page", scene: S
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_every_page_fits_every_screen(chromium: "sync_api.Browser", scene: Scene, theme: str, tmp_path: Path) -> None:
+def test_every_page_fits_every_screen(chromium: "sync_api.Browser", scene: Scene, theme: Theme, tmp_path: Path) -> None:
     """Nothing overflows sideways; the screenshots are kept."""
     folder = Path(os.environ.get("QINFER_TEST_SCREENSHOTS", tmp_path))
     for width, height in WIDTHS.items():

@@ -140,5 +140,5 @@ async def _pause(visit: Visit) -> str:
 
 
 async def _resume(visit: Visit) -> str:
-    await visit.parts.services.models.resume(visit.name("model"), 0)
+    await visit.parts.services.models.end_pause(visit.name("model"), 0)
     return "The model goes on."
