@@ -19,7 +19,10 @@ from qinfer.queue.router import Router
 MOST_LINES = 10_000
 _MOST_WAITING = 1000
 _MOST_TEXT = 500
-_FIELDS = ("tenant", "key", "act", "path", "peer", "outcome", "reason", "without_a_line")
+_FIELDS = (
+    *("tenant", "key", "act", "path", "peer", "outcome", "reason", "without_a_line"),
+    *("action", "model", "operation", "found", "changed", "dry_run"),
+)
 
 
 class AuditLine(NamedTuple):

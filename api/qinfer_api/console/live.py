@@ -1,4 +1,4 @@
-"""The state that all pages share, read at most every two seconds, and its changes as server-sent events.
+"""The state that all pages share, read every two seconds or less often, and its changes as server-sent events.
 
     event: figures    the figures that changed, `null` = gone:  {"digits:1/rate": 12.4, "/p99": 0.012, …}
     event: topics     the lists that changed, which pages fetch again:  ["jobs", "workers"]
@@ -28,7 +28,13 @@ MOST_STREAMS = 256
 USED_FOR_S = 3600.0
 """Seconds after the last page for which the history has the work as well."""
 
-_LETTERS_EVERY_S = 10.0
+MOST_SHARE, MOST_EVERY_S = 0.01, 60.0
+"""The share of a core for reads of the work, as far as they are then at most a minute apart."""
+
+MOST_TICK_S = 10.0
+
+_LETTERS_EVERY_S, _COUNTED_PER_S = 10.0, 20.0
+"""Dead letters are counted so often, with more models less often."""
 _LETTERS = "letters"
 
 Figures = dict[str, float]
@@ -59,6 +65,8 @@ class Live:
         self._jobs = Jobs(queue)
         self._reading = asyncio.Lock()
         self._read_s = self._letters_s = self._used_s = -math.inf
+        self._work_s, self._work_every_s = -math.inf, 0.0
+        self._versions: tuple[VersionWork, ...] = ()
         self._letters: dict[str, int] = {}
         self._topics: dict[str, int] = {}
         self._told: Figures = {}
@@ -75,8 +83,9 @@ class Live:
         """Reads the state while there are streams, until cancelled."""
         while True:
             await self._wanted.wait()
+            began_s = time.thread_time()
             await self._tick()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(min(max(TICK_S, (time.thread_time() - began_s) / MOST_SHARE), MOST_TICK_S))
             if not self._streams:
                 self._wanted.clear()
 
@@ -146,7 +155,7 @@ class Live:
     async def _read(self) -> ConsoleState:
         async with asyncio.timeout(TICK_S * 2):
             work, jobs, (number, slot), letters = await asyncio.gather(
-                read_work(self._store, self._queue, self._jobs.open_rows),
+                self._read_work(),
                 self._jobs.states(),
                 self._history.latest(),
                 self._count_letters(),
@@ -156,9 +165,19 @@ class Live:
         )
         return msgspec.structs.replace(state, figures=self._figures(state))
 
+    async def _read_work(self) -> tuple[VersionWork, ...]:
+        """Reads the work of all versions, with many models less often: at a hundredth of a core."""
+        if time.monotonic() - self._work_s >= self._work_every_s:
+            began_s = time.thread_time()
+            self._versions = await read_work(self._store, self._queue, self._jobs.open_rows)
+            cost_s = time.thread_time() - began_s
+            self._work_every_s = min(max(TICK_S / 2, cost_s / MOST_SHARE), MOST_EVERY_S)
+            self._work_s = time.monotonic()
+        return self._versions
+
     async def _count_letters(self) -> dict[str, int]:
-        if time.monotonic() - self._letters_s >= _LETTERS_EVERY_S:
-            names = self._catalog.known()
+        names = self._catalog.known()
+        if time.monotonic() - self._letters_s >= max(_LETTERS_EVERY_S, len(names) / _COUNTED_PER_S):
             counts = await asyncio.gather(*map(self._queue.dead_letters.count, names))
             self._letters = dict(zip(names, counts, strict=True))
             self._letters_s = time.monotonic()
@@ -166,7 +185,7 @@ class Live:
 
     def recount(self) -> None:
         """Has the next read count dead letters anew, and read the state anew."""
-        self._letters_s = self._read_s = -math.inf
+        self._letters_s = self._read_s = self._work_s = -math.inf
 
     def _figures(self, state: ConsoleState) -> Figures:
         workers = self._catalog.workers()
