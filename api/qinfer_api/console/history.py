@@ -55,7 +55,7 @@ class HistorySlot(NamedTuple):
     work: Mapping[str, Work]
 
 
-class Point(NamedTuple):
+class ChartPoint(NamedTuple):
     """The figures of a series in a slot: per second, in seconds; NaN = unknown."""
 
     at_s: float
@@ -85,13 +85,13 @@ def quantile(answered: Sequence[int], share: float) -> float:
     return low + (high - low) * (wanted - before) / answered[at]
 
 
-def point_of(number: int, slot: HistorySlot | None, series: str) -> Point:
+def point_of(number: int, slot: HistorySlot | None, series: str) -> ChartPoint:
     """Returns the figures of a series; a slot without counts had no requests."""
     counts = SeriesCounts() if slot is None else slot.counts.get(series, SeriesCounts())
     work_s, oldest_s = (math.nan, math.nan) if slot is None else slot.work.get(series, (math.nan, math.nan))
     total = sum(counts.answered) + counts.failed
     p50_s, p99_s = quantile(counts.answered, 0.5), quantile(counts.answered, 0.99)
-    return Point(number * SLOT_S, total / SLOT_S, counts.failed / SLOT_S, p50_s, p99_s, work_s, oldest_s)
+    return ChartPoint(number * SLOT_S, total / SLOT_S, counts.failed / SLOT_S, p50_s, p99_s, work_s, oldest_s)
 
 
 class CountHistory:
@@ -132,7 +132,7 @@ class CountHistory:
         await self._router.call(slot, b"HSET", key, field.encode(), value)
         await self._router.call(slot, b"PEXPIRE", key, _KEPT_MS)
 
-    async def points(self, series: str, count: int = SLOTS) -> list[Point]:
+    async def points(self, series: str, count: int = SLOTS) -> list[ChartPoint]:
         """Returns the last points of a series, oldest first."""
         last = await self._read()
         return [point_of(number, self._slots.get(number), series) for number in range(last - count + 1, last + 1)]

@@ -20,7 +20,7 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.work import VersionWork, read_work
-from qinfer_api.console.history import SLOT_S, TOTAL, CountHistory, HistorySlot, Point, Work, point_of, series_of
+from qinfer_api.console.history import SLOT_S, TOTAL, ChartPoint, CountHistory, HistorySlot, Work, point_of, series_of
 
 TICK_S = 2.0
 HEARTBEAT_S = 15.0
@@ -52,7 +52,7 @@ class ConsoleState(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures = {}
     is_store_up: bool = True
 
-    def point(self, series: str) -> Point:
+    def point(self, series: str) -> ChartPoint:
         """Returns the last figures of a series."""
         return point_of(self.slot_number, self.slot, series)
 
@@ -229,7 +229,7 @@ class Live:
         }
 
 
-def _add_point(found: Figures, series: str, point: Point) -> None:
+def _add_point(found: Figures, series: str, point: ChartPoint) -> None:
     for name, value in (("rate", point.rate), ("errors", point.errors), ("p50", point.p50_s), ("p99", point.p99_s)):
         if not math.isnan(value):
             found[f"{series}/{name}"] = _rounded(value)

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from qinfer.errors import QinferError
 from qinfer_api.console.access import TOKEN_FIELD, check_same_site
-from qinfer_api.console.history import Point
+from qinfer_api.console.history import ChartPoint
 from qinfer_api.console.pages import administration, endpoints, jobs, letters, models, requests, system, try_it
 from qinfer_api.console.render import HEADERS, STATIC, Templates
 from qinfer_api.console.routes import PATH, ConsoleParts
@@ -103,7 +103,7 @@ class Site:
         if await self._parts.access.user(request) is None:
             return Response(status_code=401)
         points = await self._parts.history.points(request.query_params.get("of", ""))
-        columns = {name: [getattr(point, name) for point in points] for name in Point._fields}
+        columns = {name: [getattr(point, name) for point in points] for name in ChartPoint._fields}
         return Response(_json(columns), media_type="application/json", headers=HEADERS)
 
 

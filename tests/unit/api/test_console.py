@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import subprocess
+import sys
 import zlib
 from typing import Any
 
@@ -165,3 +167,11 @@ def test_the_console_is_off_where_strangers_could_use_it() -> None:
     assert "API keys" in why_no_console(settings(http=HttpSettings(host="0.0.0.0"), auth=AuthSettings(mode="none")))
     assert "API keys" in why_no_console(settings(http=HttpSettings(allow_hosts=("*",))))
     assert "QINFER_CONSOLE__ENABLED" in why_no_console(settings(console=ConsoleSettings(enabled=False)))
+
+
+def test_a_gateway_loads_no_templates_before_the_console_is_opened() -> None:
+    names = ("jinja2", "qinfer_api.console.site")
+    code = f"import sys, qinfer_api.app; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
