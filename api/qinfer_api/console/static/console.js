@@ -263,7 +263,10 @@ const keys = {
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || find("dialog[open]")) return;
   if (event.target.closest("input:not([type=checkbox]), textarea, select")) {
-    if (event.key === "Escape") event.target.blur();
+    if (event.key === "Escape") {
+      event.preventDefault(); // a browser would empty the filter
+      event.target.blur();
+    }
     return;
   }
   if (keys[event.key]) {
