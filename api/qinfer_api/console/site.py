@@ -59,12 +59,10 @@ class Site:
         access, problem, status = self._parts.access, "", 200
         if request.method == "POST" or not access.has_keys:
             try:
-                check_same_site(request)
-                key = (
-                    (await read_form(self._parts.services, request, MAX_KEY_FORM_BYTES)).get("key", [""])[0]
-                    if request.method == "POST"
-                    else ""
-                )
+                key = ""
+                if request.method == "POST":
+                    check_same_site(request)
+                    key = await self._field(request, "key")
                 place = place_after(request.query_params.get("to", ""))
                 response: Response = RedirectResponse(place, 303, headers={"cache-control": "no-store"})
                 await access.sign_in(request, key.strip(), peer_of(request), response)

@@ -67,6 +67,15 @@ async def test_addresses_are_relative_wherever_a_proxy_puts_the_console(client: 
     assert not re.findall(r'(?:href|src|action|hx-get)="(?:/|https?:)', first.text + deep.text)
 
 
+async def test_a_link_of_another_site_opens_the_console(running: Running) -> None:
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    async with httpx.AsyncClient(follow_redirects=True, headers=headers) as client:
+        reply = await client.get(f"{running.url}/console/models")
+
+        assert reply.status_code == 200
+        assert "echo" in reply.text
+
+
 async def test_a_part_of_a_page_goes_to_htmx_alone(client: httpx.AsyncClient) -> None:
     part = await client.get("models?q=echo", headers={"hx-request": "true"})
 
