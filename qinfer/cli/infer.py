@@ -117,6 +117,8 @@ def _print(answer: "InferResult", *, as_json: bool) -> None:
 BENCH_EXAMPLE = "Example: qinfer bench digits --concurrency 64 --duration 10"
 
 
+MOST_RATE = 1_000_000
+"""The most arrivals a second."""
 BENCH_OPTIONS: Options = {
     "url": (UrlOption, DEFAULT_URL),
     "concurrency": option(int, 64, "Connections.", "--concurrency", "-c", min=1, max=10_000),
@@ -143,7 +145,7 @@ BENCH_OPTIONS: Options = {
         0.0,
         "Requests a second that arrive at random, whether or not others are answered.",
         min=0,
-        max=1_000_000,
+        max=MOST_RATE,
     ),
     "arrivals": option(
         Path | None, None, "Instead of --rate: a file with seconds between two arrivals, a number a line; it repeats."
@@ -185,6 +187,8 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
         raise typer.BadParameter("give this or --streaming, not both", param_hint="--sequences")
     if (given["rate"] or given["arrivals"]) and (given["streaming"] or given["sequences"]):
         raise typer.BadParameter("give this without --streaming and --sequences", param_hint="--rate, --arrivals")
+    if given["rate"] and given["arrivals"]:
+        raise typer.BadParameter("give this or --rate, not both", param_hint="--arrivals")
     if given["data"] and (given["inputs"] or given["sequences"]):
         raise typer.BadParameter("give this without --input and --sequences", param_hint="--data")
 
@@ -262,6 +266,8 @@ def _gaps(path: Path) -> list[float]:
         raise InvalidRequest(f"{path} has no number of seconds in each line: {error}") from None
     if not all(0 <= gap < math.inf for gap in found) or not sum(found):
         raise InvalidRequest(f"{path} has no seconds above 0, or some that are negative or infinite")
+    if sum(found) * MOST_RATE < len(found):
+        raise InvalidRequest(f"{path} has more than {MOST_RATE:,} arrivals a second")
     return found
 
 

@@ -18,24 +18,27 @@ from qinfer.cli.console import (
     ModelArgument,
     Options,
     facts,
+    gateway_client,
     option,
     show,
     table,
     with_options,
 )
 from qinfer.cli.models import RepositoryOption
+from qinfer.errors import QinferError
 
 if TYPE_CHECKING:
-    from qinfer.cli.analyze.figures import Figures, Goal
-    from qinfer.cli.analyze.measure import Meter, MeterRules
+    from qinfer.cli.analyze.figures import Figures, Goal, MeterRules
+    from qinfer.cli.analyze.measure import Meter
     from qinfer.cli.analyze.report import Facts
     from qinfer.cli.analyze.search import Search, Wanted
-    from qinfer.cli.analyze.space import Space
+    from qinfer.cli.analyze.space import Candidate, Space
     from qinfer.cli.analyze.stack import Stack
     from qinfer.cli.load import LoadTarget
 
 EXAMPLE = "Example: qinfer analyze digits --model-repository ./models --p99-ms 20"
 LEVELS = "1,2,4,8,16,32,64,128"
+MOST_LEVEL = 10_000
 MOST_BATCH = 64
 """The largest batch that is tried where the configuration has a smaller one."""
 
@@ -74,7 +77,7 @@ OPTIONS: Options = {
         None,
         "Requests to send in turn: .jsonl, .parquet, or the .json of perf_analyzer's --input-data.",
     ),
-    "window_s": option(float, 1.0, "Seconds of a window; a measurement has 2 to 8.", min=0.1),
+    "window_s": option(float, 1.0, "Seconds of a window; a measurement has 2 to 8.", min=0.1, max=600),
     "output": option(Path | None, None, "Directory; default: analyze-MODEL.", "--output", "-o"),
     "apply": option(str, "", "URL of a gateway that loads the winner, in mode explicit."),
 }
@@ -94,29 +97,35 @@ def analyze(model: ModelArgument, *, as_json: JsonOption = False, **given: Any) 
     repositories = given["model_repository"] or ["models"]
     asked = _asked(model, repositories, given)
     directory = given["output"] or Path(f"analyze-{model}")
+    if given["apply"]:
+        with gateway_client(given["apply"]) as client:
+            client.index()  # a wrong address is known before the search
     with private_stack(repositories, [model]) as stack:
         config = stack.client.config(model)
         found = _search(asked, stack, config, directory)
+    best = found.figures[found.outcome.winner]
+    if not found.goal.score(best).mean:
+        error = f"; the first error: {best.first_error}" if best.errors else ""
+        raise CommandFailed(f"no configuration keeps the limits without errors; see {directory}/report.html{error}")
     show(_as_json(found), lambda: _view(found, directory), as_json=as_json)
     if given["apply"]:
         _apply(given["apply"], model, configured(config, found.outcome.winner.candidate))
 
 
 def _asked(model: str, repositories: Sequence[str], given: Mapping[str, Any]) -> "_Asked":
-    from qinfer.cli.analyze.figures import Goal
-    from qinfer.cli.analyze.measure import MeterRules
+    from qinfer.cli.analyze.figures import Goal, MeterRules
 
     if given["objective"] == "goodput" and not given["deadline_ms"]:
         raise typer.BadParameter("goodput needs it", param_hint="--deadline-ms")
     if given["objective"] == "cost" and not given["price_per_hour"]:
         raise typer.BadParameter("cost needs it", param_hint="--price-per-hour")
-    place = next((Path(one) / model for one in repositories if (Path(one) / model).is_dir()), None)
-    if place is None:
+    places = [Path(one) for one in repositories if (Path(one) / model).is_dir()]
+    if not places:
         raise CommandFailed(f"no {model} in {', '.join(repositories)}; give --model-repository, a local directory")
     limits = (given["p99_ms"] or math.inf, given["memory_mb"] or math.inf, given["price_per_hour"])
     return _Asked(
         model,
-        place,
+        places[0],
         given["mode"],
         Goal(given["objective"], *limits, os.cpu_count() or 1),
         MeterRules(given["window_s"], given["deadline_ms"] or math.inf),
@@ -130,7 +139,7 @@ class _Asked(NamedTuple):
     """The options, read."""
 
     model: str
-    place: Path
+    repository: Path
     mode: str
     goal: "Goal"
     rules: "MeterRules"
@@ -152,13 +161,16 @@ def _search(asked: _Asked, stack: "Stack", config: dict[str, Any], directory: Pa
     space = _space(today_of(config), **asked.values)
     targets = _targets(stack, model, asked.inputs, asked.data)
     sent = digest(asked.data) if asked.data is not None else repr(asked.inputs)
+    # an ensemble's steps, too
+    steps = [step["model_name"] for step in (config.get("ensemble_scheduling") or {}).get("step", ())]
+    files = " ".join(digest(asked.repository / name) for name in [model, *steps] if (asked.repository / name).exists())
     following = cycle([target.request for target in targets]).__next__
     meter = Meter(stack.client, model, targets[0], following, goal, asked.rules, stack.memory_mb)
-    journal = Journal(directory, Subject(model, digest(asked.place), space, goal, mode, asked.rules.window_s, sent))
-    progress = _Progress(space, search.budget_of(space) if mode != "brute" else space.size, len(journal.known))
-    steps: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[mode](space, goal)
+    journal = Journal(directory, Subject(model, files, space, goal, mode, asked.rules, sent))
+    progress = _Progress(space, search.budget_of(space, mode), len(journal.known))
+    plan: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[mode](space, goal)
     try:
-        outcome = search.drive(steps, _measurer(stack, model, config, meter, journal, progress))
+        outcome = search.drive(plan, _measurer(stack, model, config, meter, journal, progress))
     except KeyboardInterrupt:
         known = len(journal.known)
         raise CommandFailed(f"interrupted; the same command goes on after {known} measurements") from None
@@ -177,19 +189,35 @@ def _search(asked: _Asked, stack: "Stack", config: dict[str, Any], directory: Pa
 def _measurer(
     stack: "Stack", model: str, config: dict[str, Any], meter: "Meter", journal: Any, progress: "_Progress"
 ) -> "Callable[[Wanted], Figures]":
+    from qinfer.cli.analyze.figures import Figures
     from qinfer.cli.analyze.space import configured
 
-    loaded: list[Any] = []
+    loaded: list[Candidate] = []
+    refusals: dict[Candidate, str] = {}
+
+    def refusal(candidate: "Candidate") -> str:
+        """Loads a candidate; returns why it can't be loaded, or empty."""
+        if loaded != [candidate] and candidate not in refusals:
+            loaded.clear()
+            try:
+                stack.configure(model, configured(config, candidate))
+                loaded.append(candidate)
+            except QinferError as error:
+                stack.check()
+                refusals[candidate] = error.message
+        return refusals.get(candidate, "")
 
     def measure(wanted: "Wanted") -> "Figures":
         known: Figures | None = journal.known.get((wanted.point, wanted.turn))
         if known is not None:
             return known
         progress.announce(wanted)
-        if loaded != [wanted.point.candidate]:
-            stack.configure(model, configured(config, wanted.point.candidate))
-            loaded[:] = [wanted.point.candidate]
-        found = meter.measure(wanted)
+        reason = refusal(wanted.point.candidate)
+        try:
+            found = Figures.refused(reason) if reason else meter.measure(wanted)
+        except QinferError:
+            stack.check()
+            raise
         journal.add(wanted, found)
         progress.note(wanted, found)
         return found
@@ -216,9 +244,10 @@ class _Progress:
         each_s = (time.monotonic() - self._began_s) / (self._done - self._known)
         left_min = max(self._most - self._done, 0) * each_s / 60
         start = "\r\033[K" if sys.stderr.isatty() else ""
+        errors = f"; {found.errors} errors, first: {found.first_error[:300]}" if found.errors else ""
         print(
             f"{start}{self._done:4d}/{self._most}  {found.throughput.mean:10,.0f}/s  p99 {found.p99_ms:8.2f} ms  "
-            f"{wanted.point.candidate.text()} at {wanted.point.level}; at most {left_min:.0f} min left",
+            f"{wanted.point.candidate.text()} at {wanted.point.level}; at most {left_min:.0f} min left{errors}",
             file=sys.stderr,
         )
 
@@ -231,18 +260,21 @@ def _space(today: Any, **given: str) -> "Space":
     from qinfer.cli.analyze.space import THREAD_PARAMETERS, Space, powers_of_two
 
     cores = powers_of_two(os.cpu_count() or 1)
-    backends = tuple(name for name in given["backend"].split(",") if name) or (today.backend,)
+    backends = tuple(dict.fromkeys(name for name in given["backend"].split(",") if name)) or (today.backend,)
     can_thread = all(name in THREAD_PARAMETERS for name in backends)
     if given["threads"] and not can_thread:
         raise typer.BadParameter(f"{', '.join(backends)} has no such parameter", param_hint="--threads")
     batches = powers_of_two(max(today.max_batch, MOST_BATCH)) if today.max_batch else (0,)
+    levels = _parsed("--concurrency", given["concurrency"] or LEVELS, int)
+    if levels[-1] > MOST_LEVEL:
+        raise typer.BadParameter(f"{levels[-1]} are more than {MOST_LEVEL}", param_hint="--concurrency")
     return Space(
         _parsed("--instances", given["instances"], int) or cores,
         (_parsed("--max-batch-size", given["max_batch_size"], int) or batches) if today.max_batch else (0,),
         (_parsed("--delay-ms", given["delay_ms"], float) or (0.0,)) if today.max_batch else (0.0,),
         (_parsed("--threads", given["threads"], int) or cores) if can_thread else (0,),
         backends,
-        _parsed("--concurrency", given["concurrency"], int),
+        levels,
         today,
     )
 
@@ -250,7 +282,9 @@ def _space(today: Any, **given: str) -> "Space":
 def _parsed(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
     try:
         values = tuple(sorted({kind(value) for value in text.split(",") if value}))
-    except ValueError:
+        if (text and not values) or not all(map(math.isfinite, values)):
+            raise ValueError
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"'{text}' is no list of numbers, such as 1,2,4", param_hint=option) from None
     if values and (values[0] < 0 or (values[0] == 0 and kind is int)):
         raise typer.BadParameter(f"'{text}' has {values[0]:g}, and values must be positive", param_hint=option)
@@ -326,8 +360,6 @@ def _machine() -> str:
 
 
 def _apply(url: str, model: str, config: dict[str, Any]) -> None:
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with gateway_client(url) as client:
         client.load(model, config=config)
     print(f"{url} has loaded {model} with the winner's configuration", file=sys.stderr)

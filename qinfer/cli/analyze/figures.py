@@ -49,6 +49,7 @@ class LoadWindow(NamedTuple):
         good_per_s: Answers per second within the deadline; all answers without a deadline.
         errors: Requests that failed.
         noise: The part of the machine's time that others took, between 0 and 1.
+        first_error: The text of the first error.
     """
 
     requests_per_s: float
@@ -57,6 +58,19 @@ class LoadWindow(NamedTuple):
     good_per_s: float
     errors: int = 0
     noise: float = 0.0
+    first_error: str = ""
+
+
+class MeterRules(NamedTuple):
+    """How long a measurement lasts.
+
+    Attributes:
+        window_s: Seconds of a window.
+        deadline_ms: Latency below which an answer counts for goodput.
+    """
+
+    window_s: float
+    deadline_ms: float
 
 
 class Figures(NamedTuple):
@@ -99,6 +113,16 @@ class Figures(NamedTuple):
         """Failed requests of all windows."""
         return sum(one.errors for one in self.windows)
 
+    @property
+    def first_error(self) -> str:
+        """The text of the first error."""
+        return next((one.first_error for one in self.windows if one.first_error), "")
+
+    @classmethod
+    def refused(cls, reason: str) -> "Figures":
+        """Returns the measurement of a configuration that can't be loaded."""
+        return cls((LoadWindow(0.0, 0.0, 0.0, 0.0, 1, 0.0, reason),))
+
     def joined(self, other: "Figures") -> "Figures":
         """Returns both measurements as one."""
         return other._replace(windows=(*self.windows, *other.windows))
@@ -122,8 +146,8 @@ class Goal(NamedTuple):
     cores: int = 1
 
     def score(self, found: Figures) -> Interval:
-        """Returns the score, more is better; 0 where a constraint or a request failed."""
-        if found.errors or found.p99_ms > self.p99_ms or found.memory_mb > self.memory_mb:
+        """Returns the score, more is better; 0 where a constraint or a request failed, or none was answered."""
+        if found.errors or not found.throughput.mean or found.p99_ms > self.p99_ms or found.memory_mb > self.memory_mb:
             return Interval(0.0, 0.0, 0.0)
         if self.objective == "p99":
             slow = interval([one.p99_ms for one in found.windows])

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from qinfer.cli.analyze.figures import Figures, Goal
+from qinfer.cli.analyze.figures import Figures, Goal, MeterRules
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.analyze.space import Point, Space
 from qinfer.cli.console import CommandFailed
@@ -35,15 +35,15 @@ class Subject(msgspec.Struct, frozen=True):
     space: Space
     goal: Goal
     mode: str
-    window_s: float
+    rules: MeterRules
     data: str = ""
 
 
 def digest(path: Path) -> str:
-    """Returns a digest of a file, or of the files below a directory."""
+    """Returns a digest of a file, or of the files below a directory without Python's caches."""
     found = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
+        if file.is_file() and file.parent.name != "__pycache__":
             found.update(f"{file.relative_to(path) if path.is_dir() else file.name}\n".encode())
             with file.open("rb") as opened:
                 found.update(hashlib.file_digest(opened, "sha256").digest())
@@ -54,24 +54,32 @@ class Journal:
     """Measurements by point and turn.
 
     Raises:
-        CommandFailed: The directory has measurements of another model, space or objective.
+        CommandFailed: The directory can't be written, or has measurements of another model, space or objective.
     """
 
     def __init__(self, directory: Path, subject: Subject) -> None:
         self.path = directory / FILE
         self.known: dict[tuple[Point, int], Figures] = {}
-        directory.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+            self._file = self.path.open("r+b" if lines else "wb")
+        except OSError as error:
+            raise CommandFailed(f"{directory} can't be written: {error.strerror}; give another --output") from None
         whole = [line for line in lines if line.endswith(b"\n")]
-        if whole and msgspec.json.decode(whole[0]) != msgspec.json.decode(_line(subject)):
+        try:
+            is_other = bool(whole) and msgspec.json.decode(whole[0]) != msgspec.json.decode(_line(subject))
+            measured = [] if is_other else [msgspec.json.decode(line, type=Measured) for line in whole[1:]]
+        except msgspec.DecodeError as error:
+            self._file.close()
+            raise CommandFailed(f"{self.path} is damaged: {error}; give another --output, or delete the file") from None
+        if is_other:
+            self._file.close()
             raise CommandFailed(
                 f"{self.path} has measurements of another model, configuration or set of options; "
                 "give another --output, or delete the file"
             )
-        for line in whole[1:]:
-            one = msgspec.json.decode(line, type=Measured)
-            self.known[one.point, one.turn] = one.figures
-        self._file = self.path.open("r+b" if lines else "wb")
+        self.known.update(((one.point, one.turn), one.figures) for one in measured)
         self._file.truncate(sum(map(len, whole)))
         self._file.seek(0, os.SEEK_END)
         if not whole:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
+from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow, MeterRules
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.load import (
@@ -29,18 +29,6 @@ LEAST_WINDOWS, MOST_WINDOWS = 3, 8
 NARROW = 0.03
 """Half of an interval as a part of its mean, at which a measurement ends."""
 MOST_NOISE, REPEATS = 0.05, 3
-
-
-class MeterRules(NamedTuple):
-    """How long a measurement lasts.
-
-    Attributes:
-        window_s: Seconds of a window.
-        deadline_ms: Latency below which an answer counts for goodput.
-    """
-
-    window_s: float
-    deadline_ms: float
 
 
 class Meter(NamedTuple):
@@ -117,6 +105,7 @@ def _as_window(report: LoadReport, noise: float) -> LoadWindow:
         report.goodput_per_s,
         report.errors,
         noise,
+        report.first_error,
     )
 
 

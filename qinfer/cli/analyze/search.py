@@ -114,14 +114,16 @@ class Measurements:
 
 def brute(space: Space, goal: Goal) -> Search:
     """Measures each point once, and the best again."""
-    board = Measurements(space, goal, space.size + (FINALISTS + 1) * TURNS + 1)
+    board = Measurements(space, goal, budget_of(space, "brute"))
     points = [*_of(space.today, space.levels), *space.points()]
     yield from board.measure_all(points)
     return (yield from _finals(board))
 
 
-def budget_of(space: Space) -> int:
-    """Returns how many measurements a quick search makes at most."""
+def budget_of(space: Space, mode: str = "quick") -> int:
+    """Returns how many measurements a search makes at most, finals included."""
+    if mode == "brute":
+        return space.size + len(space.levels) + (FINALISTS + 1) * TURNS
     return max(LEAST_BUDGET, int(space.size * BUDGET_PART))
 
 
@@ -267,7 +269,7 @@ def _finals(board: Measurements) -> Generator[Wanted, Figures, Outcome]:
         (point for point in board.figures if point.candidate == board.space.today),
         key=lambda point: board.score(point).mean,
     )
-    finalists = dict.fromkeys([today, *board.ranked()[:FINALISTS]])
+    finalists = dict.fromkeys([today, *(point for point in board.ranked()[:FINALISTS] if board.score(point).mean)])
     for _ in range(TURNS):
         for point in finalists:
             yield from board.measure(point, again=True)

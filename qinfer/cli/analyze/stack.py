@@ -31,17 +31,22 @@ class Stack:
         client: A client of it.
     """
 
-    def __init__(self, pid: int, url: str, client: GatewayClient) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, url: str, client: GatewayClient) -> None:
         self.url, self.client = url, client
-        self._pid = pid
+        self._process, self._log = process, log
 
     def configure(self, model: str, config: Mapping[str, Any]) -> None:
         """Loads a model with a configuration, and waits until it is ready."""
         self.client.load(model, config=config)
 
+    def check(self) -> None:
+        """Raises `CommandFailed` if the server has ended."""
+        if self._process.poll() is not None:
+            raise CommandFailed(f"the private server has ended; the same command goes on:\n{_end_of(self._log)}")
+
     def memory_mb(self) -> float:
         """Returns the memory of the workers and of their models' processes (PSS), in MiB."""
-        return sum(map(_pss, _workers(self._pid))) / 1024
+        return sum(map(_pss, _workers(self._process.pid))) / 1024
 
 
 @contextmanager
@@ -57,7 +62,8 @@ def private_stack(repositories: Sequence[str], models: Sequence[str], workers: i
         CommandFailed: The server ended, or the models were not ready in time; the error has the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="qinfer-analyze-") as home:
-        command = [sys.executable, "-m", "qinfer.cli.main", "up"]
+        # as a child, it ends with this process, even by SIGKILL: the pipe of its standard input closes
+        command = [sys.executable, "-P", "-m", "qinfer.cli.local.child", "", "qinfer.cli.main", "up"]
         command += [part for one in repositories for part in ("--model-repository", one)]
         command += ["--data-dir", home, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
         command += ["--workers", str(workers), "--model-control-mode", "explicit"]
@@ -65,12 +71,12 @@ def private_stack(repositories: Sequence[str], models: Sequence[str], workers: i
         log = Path(home) / _LOG
         with log.open("wb") as opened:
             process = subprocess.Popen(  # noqa: S603  our own interpreter
-                command, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
             url = _started(process, Path(home), log, models)
             with GatewayClient(url) as client:
-                yield Stack(process.pid, url, client)
+                yield Stack(process, log, url, client)
         finally:
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -78,6 +84,8 @@ def private_stack(repositories: Sequence[str], models: Sequence[str], workers: i
             if process.poll() is None:
                 process.kill()
                 process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 def _started(process: "subprocess.Popen[bytes]", home: Path, log: Path, models: Sequence[str]) -> str:
@@ -88,8 +96,11 @@ def _started(process: "subprocess.Popen[bytes]", home: Path, log: Path, models: 
                 if all(client.is_ready(model) for model in models):
                     return run.url
         time.sleep(0.1)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-    raise CommandFailed(f"the private server did not get ready with {', '.join(models)}:\n{tail}")
+    raise CommandFailed(f"the private server did not get ready with {', '.join(models)}:\n{_end_of(log)}")
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
 
 
 def _workers(up: int) -> list[int]:

@@ -3,11 +3,14 @@
 import asyncio
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import BadParameter
 
 from qinfer.cli.console import CommandFailed
+from qinfer.cli.infer import _check_kinds, _gaps
 from qinfer.cli.load import (
     Arrivals,
     Load,
@@ -24,6 +27,7 @@ from qinfer.cli.load import (
     poisson,
     run_load,
 )
+from qinfer.errors import InvalidRequest
 
 
 class FakeTransport(asyncio.Transport):
@@ -315,3 +319,24 @@ def test_a_histogram_has_round_bounds() -> None:
         (0.02, 1),
     ]
     assert histogram([]) == []
+
+
+@pytest.mark.parametrize("text", ["", "0", "nan", "inf", "-1 2", "a", "1e-300", "0 0 0 1e-9"])
+def test_gaps_are_seconds_of_at_most_a_million_arrivals_each(tmp_path: Path, text: str) -> None:
+    """Gaps that never add up would arrive for ever."""
+    trace = tmp_path / "gaps.txt"
+    trace.write_text(text)
+    with pytest.raises(InvalidRequest, match="gaps.txt has"):
+        _gaps(trace)
+
+
+def test_gaps_may_be_zero_between_others(tmp_path: Path) -> None:
+    trace = tmp_path / "gaps.txt"
+    trace.write_text("0\n0\n\n0.5\n")
+    assert _gaps(trace) == [0.0, 0.0, 0.5]
+
+
+def test_a_rate_and_a_trace_exclude_one_another() -> None:
+    given = dict.fromkeys(("streaming", "sequences", "data", "inputs")) | {"rate": 5.0, "arrivals": Path("gaps.txt")}
+    with pytest.raises(BadParameter, match="not both"):
+        _check_kinds(given)

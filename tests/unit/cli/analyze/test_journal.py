@@ -1,19 +1,20 @@
 """The journal: what was written is there after a kill, and serves its own subject only."""
 
+import math
 from pathlib import Path
 
 import pytest
 from pyarrow import parquet
 
-from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
-from qinfer.cli.analyze.journal import Journal, Subject, digest
+from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow, MeterRules
+from qinfer.cli.analyze.journal import FILE, Journal, Subject, digest
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.analyze.space import Candidate, Point, Space
 from qinfer.cli.console import CommandFailed
 
 TODAY = Candidate(1, 8, 0.5, 0, "python")
 SPACE = Space((1,), (8,), (0.5,), (0,), ("python",), (1, 2), TODAY)
-SUBJECT = Subject("m", "digest", SPACE, Goal(), "quick", 1.0)
+SUBJECT = Subject("m", "digest", SPACE, Goal(), "quick", MeterRules(1.0, math.inf))
 FOUND = Figures(
     (LoadWindow(100.0, 1.0, 2.0, 100.0), LoadWindow(101.0, 1.0, 2.0, 101.0)), 1.5, 80.0, ((1, 0.5), (2, 0.75))
 )
@@ -38,7 +39,15 @@ def test_measurements_are_there_after_a_kill_in_the_middle_of_a_line(tmp_path: P
     assert third.known == {(Point(TODAY, 1), 0): FOUND, (Point(TODAY, 2), 1): FOUND}
 
 
-@pytest.mark.parametrize("other", [{"files": "changed"}, {"goal": Goal("p99")}, {"space": SPACE._replace(levels=(1,))}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"files": "changed"},
+        {"goal": Goal("p99")},
+        {"space": SPACE._replace(levels=(1,))},
+        {"rules": MeterRules(1.0, 5.0)},
+    ],
+)
 def test_measurements_of_another_subject_are_refused(tmp_path: Path, other: dict[str, object]) -> None:
     Journal(tmp_path, SUBJECT).close()
 
@@ -68,3 +77,24 @@ def test_a_digest_changes_with_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "m" / "b").write_text("2")
 
     assert len({first, second, digest(tmp_path / "m")}) == 3
+
+
+def test_python_caches_are_no_change_of_a_model(tmp_path: Path) -> None:
+    before = digest(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "model.cpython-312.pyc").write_bytes(b"1")
+    assert digest(tmp_path) == before
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    Journal(tmp_path, SUBJECT).close()
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"point": 1}\n')
+    with pytest.raises(CommandFailed, match="is damaged"):
+        Journal(tmp_path, SUBJECT)
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    with pytest.raises(CommandFailed, match="can't be written"):
+        Journal(tmp_path / "a", SUBJECT)

@@ -119,6 +119,21 @@ def test_brute_force_measures_each_point() -> None:
     assert outcome.measured > small.size
 
 
+def test_brute_force_measures_each_point_beside_the_present_configuration() -> None:
+    """The present configuration need not be in the space."""
+    small = SPACE._replace(max_batch=(16,), delay_ms=(0.0,), backend=("openvino",), levels=(1, 2, 4, 8, 16, 32))
+    seen: set[Point] = set()
+    machine = Machine(LANDSCAPES["conv"], 1)
+
+    def measure(wanted: Wanted) -> Figures:
+        seen.add(wanted.point)
+        return machine.measure(wanted)
+
+    outcome = drive(brute(small, GOAL), measure)
+    assert seen >= set(small.points())
+    assert outcome.measured <= budget_of(small, "brute")
+
+
 def test_the_present_configuration_stays_if_nothing_is_better() -> None:
     """Differences within the noise change nothing."""
     flat = lambda _: LoadWindow(1000.0, 1.0, 2.0, 1000.0)  # noqa: E731
