@@ -4,6 +4,7 @@ A search asks in the same order if it gets the same figures, so the journal need
 kill cut off is measured again.
 """
 
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -54,7 +55,8 @@ class Journal:
     """Measurements by point and turn.
 
     Raises:
-        CommandFailed: The directory can't be written, or has measurements of another model, space or objective.
+        CommandFailed: The directory can't be written, another analysis writes into it, or it has measurements of
+            another model, space or objective.
     """
 
     def __init__(self, directory: Path, subject: Subject) -> None:
@@ -62,11 +64,15 @@ class Journal:
         self.known: dict[tuple[Point, int], Figures] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-            self._file = self.path.open("r+b" if lines else "wb")
+            self._file = self.path.open("a+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise CommandFailed(f"another analysis writes into {directory}; give another --output") from None
         except OSError as error:
             raise CommandFailed(f"{directory} can't be written: {error.strerror}; give another --output") from None
-        whole = [line for line in lines if line.endswith(b"\n")]
+        self._file.seek(0)
+        whole = [line for line in self._file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         try:
             is_other = bool(whole) and msgspec.json.decode(whole[0]) != msgspec.json.decode(_line(subject))
             measured = [] if is_other else [msgspec.json.decode(line, type=Measured) for line in whole[1:]]
@@ -81,7 +87,6 @@ class Journal:
             )
         self.known.update(((one.point, one.turn), one.figures) for one in measured)
         self._file.truncate(sum(map(len, whole)))
-        self._file.seek(0, os.SEEK_END)
         if not whole:
             self._write(subject)
 

@@ -98,3 +98,11 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     with pytest.raises(CommandFailed, match="can't be written"):
         Journal(tmp_path / "a", SUBJECT)
+
+
+def test_two_analyses_do_not_write_one_journal(tmp_path: Path) -> None:
+    first = Journal(tmp_path, SUBJECT)
+    with pytest.raises(CommandFailed, match="another analysis writes"):
+        Journal(tmp_path, SUBJECT)
+    first.close()
+    Journal(tmp_path, SUBJECT).close()
