@@ -372,15 +372,19 @@ class TicketReader:
         self._reading: object | None = None
         self.is_asleep = False
 
-    async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> bool:
-        """Waits up to `wait_s` for steps or, with free slots, for sequences to own; returns whether there are any."""
+    async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> "Found":
+        """Waits up to `wait_s` for steps or, with free slots, for sequences to own."""
         return await self._wait_for_entry(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
 
-    async def sleep(self, after: str, *, has_slots: bool) -> bool:
+    async def sleep(self, after: str, *, has_slots: bool) -> "Found":
         """Waits as `wait` does, until the bell or for the doorbell's long sleep."""
         self._bell.join(self)
         block_s = self._bell.sleep_s() if self._bell.is_armed else MAX_BLOCK_S
         return await self._wait_for_entry(after, block_s, has_slots=has_slots)
+
+    def follow(self, own: bytes) -> None:
+        """Waits for entries of this lane from now on."""
+        self._own = own
 
     def ring(self) -> None:
         """Ends the sleeping read."""
@@ -392,7 +396,7 @@ class TicketReader:
         self._bell.remove_sleeper(self)
         await self._link.close()
 
-    async def _wait_for_entry(self, after: str, block_s: float, *, has_slots: bool) -> bool:
+    async def _wait_for_entry(self, after: str, block_s: float, *, has_slots: bool) -> "Found":
         others = self._waiting if has_slots else ()
         ids = [after or "0", *["0"] * len(others)]
         self._link.expect(block_s)
@@ -400,9 +404,18 @@ class TicketReader:
         self.is_asleep = block_s > MAX_BLOCK_S
         try:
             block = (b"BLOCK", max(1, int(block_s * 1000)))
-            return bool(await self._link.call(b"XREAD", b"COUNT", 1, *block, b"STREAMS", self._own, *others, *ids))
+            found = await self._link.call(b"XREAD", b"COUNT", 1, *block, b"STREAMS", self._own, *others, *ids)
         finally:
             self._reading, self.is_asleep = None, False
+        names = [name for name, _ in found or ()]
+        return Found(self._own in names, any(name in others for name in names))
+
+
+class Found(NamedTuple):
+    """Whether a worker's lane has `steps`, and whether `sequences` wait for an owner."""
+
+    steps: bool
+    sequences: bool
 
 
 REPLY_TTL_MS = 60_000

@@ -27,6 +27,7 @@ PERMANENT = (
     "sequence-numbers",
     "sequence-endings",
     "sequence-owners",
+    "sequence-lanes",
 )  # of a partition; lanes and statistics are told by their numbers
 WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
 WHOLE |= {"qinfer:scaler-counts", "qinfer:installation", "qinfer:settings", "qinfer:pauses"}

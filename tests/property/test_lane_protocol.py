@@ -28,15 +28,22 @@ ENDED_ELSEWHERE = script((0, START), (1, STEP), (0, END), (0, START), (1, STEP),
 TWO_SENDERS = script((0, START), (1, STEP), (1, STEP), (0, START), (1, STEP))
 """A caller that does not wait has an order between two gateways only as long as no fault happens."""
 
+
+def committed(sent: Script) -> Script:
+    """Returns the same for a model whose states are committed."""
+    return sent._replace(is_implicit=True)
+
+
 NO_FAULT = Faults()
 ONE_FAULT = {name: Faults(**{name: 1}) for name in Faults._fields}
 
 
 @pytest.mark.parametrize("fault", ["", *ONE_FAULT])
 @pytest.mark.parametrize("sent", [PIPELINED, BALANCED, RESTARTED_ELSEWHERE, ENDED_ELSEWHERE])
-def test_no_interleaving_breaks_a_promise(sent: Script, fault: str) -> None:
-    """Each step is executed once at most, in order, in its own life, and has an answer; nothing is left."""
-    faults = ONE_FAULT.get(fault, NO_FAULT)
+@pytest.mark.parametrize("is_implicit", [False, True])
+def test_no_interleaving_breaks_a_promise(sent: Script, fault: str, *, is_implicit: bool) -> None:
+    """Each step is in effect once at most, in order, in its own life, and has an answer; nothing is left."""
+    sent, faults = (committed(sent) if is_implicit else sent), ONE_FAULT.get(fault, NO_FAULT)
     count, problem, path = explore(first_state(sent, faults), Protocol(sent, Rules()).moves, CHECKS)
 
     assert (problem, path) == ("", [])
@@ -50,6 +57,19 @@ def test_no_interleaving_breaks_a_promise(sent: Script, fault: str) -> None:
         (TWO_SENDERS, NO_FAULT),
         (RESTARTED, Faults(idles=1)),
         (RESTARTED, Faults(owners=1)),
+        (committed(RESTARTED), NO_FAULT),
+        (committed(TWO_SENDERS), NO_FAULT),
+        (committed(RESTARTED), Faults(idles=1)),
+        (committed(RESTARTED), Faults(commits=1)),
+        (committed(PIPELINED), Faults(leaves=1, expiries=1)),
+        (committed(ENDED_ELSEWHERE), Faults(kills=1, expiries=1)),
+        pytest.param(committed(PIPELINED), Faults(kills=1, leaves=1), marks=LONG),
+        pytest.param(committed(PIPELINED), Faults(kills=1, commits=1, expiries=1), marks=LONG),
+        pytest.param(committed(RESTARTED), Faults(kills=1), marks=LONG),
+        pytest.param(committed(RESTARTED), Faults(leaves=1), marks=LONG),
+        pytest.param(committed(RESTARTED), Faults(restarts=1), marks=LONG),
+        pytest.param(committed(PIPELINED), Faults(kills=1, stalls=1), marks=LONG),
+        pytest.param(committed(RESTARTED_ELSEWHERE), Faults(kills=1, stalls=1, idles=1), marks=LONG),
         pytest.param(RESTARTED, Faults(restarts=1), marks=LONG),
         pytest.param(RESTARTED, Faults(kills=1), marks=LONG),
         pytest.param(RESTARTED, Faults(stalls=1), marks=LONG),
@@ -93,6 +113,17 @@ NEEDED: dict[str, tuple[Script, Faults, str]] = {
     "tells_new_owners_of_successors": (RESTARTED, NO_FAULT, UNANSWERED),
     "knows_what_a_gateway_sent_before": (RESTARTED, Faults(idles=1), OUT_OF_ORDER),
     "reads_on_after_an_outage": (PIPELINED, Faults(reads=1), OUT_OF_ORDER),
+    "begins_with_the_committed_state": (committed(PIPELINED), Faults(kills=1), OUT_OF_ORDER),
+    "reads_closed_lanes": (committed(PIPELINED), Faults(kills=1), OUT_OF_ORDER),
+    "orders_steps_by_owners": (committed(PIPELINED), Faults(kills=1), OUT_OF_ORDER),
+    "knows_committed_entries": (committed(PIPELINED), Faults(kills=1), OUT_OF_ORDER),
+    "forgets_entries_that_it_removes": (committed(PIPELINED), Faults(stalls=1), OUT_OF_ORDER),
+    "leaves_open_lives_to_their_owners": (committed(PIPELINED), Faults(kills=1), OUT_OF_ORDER),
+    "publishes_after_commit": (committed(PIPELINED), NO_FAULT, "a step is answered that is not committed"),
+    "commits_again_as_it_was": (committed(PIPELINED), Faults(commits=1), "a commit does not follow the one before"),
+    "closes_its_lane_to_leave": (committed(PIPELINED), Faults(leaves=1, expiries=1), OUT_OF_ORDER),
+    "names_its_lane_anew": (committed(PIPELINED), Faults(leaves=1, expiries=1), OUT_OF_ORDER),
+    "leaves_after_a_lost_reply": (committed(PIPELINED), Faults(owners=1), UNANSWERED),
 }
 """Rule → where the exploration finds what breaks without it."""
 

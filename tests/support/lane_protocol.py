@@ -1,10 +1,11 @@
 """Steps in the lanes of owners in miniature (ADR 0042): immutable states, and the moves that lead from one to the next.
 
-One correlation id, whose state is in its owner's memory: the steps that the owner has executed. Its caller sends steps
-by two gateways. Until a life has an owner, its steps wait in the sequence's own stream; then a gateway that knows the
-owner appends to the owner's lane, and others by script. Two workers may die between any two moves, or lose their lease
-without noticing; Redis may lose the last entry of a lane, and an owner the reply that gave it a life or steps. Each
-rule of the protocol can be left out (`Rules`), to see that it is needed.
+One correlation id, whose state is the steps that its owner has executed: in the owner's memory only, or committed
+(`Script.is_implicit`), so that another worker goes on. Its caller sends steps by two gateways. Until a life has an
+owner, its steps wait in the sequence's own stream; then a gateway that knows the owner appends to the owner's lane, and
+others by script. Two workers may die between any two moves, leave, or lose their lease without noticing; Redis may lose
+the last entry of a lane, and an owner the reply that gave it a life or steps, or confirmed a commit. Each rule of the
+protocol can be left out (`Rules`), to see that it is needed.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,12 @@ ALIVE, LAPSED, FENCED = range(3)
 NOTHING, RESPONSE, ERROR = range(3)
 """The first answer to a step."""
 TICKET, STEP, RESTART, OVER = "ticket", "step", "restart", "over"
-FAULTS = frozenset({"kill", "stall", "lose a reply", "lose an owner's reply", "idle", "restart redis", "lose a read"})
+FAULTS = frozenset(
+    {
+        "kill", "stall", "lose a reply", "lose an owner's reply", "idle", "restart redis", "lose a read",
+        "lose a commit's reply", "leave", "forget its owner",
+    }
+)  # fmt: skip
 
 
 class Rules(NamedTuple):
@@ -47,6 +53,17 @@ class Rules(NamedTuple):
     tells_new_owners_of_successors: bool = True
     knows_what_a_gateway_sent_before: bool = True
     reads_on_after_an_outage: bool = True
+    begins_with_the_committed_state: bool = True
+    reads_closed_lanes: bool = True
+    orders_steps_by_owners: bool = True
+    knows_committed_entries: bool = True
+    forgets_entries_that_it_removes: bool = True
+    leaves_open_lives_to_their_owners: bool = True
+    publishes_after_commit: bool = True
+    commits_again_as_it_was: bool = True
+    closes_its_lane_to_leave: bool = True
+    names_its_lane_anew: bool = True
+    leaves_after_a_lost_reply: bool = True
 
 
 class Faults(NamedTuple):
@@ -59,16 +76,20 @@ class Faults(NamedTuple):
     idles: int = 0
     restarts: int = 0
     reads: int = 0
+    commits: int = 0
+    leaves: int = 0
+    expiries: int = 0
 
 
 class Script(NamedTuple):
     """What the caller sends: of each step the gateway, whether it is START, and whether it is END.
 
-    If it `waits`, each step is sent after the answer to the one before.
+    If it `waits`, each step is sent after the answer to the one before. States that are `is_implicit` are committed.
     """
 
     steps: tuple[tuple[int, bool, bool], ...]
     waits: bool
+    is_implicit: bool = False
 
     def life_of(self, step: int) -> tuple[int, ...]:
         """Returns the steps of a step's life up to it."""
@@ -77,12 +98,13 @@ class Script(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of a lane, or of the sequence's own stream (`TICKET`)."""
+    """An entry of a lane, or of the sequence's own stream (`TICKET`), where `token` is that of the last owner."""
 
     kind: str
     step: int
     life: int
     token: int = 0
+    is_closed: bool = False
 
 
 class Work(NamedTuple):
@@ -93,6 +115,7 @@ class Work(NamedTuple):
         todo: Steps that it has read, in order.
         doing: The executed step that is not finished, and how far it is: 0 executed, 1 committed or needs no commit,
             2 published.
+        known: Entries that were committed before.
     """
 
     token: int
@@ -102,6 +125,7 @@ class Work(NamedTuple):
     todo: tuple[Entry, ...] = ()
     doing: tuple[Entry, int] | None = None
     is_restarted: bool = False
+    known: frozenset[int] = frozenset()
 
 
 class State(NamedTuple):
@@ -110,7 +134,7 @@ class State(NamedTuple):
     Attributes:
         sent: So many steps were sent.
         fallback: By gateway, steps that found no lane and go by script next.
-        routes: By gateway, the owner that it knows: (worker, life, token).
+        routes: By gateway, the owner that it knows: (worker, life, token, its joins).
         starts: The START of each life.
         life: The executing life, open or ended; 0 = none yet.
         waiting: The sequence's own stream.
@@ -118,6 +142,9 @@ class State(NamedTuple):
         read: So many entries of each lane were read.
         closed: Entries of closed lanes.
         refused: Steps of living lives that closed lanes had; they get a retryable error.
+        kept: The committed steps of the executing life, whose state is implicit.
+        done: Those whose entry is not removed.
+        joins: By worker, how often it has begun a lane.
         is_calm: No fault happens.
         broken: The promise that was broken; empty = none.
     """
@@ -125,7 +152,7 @@ class State(NamedTuple):
     faults: Faults
     sent: int = 0
     fallback: tuple[tuple[int, ...], ...] = ((), ())
-    routes: tuple[tuple[int, int, int] | None, ...] = (None, None)
+    routes: tuple[tuple[int, int, int, int] | None, ...] = (None, None)
     starts: tuple[int, ...] = ()
     life: int = 0
     is_open: bool = False
@@ -143,6 +170,9 @@ class State(NamedTuple):
     answers: tuple[int, ...] = ()
     committed: frozenset[int] = frozenset()
     refused: frozenset[int] = frozenset()
+    kept: tuple[int, ...] = ()
+    done: frozenset[int] = frozenset()
+    joins: tuple[int, ...] = (0, 0)
     is_calm: bool = False
     broken: str = ""
 
@@ -172,6 +202,10 @@ class Protocol:
     def moves(self, state: State) -> Iterator[tuple[str, State]]:
         """Returns every move that is possible, and the state behind it."""
         yield from self._sends(state)
+        for gateway, route in enumerate(state.routes):
+            if route is not None and state.faults.expiries:
+                faults = state.faults._replace(expiries=state.faults.expiries - 1)
+                yield "forget its owner", state._replace(faults=faults, routes=_put(state.routes, gateway, None))
         for gateway, steps in enumerate(state.fallback):
             if steps:
                 left = _put(state.fallback, gateway, steps[1:])
@@ -200,8 +234,10 @@ class Protocol:
         if route is None:
             yield "send by script", self._submit(state, step, gateway)
             return
-        worker, life, token = route
+        worker, life, token, join = route
         lane, entry = state.lanes[worker], Entry(STEP, step, life, token)
+        if join != state.joins[worker] and self._rules.names_its_lane_anew:
+            lane = None
         if lane is None and not self._rules.appends_to_open_lanes_only:
             lane = ()
         if lane is None:
@@ -227,19 +263,20 @@ class Protocol:
         if found == ERROR:
             return self._answer(state, step, ERROR)
         if state.is_open and state.owner != NOBODY and state.life == len(state.starts):
-            state = state._replace(routes=_put(state.routes, gateway, (state.owner, state.life, state.token)))
+            route = state.owner, state.life, state.token, state.joins[state.owner]
+            state = state._replace(routes=_put(state.routes, gateway, route))
         return state
 
     def _start(self, state: State, step: int) -> State:
         starts = (*state.starts, step)
-        waiting = (*state.waiting, Entry(TICKET, step, len(starts)))
+        waiting = (*state.waiting, Entry(TICKET, step, len(starts), state.token))
         state = state._replace(starts=starts, waiting=waiting)
         if not state.is_open:
-            return state._replace(life=len(starts), is_open=True, owner=NOBODY, of_era=state.era)
+            return state._replace(life=len(starts), is_open=True, owner=NOBODY, of_era=state.era, kept=())
         if state.owner == NOBODY:
             return state
         if state.lanes[state.owner] is None:
-            return _over(state)
+            return self._hand_over(state)
         if not self._rules.asks_the_owner_for_a_restart:
             is_idle = not any(entry.life == state.life for entry in state.waiting)
             return _over(state) if is_idle else _tell(state, RESTART)
@@ -249,11 +286,15 @@ class Protocol:
         """Appends a step to the owner's lane, or to the sequence's own stream; returns `ERROR` if there is no life."""
         if not state.is_open:
             return ERROR, state
+        if state.life == len(state.starts) and state.owner != NOBODY and state.lanes[state.owner] is None:
+            state = self._hand_over(state)
+            if not state.is_open:
+                return ERROR, state
         if state.life < len(state.starts) or state.owner == NOBODY:
-            return NOTHING, state._replace(waiting=(*state.waiting, Entry(TICKET, step, len(state.starts))))
+            ticket = Entry(TICKET, step, len(state.starts), state.token)
+            return NOTHING, state._replace(waiting=(*state.waiting, ticket))
         lane = state.lanes[state.owner]
-        if lane is None:
-            return ERROR, _over(state)
+        assert lane is not None
         entry = Entry(STEP, step, state.life, state.token)
         return NOTHING, state._replace(lanes=_put(state.lanes, state.owner, (*lane, entry)))
 
@@ -283,6 +324,10 @@ class Protocol:
             return state if worker == NOBODY else _unread(state, worker, entry)
         return _removed(state, entry, worker)
 
+    def _hand_over(self, state: State) -> State:
+        """Offers the life of an owner that has died or left; ends it if its state was in that owner's memory."""
+        return state._replace(owner=NOBODY) if self._script.is_implicit else _over(state)
+
     def _check_era(self, state: State) -> State:
         if not self._rules.compares_eras:
             return state
@@ -292,6 +337,8 @@ class Protocol:
 
     def _answer(self, state: State, step: int, answer: int, *, may_fail: bool = False) -> State:
         life = self._script.life_of(step)
+        if answer == RESPONSE and self._script.is_implicit and step not in state.committed:
+            state = state._replace(broken="a step is answered that is not committed")
         is_live = state.is_open and state.starts[state.life - 1] == life[0]
         if answer == ERROR and state.answers[step] == NOTHING:
             if step in state.committed:
@@ -305,7 +352,7 @@ class Protocol:
     # --- workers ---
 
     def _fates(self, state: State, worker: int) -> Iterator[tuple[str, State]]:
-        lease, faults, lane = state.leases[worker], state.faults, state.lanes[worker]
+        lease, faults = state.leases[worker], state.faults
         if lease == ALIVE:
             lapsed = state._replace(leases=_put(state.leases, worker, LAPSED))
             if faults.kills:
@@ -313,35 +360,69 @@ class Protocol:
                 yield "kill", dead._replace(held=_put(state.held, worker, None))
             if faults.stalls:
                 yield "stall", lapsed._replace(faults=faults._replace(stalls=faults.stalls - 1))
+            work = state.held[worker]
+            if faults.leaves and state.owner == worker and (work is None or work.doing is None):
+                yield "leave", self._leave(state._replace(faults=faults._replace(leaves=faults.leaves - 1)), worker)
         elif lease == LAPSED:
-            kept = (lane or ()) if self._rules.closes_lanes_with_their_entries else ()
-            fenced = state._replace(leases=_put(state.leases, worker, FENCED), closed=(*state.closed, *kept))
-            yield (
-                "close its lane",
-                fenced._replace(lanes=_put(state.lanes, worker, None), read=_put(state.read, worker, 0)),
-            )
+            yield "close its lane", self._close(state._replace(leases=_put(state.leases, worker, FENCED)), worker)
         elif state.is_open and state.owner == worker:
-            yield "end its life", _over(state)
+            yield "hand over", self._hand_over(state)
         elif worker not in state.dead:
             back = state._replace(leases=_put(state.leases, worker, ALIVE), held=_put(state.held, worker, None))
             yield "join again", back
         if lease == ALIVE and state.is_open and state.owner == NOBODY:
             yield from self._owns(self._check_era(state), worker)
 
+    def _close(self, state: State, worker: int) -> State:
+        kept = (state.lanes[worker] or ()) if self._rules.closes_lanes_with_their_entries else ()
+        closed = (*state.closed, *(entry._replace(is_closed=True) for entry in kept))
+        return state._replace(closed=closed, lanes=_put(state.lanes, worker, None), read=_put(state.read, worker, 0))
+
+    def _leave(self, state: State, worker: int) -> State:
+        """Gives back what the worker owns, once no step executes; it may own again in another lane."""
+        work = state.held[worker]
+        left = None if work is None or work.doing is None else work._replace(todo=(), token=-1)
+        if self._rules.closes_its_lane_to_leave:
+            state = self._close(state, worker)
+        return self._hand_over(state)._replace(held=_put(state.held, worker, left))
+
     def _owns(self, state: State, worker: int) -> Iterator[tuple[str, State]]:
         if not state.is_open or state.owner != NOBODY:
             yield "find it lost", state
             return
         token = state.token + 1
-        told = tuple(each._replace(token=token) for each in state.waiting if each.life == state.life)
-        lanes = _put(state.lanes, worker, (*(state.lanes[worker] or ()), *told))
+        work = Work(token, state.life, state.era)
+        told = [each for each in state.waiting if each.life == state.life]
+        if self._script.is_implicit:
+            work, told = self._adopt(state, work, told), []
+        if state.lanes[worker] is None:
+            state = state._replace(joins=_put(state.joins, worker, state.joins[worker] + 1))
+        tickets = [each._replace(token=token) for each in told]
+        lanes = _put(state.lanes, worker, (*(state.lanes[worker] or ()), *tickets))
         owned = state._replace(owner=worker, token=token, lanes=lanes)
         if state.life < len(state.starts) and self._rules.tells_new_owners_of_successors:
             owned = _tell(owned, RESTART)
         if state.held[worker] is None or not self._rules.drops_a_life_that_is_over:
-            yield "own", owned._replace(held=_put(state.held, worker, Work(token, state.life, state.era)))
+            yield "own", owned._replace(held=_put(state.held, worker, work))
         if state.faults.owners:
-            yield "lose an owner's reply", owned._replace(faults=state.faults._replace(owners=state.faults.owners - 1))
+            lost = owned._replace(faults=state.faults._replace(owners=state.faults.owners - 1))
+            is_safe = self._script.is_implicit and self._rules.leaves_after_a_lost_reply
+            yield "lose an owner's reply", self._leave(lost, worker) if is_safe else lost
+
+    def _adopt(self, state: State, work: Work, told: list[Entry]) -> Work:
+        """Returns a life that goes on from its committed state, with the steps that its former owners have left."""
+        left: list[Entry] = []
+        for entry in state.closed if self._rules.reads_closed_lanes else ():
+            if entry.life == state.life and entry.kind == RESTART:
+                break
+            if entry.life == state.life and entry.kind == STEP:
+                left.append(entry)
+        todo = [*left, *told]
+        if self._rules.orders_steps_by_owners:
+            todo.sort(key=lambda entry: (entry.token, entry.kind == TICKET))
+        memory = state.kept if self._rules.begins_with_the_committed_state else ()
+        known = state.done if self._rules.knows_committed_entries else frozenset()
+        return work._replace(memory=memory, todo=tuple(todo), known=known)
 
     def _reads(self, state: State, worker: int) -> Iterator[tuple[str, State]]:
         lane, at, work = state.lanes[worker], state.read[worker], state.held[worker]
@@ -383,7 +464,7 @@ class Protocol:
         left = None if work.doing is None else work._replace(todo=(), token=-1)
         state = state._replace(held=_put(state.held, worker, left))
         for entry in work.todo:
-            if entry.kind == STEP:
+            if entry.kind == STEP and not entry.is_closed:
                 state = self._move(state, entry, worker, 0)
         return state
 
@@ -391,14 +472,24 @@ class Protocol:
         work = state.held[worker]
         assert work is not None
         if work.doing is not None:
-            yield self._finishes(state, worker, work, *work.doing)
+            if work.doing[1] == 0:
+                commits = self._commit_state if self._script.is_implicit else self._commit
+                yield from commits(state, worker, work, work.doing[0])
+            else:
+                yield self._finishes(state, worker, work, *work.doing)
             return
-        if work.todo:
+        if work.todo and work.todo[0].step in work.known:
+            known = work._replace(todo=work.todo[1:], doing=(work.todo[0], 1))
+            yield "answer again", state._replace(held=_put(state.held, worker, known))
+        elif work.todo:
             step = work.todo[0].step
             memory = (*work.memory, step)
-            doing = (work.todo[0], 0 if self._script.steps[step][2] else 1)
+            is_committed = self._script.is_implicit or self._script.steps[step][2]
+            doing = (work.todo[0], 0 if is_committed else 1)
             done = work._replace(memory=memory, todo=work.todo[1:], doing=doing)
             after = state._replace(held=_put(state.held, worker, done))
+            if self._script.is_implicit and not self._rules.publishes_after_commit:
+                after = self._answer(after, step, RESPONSE)
             life = self._script.life_of(step)
             if memory != tuple(each for each in life if each in memory or each not in state.refused):
                 after = after._replace(broken="a step is not executed once, in order, in its own life")
@@ -423,28 +514,57 @@ class Protocol:
 
     def _finishes(self, state: State, worker: int, work: Work, entry: Entry, stage: int) -> tuple[str, State]:
         rest = work._replace(doing=None) if work.token >= 0 else None
-        if stage == 0:
-            return self._commit(state, worker, work, entry)
         publishes = stage == (1 if self._rules.finishes_after_publishing else 2)
         if publishes:
             state = self._answer(state, entry.step, RESPONSE)
         else:
-            state = _removed(state, entry, worker) if entry.kind == STEP else _settled(state, entry)
+            removed = _removed(state, entry, worker) if entry.kind == STEP else _settled(state, entry)
+            if removed != state or not self._rules.forgets_entries_that_it_removes:
+                removed = removed._replace(done=removed.done - {entry.step})
+            state = removed
         if stage == 1:
             return "publish", state._replace(held=_put(state.held, worker, work._replace(doing=(entry, 2))))
         return "finish", state._replace(held=_put(state.held, worker, rest))
 
-    def _commit(self, state: State, worker: int, work: Work, entry: Entry) -> tuple[str, State]:
+    def _commit(self, state: State, worker: int, work: Work, entry: Entry) -> Iterator[tuple[str, State]]:
         state = self._check_era(state)
         is_mine = state.is_open and state.owner == worker and state.token == work.token and state.life == work.life
         if not is_mine and self._rules.commits_by_token:
-            state = state._replace(held=_put(state.held, worker, None))
-            is_left = entry.kind == STEP and entry in (state.lanes[worker] or ())
-            return "find it lost", self._move(state, entry, worker, 0) if is_left else state
+            yield "find it lost", self._find_it_lost(state, worker, work, entry)
+            return
         if state.is_open and state.starts[state.life - 1] != work.memory[0]:
             state = state._replace(broken="a former owner ends another life")
         ended = _over(state._replace(committed=state.committed | {entry.step}))
-        return "commit", ended._replace(held=_put(ended.held, worker, work._replace(doing=(entry, 1))))
+        yield "commit", ended._replace(held=_put(ended.held, worker, work._replace(doing=(entry, 1))))
+
+    def _find_it_lost(self, state: State, worker: int, work: Work, entry: Entry) -> State:
+        state = state._replace(held=_put(state.held, worker, None))
+        for each in (entry, *work.todo):
+            if each.kind == STEP and each in (state.lanes[worker] or ()):
+                state = self._move(state, each, worker, 0)
+        return state
+
+    def _commit_state(self, state: State, worker: int, work: Work, entry: Entry) -> Iterator[tuple[str, State]]:
+        """Stores a step with the state behind it; a repeated commit changes nothing."""
+        state = self._check_era(state)
+        is_mine = state.is_open and state.owner == worker and state.token == work.token and state.life == work.life
+        committed = work._replace(doing=(entry, 1))
+        if entry.step in state.committed and state.token == work.token and self._rules.commits_again_as_it_was:
+            yield "commit again", state._replace(held=_put(state.held, worker, committed))
+            return
+        if not is_mine and self._rules.commits_by_token:
+            yield "find it lost", self._find_it_lost(state, worker, work, entry)
+            return
+        if not is_mine or (*state.kept, entry.step) != work.memory:
+            state = state._replace(broken="a commit does not follow the one before")
+        known = state.committed | {entry.step}
+        state = state._replace(kept=work.memory, committed=known, done=state.done | {entry.step})
+        if self._script.steps[entry.step][2]:
+            state = _over(state)
+        yield "commit", state._replace(held=_put(state.held, worker, committed))
+        if state.faults.commits:
+            faults = state.faults._replace(commits=state.faults.commits - 1)
+            yield "lose a commit's reply", state._replace(faults=faults)
 
     # --- janitor ---
 
@@ -455,12 +575,15 @@ class Protocol:
                 answer = RESPONSE if has_response else ERROR
                 yield "answer the rest", _settled(self._answer(state, entry.step, answer), entry)
                 break
-        if state.closed and self._rules.answers_closed_lanes:
-            entry = state.closed[0]
+        for entry in state.closed if self._rules.answers_closed_lanes else ():
+            is_owners = self._script.is_implicit and state.is_open and entry.life == state.life
+            if is_owners and self._rules.leaves_open_lives_to_their_owners:
+                continue
             if entry.kind == STEP:
                 yield "answer a closed lane", self._move(state, entry, NOBODY, 0)
             else:
-                yield "drop a ticket", state._replace(closed=state.closed[1:])
+                yield "drop a ticket", state._replace(closed=_without(state.closed, entry))
+            break
 
 
 def _over(state: State) -> State:
@@ -468,8 +591,8 @@ def _over(state: State) -> State:
     if state.owner != NOBODY and state.lanes[state.owner] is not None:
         state = _tell(state, OVER)
     if state.life < len(state.starts):
-        return state._replace(life=state.life + 1, owner=NOBODY)
-    return state._replace(is_open=False, owner=NOBODY)
+        return state._replace(life=state.life + 1, owner=NOBODY, kept=())
+    return state._replace(is_open=False, owner=NOBODY, kept=())
 
 
 def _tell(state: State, kind: str) -> State:
@@ -499,7 +622,7 @@ def _unread(state: State, worker: int, entry: Entry) -> State:
 
 def _removed(state: State, entry: Entry, worker: int) -> State:
     """Removes an entry of a lane, or of a closed one (`NOBODY`)."""
-    if worker == NOBODY:
+    if worker == NOBODY or entry.is_closed:
         return state._replace(closed=_without(state.closed, entry))
     lane = state.lanes[worker]
     if lane is None or entry not in lane:
@@ -514,6 +637,8 @@ def _settled(state: State, entry: Entry) -> State:
 
 
 def _without(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+    if entry not in entries:
+        return entries
     at = entries.index(entry)
     return (*entries[:at], *entries[at + 1 :])
 

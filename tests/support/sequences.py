@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from qinfer.core.messages import Failure
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import StoredModel
@@ -45,13 +47,17 @@ def sequences_of(queue: Queue, *, is_fragile: bool = False) -> Sequences:
 def first(value: int, *, explicit: bool = False, version: int = 1, end: bool = False, number: int = 0) -> StepRequest:
     """Returns a step with START."""
     pin = SequencePin(version=version, generation=3, is_explicit=explicit, idle_s=IDLE_S)
-    digest = str(value)
-    return StepRequest(frame=b"%d" % value, timeout_s=TIMEOUT_S, start=pin, end=end, number=number, digest=digest)
+    frame, digest = _frame(value, end=end), str(value)
+    return StepRequest(frame=frame, timeout_s=TIMEOUT_S, start=pin, end=end, number=number, digest=digest)
 
 
 def later(value: int, *, end: bool = False, number: int = 0, timeout_s: float = TIMEOUT_S) -> StepRequest:
     """Returns a step without START."""
-    return StepRequest(frame=b"%d" % value, timeout_s=timeout_s, end=end, number=number)
+    return StepRequest(frame=_frame(value, end=end), timeout_s=timeout_s, end=end, number=number)
+
+
+def _frame(value: int, *, end: bool) -> bytes:
+    return b"%d%s" % (value, b"!" if end else b"")
 
 
 @dataclass
@@ -85,11 +91,14 @@ class Gateway:
 
 @dataclass
 class Held:
-    """A sequence of a worker: who owns it by which token, and its state."""
+    """A sequence of a worker: who owns it by which token, its state, and how many steps it has taken."""
 
     owned: OwnedLife
     total: int
     committed: int
+    accepted: int
+    is_restarted: bool = False
+    taken: set[str] = field(default_factory=set)
 
 
 class Worker:
@@ -115,7 +124,9 @@ class Worker:
         found = await self.sequences.own(self.name, self.version, count)
         for owned in found or []:
             state = await self.sequences.state(owned.sequence) if owned.committed else None
-            self.held[owned.sequence] = Held(owned, int(state or 0), owned.committed)
+            self.held[owned.sequence] = Held(owned, int(state or 0), owned.committed, owned.committed)
+            for taken in await self.sequences.left_steps(self.name, owned):
+                self._accept(self.held[owned.sequence], taken, is_left=True)
         return found or []
 
     async def take(self) -> list[DeliveredStep]:
@@ -129,12 +140,28 @@ class Worker:
             held = self.held.get(taken.place.sequence)
             if held is None or held.owned.token != taken.token:
                 continue
-            if taken.what is Delivery.OVER:
+            if taken.what is Delivery.RESTART:
+                held.is_restarted = True
+                await self._make_way(held)
+            elif taken.what is Delivery.OVER:
                 del self.held[taken.place.sequence]
                 self.waiting = [each for each in self.waiting if each.place.sequence != taken.place.sequence]
-            elif taken.lease is not None and all(each.lease != taken.lease for each in self.waiting):
-                self.waiting.append(taken)
+            else:
+                self._accept(held, taken)
         return list(news.taken)
+
+    def _accept(self, held: Held, taken: DeliveredStep, *, is_left: bool = False) -> None:
+        """Numbers a step of a lane; a repeated one has the number of the first."""
+        lease = taken.lease
+        if lease is None or lease.entry.entry_id in held.taken:
+            return
+        held.taken.add(lease.entry.entry_id)
+        done = held.owned.done.get(lease.entry.entry_id, 0)
+        is_counted = taken.what is Delivery.TICKET and not is_left
+        number = done or (taken.place.number if is_counted else held.accepted + 1)
+        held.accepted = max(held.accepted, number)
+        place = StepPlace(taken.place.sequence, taken.place.life, number)
+        self.waiting.append(msgspec.structs.replace(taken, place=place))
 
     async def commit(self, taken: DeliveredStep) -> bool:
         """Executes a step, and commits it; one that is committed already is not executed."""
@@ -142,10 +169,18 @@ class Worker:
         assert taken.lease is not None
         if taken.place.number <= held.committed:
             return True
-        total = held.total + int(taken.lease.frame)
+        total = held.total + int(taken.lease.frame.rstrip(b"!"))
         self.executed.append(taken.place)
         state = None if held.owned.is_explicit else b"%d" % total
-        step = CommittedStep(place=taken.place, token=taken.token, response=b"=%d" % total, state=state)
+        step = CommittedStep(
+            place=taken.place,
+            token=taken.token,
+            response=b"=%d" % total,
+            state=state,
+            ends=taken.lease.frame.endswith(b"!"),
+            keeps_previous=any(each.place.number == taken.place.number - 1 for each in self.waiting),
+            entry_id=taken.lease.entry.entry_id,
+        )
         (is_committed,) = await self.sequences.commit([step])
         if is_committed:
             held.total, held.committed = total, taken.place.number
@@ -163,7 +198,7 @@ class Worker:
         """Executes a step of an explicit sequence, and answers it without a commit."""
         held = self.held[taken.place.sequence]
         assert taken.lease is not None
-        held.total, held.committed = held.total + int(taken.lease.frame), taken.place.number
+        held.total, held.committed = held.total + int(taken.lease.frame.rstrip(b"!")), taken.place.number
         self.gateway.publish(taken.place, b"=%d" % held.total)
         await self.finish(taken)
 
@@ -172,19 +207,35 @@ class Worker:
         assert taken.lease is not None
         await self.sequences.finish([(taken.place, taken.lease.entry)])
         self.waiting.remove(taken)
+        if taken.place.sequence in self.held:
+            await self._make_way(self.held[taken.place.sequence])
+
+    async def _make_way(self, held: Held) -> None:
+        """Ends a life without steps for the one behind it."""
+        sequence = held.owned.sequence
+        if held.is_restarted and all(each.place.sequence != sequence for each in self.waiting):
+            place = StepPlace(sequence, held.owned.life, held.accepted)
+            await self.sequences.end_idle(place, held.owned.token, self.ticket)
 
     def drop(self, sequence: SequenceId) -> None:
         """Forgets a sequence that another one owns."""
         self.held.pop(sequence, None)
         self.waiting = [each for each in self.waiting if each.place.sequence != sequence]
 
+    async def leave(self) -> None:
+        """Hands over its sequences."""
+        await self.sequences.close_lanes(self.name, [self.version])
+        await self.sequences.hand_over(self.name, list(self.held))
+        self.held, self.waiting = {}, []
+
     async def work(self) -> None:
         """Does everything that there is to do."""
         while True:
-            await self.own()
-            await self.take()
-            if not self.waiting:
+            owned, news = await self.own(), await self.take()
+            if not (owned or news or self.waiting):
                 return
+            if not self.waiting:
+                continue
             taken = self.waiting[0]
             if await self.commit(taken):
                 await self.publish(taken)

@@ -2,15 +2,16 @@
 
     submit ──▶ steps ──ticket──▶ own ──▶ take_steps ──▶ execute ──▶ commit ──▶ publish ──▶ finish
        │                          ▲          ▲
-       │                          └──────────┼── hand_over (a draining worker's sequences), reap (a dead worker's)
-       └──▶ lane of an owner of explicit sequences (ADR 0042)
+       └──▶ lane of the owner ────┼──────────┘                                   (ADR 0042, 0043)
+                    │             └── hand_over (a leaving worker's sequences), reap (a dead worker's)
+                    └──▶ closed lane ──▶ left_steps
 
 A *sequence* is a tenant's correlation id at a model. The *life* of a sequence begins with START and ends with END, by
 idle time, or by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
 `tests/contract/`:
 
-1. Steps execute in the order of `submit`. Until `finish` they are in the sequence's own stream, and only *tickets* move
-   from lane to lane, so that a hand-over moves no tensors; or in the lane of an owner of explicit sequences.
+1. Steps execute in the order of `submit`. Until `finish` they stay where `submit` has put them: in the lane of the
+   owner, also once it is closed, or, without one, in the sequence's own stream, of which *tickets* tell the owner.
 2. An open sequence has at most one owner. Each new owner has a higher *token*; `commit` with an old one does nothing.
 3. `commit` stores state, response and number of a step together, as durably as the settings ask. A committed step is
    never executed again: the next owner of its entry publishes the stored response.
@@ -21,13 +22,14 @@ idle time, or by an error; a START while it runs begins the next life behind it.
    one wait for its first, and refuses a gap.
 7. Where Redis may lose confirmed writes, a sequence does not survive its restart or failover.
 8. A sequence without an owner ends at its steps' deadline, or after a minute without waiting steps.
-9. A step in the lane of an owner that has died or left gets the error that ended its life, or its stored response.
+9. A sequence changes its owner only after the lane is closed. The next owner executes what is left there, before later
+   steps; if the life is over, a step gets the error that ended it, or its stored response.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
@@ -99,6 +101,9 @@ _KEPT_S = 7 * 86400.0
 
 _LANE_KNOWN_S = 10.0
 _MOST_LANES = 65_536
+_PAGE = 100
+_MOST_BYTES = 4 * 2**20
+"""States and responses of one script, unless one alone is larger."""
 
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
@@ -152,6 +157,8 @@ class Sequences:
         self._orphans = keys.sequence_owned(model, partition, "").encode()
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
         self._gateway, self._sent = os.urandom(8).hex(), 0
+        self._left_behind: dict[str, dict[bytes, list[bytes]]] = {}
+        """The entries of closed lanes, by sequence."""
         self._lanes: dict[SequenceId, OwnersLane] = {}
         """The owners that read their sequences' steps from their lanes."""
 
@@ -245,25 +252,85 @@ class Sequences:
 
     async def end_lease(self, worker_id: str, versions: Items[int]) -> bool:
         """Ends the lease of a worker; returns false if the worker owns sequences."""
+        return await self._leave(worker_id, versions, is_kept=False)
+
+    async def close_lanes(self, worker_id: str, versions: Items[int]) -> None:
+        """Closes a worker's lanes, before it hands over its sequences: their next owners read steps there."""
+        await self._leave(worker_id, versions, is_kept=True)
+
+    async def _leave(self, worker_id: str, versions: Items[int], *, is_kept: bool) -> bool:
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         lanes = [f"{version}:seq@{worker_id}" for version in versions]
-        return bool(await self._run_script(_LEAVE, [self._owners, owned], worker_id, *lanes))
+        return bool(await self._run_script(_LEAVE, [self._owners, owned], worker_id, int(is_kept), *lanes))
 
     async def own(
-        self, worker_id: str, version: int, count: int, *, told_bits: int | None = None, numbers: bool = False
+        self, worker_id: str, version: int, count: int, *, told_bits: int | None = None
     ) -> list[OwnedLife] | None:
         """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first.
 
         Returns `None` if the worker's lease has ended. `told_bits` is the `bits` of `assign_id`; `None` = the model
-        gets no ids. A worker that `numbers` the steps of explicit sequences finds them in its lane.
+        gets no ids. The worker finds later steps in its lane, and numbers them. After an error, it may own sequences
+        unknowingly.
         """
         if count <= 0:
             return []
         names = [*self._waiting(version), self._own_lane(version, worker_id)]
         bits = "" if told_bits is None else told_bits
-        words = (worker_id, min(count, AT_ONCE), bits, int(numbers))
-        is_alive, found, era = await self._run_script(_OWN, names, *words)
-        return [_owned(each, era) for each in found] if is_alive else None
+        is_alive, found, era, closed = await self._run_script(_OWN, names, worker_id, min(count, AT_ONCE), bits)
+        if not is_alive:
+            return None
+        left = tuple(sorted(name.decode() for name in closed))
+        self._left_behind = {name: self._left_behind.get(name) or await self._list_entries(name) for name in left}
+        return [_owned(each, era, left) for each in found]
+
+    async def left_steps(self, worker_id: str, owned: OwnedLife) -> list[DeliveredStep]:
+        """Returns the unfinished steps of a life, in order, if any are in lanes of former owners.
+
+        Steps in the life's own stream were sent before its first owner, or after the one that is their token.
+        """
+        name, left = owned.sequence.name.encode(), list[_LeftEntry]()
+        for closed in owned.closed:
+            lane = Lane(self._model, 0, closed.removeprefix("0:"), self._partition)
+            ids = self._left_behind.get(closed, {}).get(name, ())
+            for found in await asyncio.gather(*[self._range(lane, one, one) for one in ids]):
+                left += found
+        if not any(b"f" in each.fields for each in left):
+            return []
+        left += await self._range(self._steps(owned.sequence), "-", "+")
+        left = sorted((each for each in left if _int(each.fields, b"l") == owned.life), key=_LeftEntry.order)
+        end = next((at for at, each in enumerate(left) if b"r" in each.fields), len(left))
+        steps = [self._left_step(each, worker_id, owned) for each in left[:end]]
+        for at, (each, step) in enumerate(zip(left, steps, strict=False)):
+            if step.lease is None or step.lease.entry.entry_id in owned.done:
+                continue
+            if (deaths := min(owned.deaths, owned.token - each.token)) > 0:
+                suspect = msgspec.structs.replace(step.lease, deliveries=deaths + 1, suspect=True)
+                steps[at] = msgspec.structs.replace(step, lease=suspect)
+            break
+        return steps
+
+    async def _range(self, lane: Lane, first: str | bytes, last: str | bytes, *more: Argument) -> "list[_LeftEntry]":
+        found = await self._router.call(self._slot, b"XRANGE", keys.lane(lane), first, last, *more)
+        return [_LeftEntry(lane, one, dict(zip(words[::2], words[1::2], strict=True))) for one, words in found]
+
+    async def _list_entries(self, closed: str) -> dict[bytes, list[bytes]]:
+        """Returns the entries of a closed lane by sequence; none comes later."""
+        lane, first, found = Lane(self._model, 0, closed.removeprefix("0:"), self._partition), b"-", {}
+        while page := await self._range(lane, first, b"+", b"COUNT", _PAGE):
+            for each in page:
+                if b"e" not in each.fields:
+                    found.setdefault(each.fields.get(b"s", b""), []).append(each.entry_id)
+            first = b"(" + page[-1].entry_id
+        return found
+
+    def _left_step(self, left: "_LeftEntry", worker_id: str, owned: OwnedLife) -> DeliveredStep:
+        fields, place = left.fields, StepPlace(owned.sequence, owned.life, _int(left.fields, b"n"))
+        if b"f" not in fields:
+            entry_id, code = fields.get(b"x", b"").decode(), fields.get(b"c", b"").decode(errors="replace")
+            return DeliveredStep(place, owned.token, None, Delivery.CANCEL, entry_id=entry_id, code=code)
+        entry = Entry(left.lane, left.entry_id.decode(), payload_id=fields.get(b"p", b"").decode(errors="replace"))
+        what = Delivery.STEP if b"s" in fields else Delivery.TICKET
+        return DeliveredStep(place, owned.token, Lease(entry, worker_id, fields[b"f"], 1), what)
 
     async def shares(self, version: int) -> list[SlotShare]:
         """Returns a version's tenants with open or waiting sequences."""
@@ -320,8 +387,8 @@ class Sequences:
         values = await asyncio.gather(*map(self._stage, steps)) if is_any_large else map(_given, steps)
         words = [self._commit_words(step, of) for step, of in zip(steps, values, strict=True)]
         replies: list[Any] = []
-        for start in range(0, len(words), AT_ONCE):
-            write = partial(run_each, script=_COMMIT, requests=words[start : start + AT_ONCE])
+        for part in _parts([len(step.response) + len(step.state or b"") for step in steps]):
+            write = partial(run_each, script=_COMMIT, requests=words[part])
             replies += await self._durability.write(self._model, self._partition, write)
         for _, gone in replies:
             self._values.delete_objects(gone)
@@ -666,6 +733,28 @@ def may_lose(settings: RedisSettings) -> bool:
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
 
 
+class _LeftEntry(msgspec.Struct, frozen=True):
+    """An entry of a closed lane, or of a sequence's own stream."""
+
+    lane: Lane
+    entry_id: bytes
+    fields: dict[bytes, bytes]
+
+    @property
+    def token(self) -> int:
+        """The owner of its lane, or the last owner before it was sent by script."""
+        return _int(self.fields, b"t") or _int(self.fields, b"o")
+
+    def order(self) -> tuple[int, bool]:
+        """Steps sent by script came after those in the lane of the owner that had the sequence last."""
+        return self.token, b"s" not in self.fields
+
+
+def _int(fields: dict[bytes, bytes], name: bytes) -> int:
+    value = fields.get(name, b"")
+    return int(value) if value.isdigit() else 0
+
+
 class OwnersLane(msgspec.Struct, eq=False):
     """An owner's lane for a sequence's steps.
 
@@ -703,6 +792,17 @@ def _parse_entry(lane: Lane, entry_id: bytes, fields: Items[bytes]) -> tuple[Ent
     return Entry(lane, entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")), of[b"f"]
 
 
+def _parts(sizes: Items[int]) -> Iterator[slice]:
+    """Divides steps into those that are committed together."""
+    begin = nbytes = 0
+    for at, size in enumerate(sizes):
+        if at - begin == AT_ONCE or (at > begin and nbytes + size > _MOST_BYTES):
+            yield slice(begin, at)
+            begin, nbytes = at, 0
+        nbytes += size
+    yield slice(begin, len(sizes))
+
+
 def _words(value: StagedValue) -> Items[Any]:
     return (value.place, value.staged if value.place == b"staged" else packable(value.data))
 
@@ -711,8 +811,8 @@ def _given(step: CommittedStep) -> Items[Any]:
     return (b"given" if step.state else b"none", packable(step.state or b""), b"given", packable(step.response))
 
 
-def _owned(found: Items[Any], era: bytes) -> OwnedLife:
-    name, life, token, committed, generation, kind, idle_ms, is_other, number = found
+def _owned(found: Items[Any], era: bytes, closed: tuple[str, ...]) -> OwnedLife:
+    name, life, token, committed, generation, kind, idle_ms, is_other, number, deaths, done = found
     return OwnedLife(
         sequence=SequenceId.parse(name.decode(errors="replace")),
         life=life,
@@ -723,4 +823,7 @@ def _owned(found: Items[Any], era: bytes) -> OwnedLife:
         idle_s=int(idle_ms) / 1000,
         told=Renaming(bool(is_other), number),
         era=era,
+        deaths=deaths,
+        done={entry.decode(): of for entry, of in zip(done[::2], done[1::2], strict=True)},
+        closed=closed,
     )

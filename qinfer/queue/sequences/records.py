@@ -120,7 +120,11 @@ UNCHANGED = Renaming()
 
 
 class OwnedLife(msgspec.Struct, frozen=True, kw_only=True):
-    """A life that a worker now owns, since this `era`; it has a `state` if steps are committed."""
+    """A life that a worker now owns, since this `era`; it has a `state` if steps are committed.
+
+    So many owners have died (`deaths`) since the last commit. `done` has the numbers of committed entries that may be
+    unanswered, `closed` the lanes of former owners, which may have steps of the life (`Sequences.left_steps`).
+    """
 
     sequence: SequenceId
     life: int
@@ -131,6 +135,9 @@ class OwnedLife(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     told: Renaming = UNCHANGED
     era: bytes = b""
+    deaths: int = 0
+    done: dict[str, int] = {}
+    closed: tuple[str, ...] = ()
 
 
 class SlotShare(NamedTuple):
@@ -197,8 +204,8 @@ class DeliveredSteps(msgspec.Struct, frozen=True):
 class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):
     """An executed step; `state` is `None` if it is unchanged, or in the model's memory.
 
-    Of a step in the owner's lane the record does not know whether it `ends` the life, whether the response before it is
-    still needed (`keeps_previous`), and, without a number of its caller, its entry.
+    The record does not know whether it `ends` the life, whether the response before it is still needed
+    (`keeps_previous`), and its entry, unless its caller's number is enough to know it again.
     """
 
     place: StepPlace

@@ -84,7 +84,7 @@ async def waits(gateway: Gateway, worker_id: str, after: str, *, has_slots: bool
     """Waits for a moment as a worker does; tells whether there is anything new."""
     reader = gateway.sequences.reader(worker_id, 1, Doorbell(gateway.sequences._router, time.monotonic))
     try:
-        return await reader.wait(after, 0.01, has_slots=has_slots)
+        return any(await reader.wait(after, 0.01, has_slots=has_slots))
     finally:
         await reader.close()
 
@@ -294,7 +294,8 @@ async def test_large_states_and_responses_replace_one_another(queue: RedisQueue,
     for taken in list(worker.waiting):
         assert taken.lease is not None
         blob = b"%d" % taken.place.number * 2_000_000
-        step = CommittedStep(place=taken.place, token=taken.token, response=blob, state=blob)
+        is_last = taken.place.number == 3
+        step = CommittedStep(place=taken.place, token=taken.token, response=blob, state=blob, ends=is_last)
         assert await gateway.sequences.commit([step]) == [True]
         assert await gateway.sequences.response(taken.place) == blob
         assert await gateway.sequences.state(SEVEN) == (blob if taken.place.number < 3 else None)
@@ -407,6 +408,7 @@ async def test_a_repeated_step_gets_the_stored_response(gateway: Gateway) -> Non
     worker = await Worker(gateway, "w1").join()
     await gateway.send(SEVEN, first(1, number=1), later(2, number=2))
     await worker.work()
+    await worker.leave()
 
     (again,) = await gateway.send(SEVEN, later(2, number=2))
 
@@ -426,12 +428,13 @@ async def test_a_repeated_step_in_flight_waits_for_the_first(gateway: Gateway) -
 
 
 async def test_a_gap_and_a_step_long_past_are_refused(gateway: Gateway) -> None:
+    """A sequence with an owner leaves that to the owner."""
     worker = await Worker(gateway, "w1").join()
     await gateway.send(SEVEN, first(1, number=1), later(2, number=2))
-    await worker.work()
-
     with pytest.raises(InvalidRequest, match="step 4 of sequence 7 to model 'sum' leaves a gap: send step 3 first"):
         await gateway.send(SEVEN, later(4, number=4))
+    await worker.work()
+    await worker.leave()
     with pytest.raises(InvalidRequest, match=r"response to step 1 .* no longer kept: step 2 is committed"):
         await gateway.send(SEVEN, later(1, number=1))
     with pytest.raises(InvalidRequest, match="send step 1 first"):
@@ -699,26 +702,6 @@ async def test_what_nobody_answered_comes_again(later_on: Gateway, timed: Embedd
 # --- time (promises 5 and 8) ---
 
 
-async def test_a_sequence_is_idle_by_redis_clock(later_on: Gateway, timed: EmbeddedServer) -> None:
-    worker = await Worker(later_on, "w1").join()
-    await later_on.send(SEVEN, first(1))
-    await worker.work()
-    owned = worker.held[SEVEN].owned
-    place = worker.executed[0]
-
-    assert not await later_on.sequences.end_idle(place, owned.token)
-    timed.advance(1.5)
-    await later_on.send(SEVEN, later(2))
-    assert not await later_on.sequences.end_idle(place, owned.token)
-    await worker.work()
-    timed.advance(1.5)
-    assert not await later_on.sequences.end_idle(place, owned.token + 1)
-    assert await later_on.sequences.end_idle(place, owned.token)
-
-    with pytest.raises(InvalidRequest, match="START"):
-        await later_on.send(SEVEN, later(3))
-
-
 async def test_what_nobody_owns_ends_at_its_deadline(later_on: Gateway, timed: EmbeddedServer) -> None:
     await later_on.send(SEVEN, first(1), later(2, timeout_s=5.0))
     assert await later_on.sequences.sweep() == 0
@@ -767,7 +750,7 @@ async def test_an_end_is_forgotten_after_minutes(later_on: Gateway, timed: Embed
     timed.advance(301.0)
 
     left = {key.decode().partition("}:")[2] for key in await later_on.sequences._router.call(0, b"KEYS", b"*")}
-    assert left <= {"sequence-owners", "1:seq", "1:seq~acme", "1:seq@w1"}
+    assert left <= {"sequence-owners", "1:seq", "1:seq~acme", "1:seq@w1", "sequence-lanes"}
 
 
 # --- Redis that may lose what it has confirmed (promise 7) ---
@@ -926,3 +909,141 @@ async def test_a_failover_ends_sequences(own_redis: RedisQueue, tmp_path: Path) 
         with pytest.raises(SequenceLost, match="Redis was restarted or failed over, and may have lost steps of it"):
             await after.send(SEVEN, later(2))
         await queue.close()
+
+
+# --- steps in closed lanes (promise 9) ---
+
+
+async def begun(gateway: Gateway, *more: StepRequest) -> Worker:
+    """Has a worker own a sequence that waits for it, of which it has executed the first two steps; sends more."""
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await worker.work()
+    await gateway.send(SEVEN, *more)
+    await worker.take()
+    return worker
+
+
+async def test_the_next_owner_executes_what_is_in_the_lane_of_the_one_before(gateway: Gateway) -> None:
+    """In the order in which it was sent: to the first owner, by script, and to the next owner."""
+    one = await begun(gateway, later(3), later(4))
+    await one.commit(one.waiting[0])
+    await one.leave()
+    await gateway.send(SEVEN, later(5))
+    other = await Worker(gateway, "w2").join()
+    await other.own()
+    await gateway.send(SEVEN, later(6, end=True))
+
+    await other.work()
+
+    assert gateway.texts == ["=1", "=3", "=6", "=10", "=15", "=21"]
+    assert [place.number for place in other.executed] == [4, 5, 6]
+    assert await gateway.sequences.sizes([1]) == (0, 0, 1, 0)
+
+
+async def test_steps_before_the_first_owner_go_before_those_in_its_lane(gateway: Gateway) -> None:
+    one = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await one.own()
+    await gateway.send(SEVEN, later(3), later(4))
+    await one.leave()
+    await gateway.send(SEVEN, later(5))
+    two = await Worker(gateway, "w2").join()
+    await two.own()
+    await gateway.send(SEVEN, later(6))
+    await two.leave()
+    other = await Worker(gateway, "w3").join()
+
+    await other.work()
+
+    assert gateway.texts == ["=1", "=3", "=6", "=10", "=15", "=21"]
+
+
+async def test_a_response_that_was_not_published_is_published_by_the_next_owner(gateway: Gateway) -> None:
+    """Also if its former owner finishes the step after its lane was closed."""
+    one = await begun(gateway, later(3), later(4))
+    third, fourth = one.waiting
+    await one.commit(third)
+    await one.commit(fourth)
+    await gateway.sequences.close_lanes("w1", [1])
+    await one.finish(fourth)
+    await one.leave()
+    other = await Worker(gateway, "w2").join()
+
+    await other.work()
+
+    assert gateway.texts == ["=1", "=3", "=6", "=10"]
+    assert other.executed == []
+    assert other.held[SEVEN].total == 10
+
+
+async def test_only_the_first_step_of_a_dead_owner_is_a_suspect(later_on: Gateway, timed: EmbeddedServer) -> None:
+    """Deaths while nothing waits do not count."""
+    await begun(later_on)
+    names = iter(["w2", "w3", "w4"])
+    for _ in range(2):
+        timed.advance(LEASE_S + 1)
+        await later_on.sequences.reap()
+        worker = await Worker(later_on, next(names)).join()
+        await worker.work()
+    await later_on.send(SEVEN, later(3), later(4))
+    timed.advance(LEASE_S + 1)
+    await later_on.sequences.reap()
+    last = await Worker(later_on, next(names)).join()
+    await last.own()
+
+    leases = [taken.lease for taken in last.waiting if taken.lease is not None]
+    assert [(lease.deliveries, lease.suspect) for lease in leases] == [(2, True), (1, False)]
+    await last.work()
+    assert later_on.texts == ["=1", "=3", "=6", "=10"]
+
+
+async def test_janitors_answer_a_closed_lane_only_of_lives_that_are_over(gateway: Gateway) -> None:
+    one = await begun(gateway, later(3))
+    await one.leave()
+
+    assert await gateway.sequences.unanswered() == []
+    assert await gateway.sequences.fail(StepPlace(SEVEN, 1, 3), LATE)
+    (left,) = await gateway.sequences.unanswered()
+    assert left.place == StepPlace(SEVEN, 1, 0)
+    assert left.entry.lane.name.startswith("closed:1:seq@w1:")
+
+
+async def test_a_worker_that_left_gets_no_steps_of_gateways_that_knew_it(gateway: Gateway) -> None:
+    """The next step of such a gateway finds no lane, and goes by script."""
+    one = await begun(gateway)
+    await one.leave()
+    other = await Worker(gateway, "w2").join()
+
+    (sent,) = await gateway.send(SEVEN, later(3))
+    await other.work()
+
+    assert sent.entry is not None
+    assert sent.entry.lane.name.startswith("steps:")
+    assert gateway.texts == ["=1", "=3", "=6"]
+
+
+async def test_a_commit_has_bounded_bytes(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps beyond the bound are committed by another script."""
+    calls = 0
+    each = ownership.run_each
+
+    async def counted(*words: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return await each(*words, **more)
+
+    worker = await Worker(gateway, "w1").join()
+    ids = [SequenceId("acme", n) for n in range(1, 6)]
+    for one in ids:
+        await gateway.send(one, first(1))
+    await worker.own()
+    await worker.take()
+    monkeypatch.setattr(ownership, "_MOST_BYTES", 25)
+    monkeypatch.setattr(ownership, "run_each", counted)
+    steps = [
+        CommittedStep(place=taken.place, token=taken.token, response=b"x" * 10, state=b"") for taken in worker.waiting
+    ]
+
+    assert await gateway.sequences.commit(steps) == [True] * 5
+    assert calls == 3

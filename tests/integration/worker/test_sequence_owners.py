@@ -61,7 +61,9 @@ async def is_draining(sums: Sequencing, worker_id: str) -> None:
 
 async def lose_lease(sums: Sequencing, worker_id: str) -> None:
     """Ends a worker's lease, as if it had stood still for so long, and hands over what it owns."""
-    owner = f"{worker_id}-1-{sums.generation}"
+    key = keys.sequence_owners("stub", 0).encode()
+    found = await sums.scene.delivery.router.call(keys.slot(key), b"ZRANGE", key, 0, -1)
+    (owner,) = [one.decode() for one in found if one.decode().startswith(f"{worker_id}-1-{sums.generation}-")]
 
     async def is_lost() -> bool:
         await sums.sequences.renew(owner, [1], 0.0)

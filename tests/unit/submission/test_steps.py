@@ -17,6 +17,7 @@ from qinfer.models.spec import ModelSpec, Routes, lanes_of
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import CHUNK_BYTES, Lane, Payload
 from qinfer.queue.lanes import Queue
+from qinfer.queue.sequences.answers import answer_step
 from qinfer.queue.sequences.ownership import AT_ONCE, Appended, OwnersLane, Sequences
 from qinfer.queue.sequences.records import SequenceId, StepPlace, SubmitLimits
 from qinfer.queue.tenants import Places
@@ -251,11 +252,12 @@ async def test_a_response_that_comes_twice_is_delivered_once(scene: Scene, worke
 
 
 async def test_a_number_that_is_sent_again_gets_the_stored_response(scene: Scene, worker: StepWorker) -> None:
-    """By its own id, without a worker; a START too, which is known by its content."""
+    """By its own id; a START too, which is known by its content."""
     for number, again in ((1, {"start": True}), (2, {})):
         first = scene.submit(number, step=number, **again)
         await worker.work(1)
         second = scene.submit(number, step=number, **again)
+        await worker.work(1)
 
         assert await first.value() == await second.value()
         assert first.pending.request_id != second.pending.request_id
@@ -289,8 +291,11 @@ async def test_a_stored_response_may_be_gone(scene: Scene, worker: StepWorker, m
         return None
 
     monkeypatch.setattr(Sequences, "response", nothing)
+    again = scene.submit(1, start=True, step=1)
+    (step,) = await worker.take(1)
+    await answer_step(scene.queue, worker.sequences, step.unanswered)
 
-    code, message = await scene.submit(1, start=True, step=1).failure()
+    code, message = await again.failure()
     assert code == "sequence_ended"
     assert "the response to this step of the sequence is no longer kept; begin it again" in message
     assert scene.dispatcher.in_flight == 0
@@ -308,8 +313,11 @@ async def test_a_stored_response_may_be_damaged(
         return blob
 
     monkeypatch.setattr(Sequences, "response", damaged)
+    again = scene.submit(1, start=True, step=1)
+    (step,) = await worker.take(1)
+    await answer_step(scene.queue, worker.sequences, step.unanswered)
 
-    code, _ = await scene.submit(1, start=True, step=1).failure()
+    code, _ = await again.failure()
     assert code == "corrupt_entry"
     await scene.submit(2, of="other", start=True).placed()
 
@@ -421,9 +429,11 @@ async def test_a_step_that_expires_ends_its_sequence(scene: Scene, worker: StepW
     await worker.work(1)
 
     late = scene.submit(2, step=step, within_s=SHORT_S)
+    await worker.take(1)
 
     assert await late.failure() == ("deadline_exceeded", "Request timeout expired")
-    assert "was ended at step 2: Request timeout expired" in await ended(scene)
+    await worker.end_cancelled()
+    assert "was ended at step 2: Request timeout expired" in await worker.meanwhile(ended(scene))
 
 
 async def test_a_numbered_step_may_be_cancelled_and_sent_again(scene: Scene, worker: StepWorker) -> None:

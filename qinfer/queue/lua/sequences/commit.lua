@@ -1,8 +1,8 @@
 -- Commits a step: stores state, response and number together if the worker still owns the sequence. The last step ends
 -- the life. The previous response is kept until it is answered. An explicit sequence commits only numbered steps.
 -- KEYS: record. ARGV: prefix, is_fragile, name, token, life, number, place of the state (none = unchanged | given |
---   staged), state or staged key, place and value of the response; of a step in the owner's lane flags (E = it ends the
---   life, K = the response before it is still needed) and the entry of an unnumbered one.
+--   staged), state or staged key, place and value of the response, flags (E = it ends the life, K = the response before it is
+--   still needed), and the entry ('' = the next owner knows a repeated step by its number).
 -- Returns {done | known (committed before) | lost (another owner) | gone (what was staged), unreferenced objects}.
 local function one(KEYS, ARGV)
 if not prefix then
@@ -21,7 +21,7 @@ end
 local of = load(name)
 local is_owner = of and of.token == token
 local is_next = of and (n == of.committed + 1 or (of.kind == 'explicit' and n > of.committed))
-if not is_owner or of.state ~= 'open' or of.owner == '' or of.life ~= life or not is_next then
+if not is_owner or of.state ~= 'open' or not is_direct(of) or of.life ~= life or not is_next then
   local is_known = is_owner and (of.life > life or of.committed >= n) and has_answer(name, life, n)
   return refuse(is_known and 'known' or 'lost')
 end
@@ -46,26 +46,11 @@ if ARGV[7] ~= 'none' then
 end
 put(answer_of(name, life, n), staged_answer, answer_field(life, n), ARGV[10])
 
-local function is_removed(step)
-  if redis.call('XLEN', steps_of(name)) == 1 then return true end
-  local is_there = false
-  each_step(name, function(_, fields)
-    is_there = is_there or (tonumber(fields.l) == life and tonumber(fields.n) == step)
-    return not is_there and tonumber(fields.l) <= life
-  end)
-  return not is_there
-end
-local is_last = string.find(flags, 'E') ~= nil
-if is_direct(of) then
-  if life == of.tail then of.accepted = math.max(of.accepted, n) end
-  if entry ~= '' then fields[#fields + 1], fields[#fields + 2] = 'done:' .. entry, life .. '.' .. n end
-  if n > 1 and not string.find(flags, 'K') then drop_answer(name, life, n - 1, gone) end
-elseif n > 1 and is_removed(n - 1) then
-  drop_answer(name, life, n - 1, gone)
-end
+if life == of.tail then of.accepted = math.max(of.accepted, n) end
+if entry ~= '' then fields[#fields + 1], fields[#fields + 2] = 'done:' .. entry, life .. '.' .. n end
+if n > 1 and not string.find(flags, 'K') then drop_answer(name, life, n - 1, gone) end
 write(of, {committed = n, deaths = 0, used = now}, unpack(fields))
-local last = life == of.tail and of.last or tonumber(redis.call('HGET', KEYS[1], 'last:' .. life) or 0)
-if last == n or is_last then
+if string.find(flags, 'E') then
   for _, object in ipairs(over(of, GRACE_MS)) do gone[#gone + 1] = object end
 end
 return {'done', gone}

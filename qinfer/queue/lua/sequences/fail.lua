@@ -16,14 +16,10 @@ elseif token ~= '' and (of.owner == '' or of.token ~= tonumber(token)) then
 end
 
 if code == '' then
-  if of.life ~= life then return {0, {}} end
-  if is_direct(of) then -- the owner judges; a step that it has not read goes on
-    if of.tail > life then return {1, over(of, GRACE_MS)} end
-    local from = ARGV[9] == '' and '-' or '(' .. ARGV[9]
-    if #redis.call('XRANGE', lane_of(of.version, of.owner), from, '+', 'COUNT', 1) > 0 then return {0, {}} end
-  elseif of.tail > life or now - of.used < of.idle then
-    return {0, {}}
-  end
+  if of.life ~= life or not is_direct(of) then return {0, {}} end
+  if of.tail > life then return {1, over(of, GRACE_MS)} end
+  local from = ARGV[9] == '' and '-' or '(' .. ARGV[9] -- a step that the owner has not read goes on
+  if #redis.call('XRANGE', lane_of(of.version, of.owner), from, '+', 'COUNT', 1) > 0 then return {0, {}} end
   if redis.call('XLEN', steps_of(name)) > 0 then return {0, {}} end
   local gone = over(of, GRACE_MS)
   redis.call('ZREM', prefix .. 'sequence-endings', name)

@@ -7,10 +7,10 @@
 --   of the last life: tail, accepted, hash (of its START), last (its last step; 0 = unknown), by and sent (the
 --   gateway of its START, and how many steps that gateway had sent);
 --   of a life ended by an error: code, text, failed, failed_life;
---   direct, the token of an owner that reads the steps of its explicit lives from its lane and numbers them itself: of
---   these, `committed` and `accepted` know the committed steps only.
+--   direct, the token of an owner that reads steps from its lane and numbers them itself: of these, `committed` and
+--   `accepted` know the committed steps only. No other owner takes its lives before that lane is closed.
 -- Other fields: `at`, the life and the last committed step; `state`, `answer:<life>.<n>`, a response, both unless
--- staged; `done:<entry>`, life and number of a committed last step in the owner's lane; `last:<life>`, the last step of
+-- staged; `done:<entry>`, life and number of a committed step whose response may not be published; `last:<life>`, the last step of
 -- a life with a successor; `next:<life>`, version, generation, kind and idle time of a waiting life; `fail:<life>`, the
 -- error of a life that ends when it begins or its owner dies.
 local TOMBSTONE_MS = 300000 -- an ended sequence is known this long
@@ -34,7 +34,13 @@ local function answer_field(life, n) return string.format('answer:%d.%d', life, 
 local function tenant_of(name) return string.match(name, '^([^:]*):') or '' end
 local function number_key(number) return prefix .. string.format('sequence-number:%.0f', number) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
-local function is_direct(of) return of.direct > 0 and of.direct == of.token and of.owner ~= '' and of.kind == 'explicit' end
+local function is_direct(of) return of.direct > 0 and of.direct == of.token and of.owner ~= '' end
+-- Tells whether closed lanes may have steps of the executing life, which its next owner numbers.
+local function is_left(of) return of.direct > 0 and of.direct == of.token and of.owner == '' and of.kind ~= 'explicit' end
+-- Tells whether the steps of a life in closed lanes are its owner's: it has read them, or the next one will.
+local function is_adopters(of, life)
+  return of and of.state == 'open' and of.kind ~= 'explicit' and of.life == life and (of.owner == '' or is_direct(of))
+end
 -- A damaged counter starts again.
 local function count(what)
   local counts = prefix .. 'sequence-counts'
@@ -194,6 +200,7 @@ local function close_lane(lane)
   until redis.call('RENAMENX', prefix .. lane, prefix .. closed) == 1
   redis.call('PEXPIRE', prefix .. closed, DAY_MS)
   redis.call('SADD', prefix .. 'sequence-closed', closed)
+  redis.call('PEXPIRE', prefix .. 'sequence-closed', 2 * DAY_MS)
 end
 
 -- Forgets an ended sequence without steps, in five minutes.
@@ -252,7 +259,7 @@ function over(of, grace)
     return gone
   end
   write(of, {life = next_life, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
-    committed = 0, deaths = 0, used = now})
+    committed = 0, deaths = 0, used = now, direct = 0})
   wait_for_owner(of, 'seq')
   local failed, code, text = doom_of(of)
   if failed then fail(of, code, text, failed) end
@@ -283,9 +290,10 @@ local function hand_over(of, has_died)
   end
   local failed, code, text = doom_of(of)
   if failed then return fail(of, code, text, failed) end
-  if has_died then redis.call('UNLINK', lane_of(of.version, of.owner)) end
-  if has_died and (of.tail > of.life or of.accepted > of.committed) then of.deaths = of.deaths + 1 end
+  if has_died and not is_direct(of) then redis.call('UNLINK', lane_of(of.version, of.owner)) end
+  if has_died and (is_direct(of) or of.tail > of.life or of.accepted > of.committed) then of.deaths = of.deaths + 1 end
   redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
+  of.used = now
   wait_for_owner(of, 'seq.handed')
   count('handed_over')
   return {}

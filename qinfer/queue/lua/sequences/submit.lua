@@ -20,6 +20,7 @@ local by, sent = ARGV[14], tonumber(ARGV[15])
 local stream, moved, of_life, of_token = ARGV[16], ARGV[17], tonumber(ARGV[18]), tonumber(ARGV[19])
 
 if stream then
+  if is_adopters(of, of_life) and stream ~= lane_of(of.version, of.owner) then return {'moved'} end
   if #redis.call('XRANGE', stream, moved, moved) == 0 then return {'moved'} end
   local life, n = string.match(redis.call('HGET', record, 'done:' .. moved) or '', '^(%d+)%.(%d+)$')
   if life then return {'stored', tonumber(life), tonumber(n)} end
@@ -30,8 +31,8 @@ if stream then
 end
 
 local function append(life, n)
-  local fields = {'f', frame, 'l', life, 'n', n, 'd', string.format('%.0f', now + timeout)}
-  if payload ~= '' then fields[9], fields[10] = 'p', payload end
+  local fields = {'f', frame, 'l', life, 'n', n, 'd', string.format('%.0f', now + timeout), 'o', of.token}
+  if payload ~= '' then fields[11], fields[12] = 'p', payload end
   local entry = redis.call('XADD', steps, '*', unpack(fields))
   if stream then redis.call('XDEL', stream, moved) end
   if is_end and of.last == 0 then of.last = n end
@@ -92,7 +93,7 @@ if is_start and not is_again then
     return append(life, 1)
   end
   redis.call('HSETNX', record, 'last:' .. of.tail, of.last > 0 and of.last or of.accepted)
-  local is_done = of.life == of.tail
+  local is_done = of.life == of.tail and not is_left(of)
     and (of.committed >= of.accepted or (of.kind == 'explicit' and not first_unanswered(of)))
   local life = of.tail + 1
   of.tail, of.accepted, of.hash, of.last, of.by, of.sent = life, 1, hash, 0, by, sent
@@ -111,7 +112,7 @@ if is_open and of.life == of.tail and is_direct(of) then
   local answer = append_direct()
   if answer then return answer end
   hand_over(of, true)
-  is_open = false
+  is_open = of.state == 'open'
 end
 local committed = of.life == of.tail and of.committed or 0
 if is_repeated(number, committed) then return {'stored', of.tail, number} end
@@ -119,8 +120,14 @@ if not is_open then
   if of.failed_life == of.life then return {'ended', of.code, of.text, of.failed} end
   return {'unknown'}
 end
-if number > of.accepted + 1 then return {'gap', of.accepted + 1} end
 if number > 0 and number <= committed then return {'old', committed} end
+if is_left(of) and of.life == of.tail then
+  if is_full then return {'full'} end
+  if of.last > 0 then return {'unknown'} end
+  if not is_start then of.hash = '' end
+  return append(of.tail, number > 0 and number or of.accepted + 1)
+end
+if number > of.accepted + 1 then return {'gap', of.accepted + 1} end
 if is_full then return {'full'} end
 if number > 0 and number <= of.accepted then return append(of.tail, number) end
 if of.last > 0 then return {'unknown'} end

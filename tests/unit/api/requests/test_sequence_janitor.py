@@ -63,7 +63,7 @@ class Bench:
         return owned[0].token
 
     async def commit(self, step: SubmittedStep, token: int, response: Response) -> None:
-        record = CommittedStep(place=step.place, token=token, response=encode_responses([response]))
+        record = CommittedStep(place=step.place, token=token, response=encode_responses([response]), ends=True)
         assert await self.sequences.commit([record]) == [True]
 
     def take(self, blob: bytes) -> None:

@@ -83,8 +83,8 @@ class StepPublisher:
                 response=encode_responses([response]),
                 state=state,
                 idle_s=self._idle_s,
-                ends=step.end and step.is_direct,
-                entry_id="" if _number_of(step) or not step.is_direct else step.lease.entry.entry_id,
+                ends=step.end,
+                entry_id="" if self._is_explicit and _number_of(step) else step.lease.entry.entry_id,
             )
             self._waiting.append(_ExecutedStep(step, response, committed))
         if steps:

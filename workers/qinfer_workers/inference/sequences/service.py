@@ -9,6 +9,7 @@ returns. If its lease ends, the loop drops all. Idle, it gives up the lease unti
 
 import asyncio
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from qinfer.models.store import ControlStore
 from qinfer.queue import readers
 from qinfer.queue.entries import Entry, Lease
 from qinfer.queue.lanes import Queue
+from qinfer.queue.readers import Found
 from qinfer.queue.sequences.answers import answer_lost, answer_rest, answer_step, is_callers
 from qinfer.queue.sequences.records import (
     NOBODYS,
@@ -72,6 +74,7 @@ _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
 _CORRUPT = "the step of the sequence can't be decoded"
 _MAX_WAITING = 2000
+_CLOSED = "closed:"
 
 
 class Parts(NamedTuple):
@@ -105,7 +108,8 @@ class SequenceService:
         self._model, self._version = model.spec.name, model.version
         self._sequences = parts.queue.sequences(self._model, _PARTITION)
         # the name has the generation, so that an old generation drains its own sequences
-        self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
+        self._name = f"{parts.worker_id}-{model.version}-{model.generation}"
+        self._owner = self._name
         self.batcher: SequenceBatcher | EnsembleSteps
         if ensemble is None:
             self.batcher = SequenceBatcher(model, parts.queue.clock, self, latency, initial)
@@ -115,8 +119,6 @@ class SequenceService:
         # an ensemble's models get other ids
         self._told_bits = None if model.spec.sequences.of_steps else model.spec.sequences.told_bits
         self._is_explicit = model.spec.sequences.is_explicit
-        # an ensemble's steps are numbered by the record
-        self._numbers = self._is_explicit and ensemble is None
         idle_s = model.spec.sequences.max_idle_s
         self._steps = StepPublisher(
             self._sequences, parts.publisher, idle_s, self._is_explicit, self._settled, self.broken
@@ -133,6 +135,8 @@ class SequenceService:
         self._era = b""
         self._reader = RequestReader()
         self._is_draining = False
+        self._is_leaving = False
+        """Whether other workers are to own its sequences, or it may own some unknowingly."""
         self._look_at_s = 0.0
         self._is_waited_for = False
         self._outage = OutageLog(logger, "no steps taken, trying again", "steps are taken again")
@@ -193,12 +197,24 @@ class SequenceService:
             self._tickets.ring()
             self.batcher.resume_batching()  # an earlier attempt may have failed half-way
             return False
-        await self.batcher.pause_batching()
-        await self._steps.flush()
-        await self._sequences.hand_over(self._owner, list(self._held))
+        await self._hand_over_all()
         await self._end_lease()
         await self.close()
         return True
+
+    async def _hand_over_all(self) -> None:
+        """Gives back all sequences once no step executes; their next owners read what waits in the closed lane."""
+        await self.batcher.pause_batching()
+        await self._steps.flush()
+        await self._sequences.close_lanes(self._owner, [self._version])
+        await self._sequences.hand_over(self._owner, list(self._held))
+
+    async def _give_all_back(self) -> None:
+        """Lets all workers share the sequences anew, this one too."""
+        await self._hand_over_all()
+        self._forget_all()
+        self._is_leaving = False
+        self.batcher.resume_batching()
 
     async def give_up(self, overdue: PendingStep | None, error: QinferError) -> None:
         """Gives back sequences because an instance hangs; its `overdue` step fails."""
@@ -212,6 +228,7 @@ class SequenceService:
             batcher.fail(overdue, error)
             await self._steps.flush()
             moving.discard(overdue.place.sequence)
+        await self._sequences.close_lanes(self._owner, [self._version])
         await self._sequences.hand_over(self._owner, [one for one in self._held if one not in moving])
         await batcher.pause_batching()
         await self._steps.flush()
@@ -253,10 +270,13 @@ class SequenceService:
                 await asyncio.sleep(_RETRY_S)
 
     async def _join(self) -> None:
-        is_called = await self._tickets.wait("", _LOOK_S, has_slots=True)
+        found = await self._tickets.wait("", _LOOK_S, has_slots=True)
         self._recover()
-        while not is_called:
-            is_called = await self._tickets.sleep("", has_slots=True)
+        while not found.sequences:
+            found = await self._tickets.sleep("", has_slots=True)
+        # no gateway that knew the lane of before finds this one
+        self._owner = f"{self._name}-{os.urandom(4).hex()}"
+        self._tickets.follow(self._sequences.lease_keys(self._owner, [self._version])[-1])
         await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
         self._ticket = ""
         names = self._sequences.lease_keys(self._owner, [self._version])
@@ -277,18 +297,17 @@ class SequenceService:
         self.batcher.resume_batching()
 
     async def _serve_sequences(self) -> bool:
-        """Returns true when idle, false without a lease."""
+        """Returns true when idle or to join again, false without a lease."""
         sequences, owner, version = self._sequences, self._owner, self._version
-        busy_s = time.monotonic()
+        busy_s, found = time.monotonic(), Found(steps=True, sequences=True)
         while True:
+            if self._is_leaving and not self._is_draining:
+                await self._give_all_back()
+                return True
             has_slots = not self._is_draining and self.batcher.free_slots > 0
-            count = self.batcher.free_slots if has_slots else 0
-            owned = await sequences.own(owner, version, count, told_bits=self._told_bits, numbers=self._numbers)
+            owned = await self._own(self.batcher.free_slots) if has_slots and found.sequences else []
             if owned is None:
                 return False
-            for problem in await asyncio.gather(*map(self._adopt, owned)):
-                if problem is not None:
-                    raise problem
             needed = next(iter(self._unfinished), "")
             news = await sequences.take_steps(owner, version, self._ticket, needed=needed)
             if news is None:
@@ -301,21 +320,31 @@ class SequenceService:
             self.batcher.pump()
             await self._share_slots()
             if news.taken or owned:
-                busy_s = time.monotonic()
                 await self._slow_down()
-                continue
-            if self.batcher.has_work:
+            if news.taken or owned or self.batcher.has_work:
                 busy_s = time.monotonic()
             is_idle = time.monotonic() - busy_s >= readers.AWAKE_S and not self._is_waited_for
             if is_idle and has_slots and not self._held:
                 return True
-            await self._wait(self._ticket, has_slots=has_slots, is_idle=is_idle)
+            found = await self._wait(self._ticket, has_slots=has_slots, is_idle=is_idle)
+
+    async def _own(self, count: int) -> list[OwnedLife] | None:
+        """Adopts sequences; after an error, states that other workers can continue from are theirs."""
+        try:
+            owned = await self._sequences.own(self._owner, self._version, count, told_bits=self._told_bits)
+            for problem in await asyncio.gather(*map(self._adopt, owned or ())):
+                if problem is not None:
+                    raise problem
+        except QinferError:
+            self._is_leaving = not self._is_explicit
+            raise
+        return owned
 
     def _follow_era(self, era: bytes) -> None:
         """Ends all lives whose steps are in the lane if Redis may have lost some of them."""
         if self._era and era != self._era:
             self._ticket = ""  # new entries may have lower ids
-            for held in list(self._held.values()) if self._numbers else ():
+            for held in list(self._held.values()):
                 self._end_life(held.next_place, held.owned.token, SequenceLost(RESTARTED))
         self._era = era
 
@@ -324,12 +353,11 @@ class SequenceService:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> None:
+    async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> Found:
         if is_idle:  # a waiting sequence may need its slot
-            await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
             self._look_at_s = 0.0
-        else:
-            await self._tickets.wait(ticket, self._parts.settings.max_wait_s, has_slots=has_slots)
+            return await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
+        return await self._tickets.wait(ticket, self._parts.settings.max_wait_s, has_slots=has_slots)
 
     def _recover(self) -> None:
         if self._outage.is_out:
@@ -359,14 +387,12 @@ class SequenceService:
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
     async def _give_up_slot(self, sequence: SequenceId) -> None:
-        """Gives a sequence back until its tenant's turn; a sequence with state in memory ends."""
+        """Gives all sequences back, so that tenants take turns; one with state in memory ends."""
         held = self._held.get(sequence)
-        if held is None:
-            return
-        if self._is_explicit:
+        if not self._is_explicit:
+            self._is_leaving = True
+        elif held is not None:
             self._end_life(held.next_place, held.owned.token, SequenceLost(GIVEN_UP))
-        elif await self._sequences.hand_over(self._owner, [sequence]):
-            self._drop_sequence(sequence)
 
     async def _adopt(self, owned: OwnedLife) -> QinferError | None:
         """Returns the error if its states can't be read now."""
@@ -376,19 +402,23 @@ class SequenceService:
             self._end_life(held.next_place, owned.token, SequenceLost(RELOADED))
             return None
         states: States | None = None
-        if owned.committed and not self._is_explicit:
-            try:
+        left: Sequence[DeliveredStep] = ()
+        try:
+            if owned.committed and not self._is_explicit:
                 raw = await self._sequences.state(owned.sequence)
                 states = None if raw is None else decode_states(raw)
-            except CorruptEntry as error:
-                self._end_life(held.next_place, owned.token, SequenceLost(error.message))
-                return None
-            except QinferError as error:
-                self._spawn(partial(self._sequences.hand_over, self._owner, [owned.sequence]))
-                return error
+            left = await self._sequences.left_steps(self._owner, owned)
+        except CorruptEntry as error:
+            self._end_life(held.next_place, owned.token, SequenceLost(error.message))
+            return None
+        except QinferError as error:
+            return error
         self._drop_sequence(owned.sequence)
         self._held[owned.sequence] = held
         self.batcher.adopt(owned.sequence, owned.committed, states)
+        for step in left:
+            self._take_in(step)
+        held.adopted = {step.lease.entry.entry_id for step in left if step.lease is not None}
         return None
 
     def _take_in(self, taken: DeliveredStep) -> None:
@@ -404,6 +434,10 @@ class SequenceService:
             self._take_ticket(held, taken, lease, is_mine=is_mine)
 
     def _take_direct(self, held: HeldLife | None, taken: DeliveredStep, lease: Lease) -> None:
+        if _is_left(lease.entry):
+            assert held is not None, "its new owner reads it"
+            self._number(held, taken, lease)
+            return
         self._unfinished[lease.entry.entry_id] = None
         if held is None or held.is_restarted:
             step = UnansweredStep(taken.place, lease.entry, lease.frame, None, taken.sender)
@@ -412,25 +446,10 @@ class SequenceService:
             self._number(held, taken, lease)
 
     def _take_ticket(self, held: HeldLife | None, taken: DeliveredStep, lease: Lease, *, is_mine: bool) -> None:
-        place = taken.place
-        if held is None or not is_mine or place.number >= held.ends_at:
-            if held is None:  # a reply was lost
-                self._spawn(partial(self._sequences.hand_over, self._owner, [place.sequence]))
-            return
-        if self._numbers:
+        if held is None:  # a reply was lost
+            self._spawn(partial(self._sequences.hand_over, self._owner, [taken.place.sequence]))
+        elif is_mine and lease.entry.entry_id not in held.adopted:
             self._number(held, taken, lease)
-        elif place.number <= held.committed:
-            self._answer(UnansweredStep(place, lease.entry, lease.frame, None))
-        elif place.number in held.entries:
-            if held.entries[place.number] != lease.entry.entry_id:
-                held.repeated.append(UnansweredStep(place, lease.entry, lease.frame, None))
-        else:
-            held.entries[place.number] = lease.entry.entry_id
-            request, is_apart = self._decode(lease)
-            if request is None:
-                self._end_life(place, taken.token, CorruptEntry(_CORRUPT))
-            else:
-                self._receive(held, place, lease, request, is_apart=is_apart)
 
     def _note(self, held: HeldLife | None, news: DeliveredStep) -> None:
         place = news.place
@@ -462,10 +481,11 @@ class SequenceService:
         """Gives a step its number, answers a repeated one, or refuses it; later steps go on."""
         request, is_apart = self._decode(lease)
         flags = request.sequence if request is not None else None
-        number = (flags.step if flags is not None else 0) or held.accepted + 1
+        done = held.owned.done.get(lease.entry.entry_id, 0)
+        number = done or (flags.step if flags is not None else 0) or held.accepted + 1
         place = held.place(number)
         step = UnansweredStep(place, lease.entry, lease.frame, None)
-        fate = held.judge(self._model, number, taken.limit)
+        fate = StepFate.ANSWERED if done else held.judge(self._model, number, taken.limit)
         if isinstance(fate, QinferError):
             self._refuse_step(step, fate)
         elif fate is StepFate.WAITS:
@@ -583,7 +603,7 @@ class SequenceService:
 
     def _settled(self, step: PendingStep, is_committed: bool) -> None:  # noqa: FBT001  the callback of a publisher
         self._changed.set()
-        if step.is_direct and not is_committed:
+        if step.is_direct and not is_committed and not _is_left(step.lease.entry):
             refused = UnansweredStep(step.place, step.lease.entry, step.lease.frame, None)
             self._spawn(partial(self._move, refused, NOBODYS))
         held = self._held.get(step.place.sequence)
@@ -613,11 +633,11 @@ class SequenceService:
             return
         self._forget(sequence)
         waiting = [step for number, step in held.direct.items() if number > held.executed]
-        for step in [*waiting, *held.repeated] if self._numbers else ():
-            if held.error is None:
-                self._spawn(partial(self._move, step, NOBODYS))
-            else:
+        for step in [*waiting, *held.repeated]:
+            if held.error is not None:
                 self._answer(self._sequences.failed(step, Failure.from_error(held.error), held.ends_at))
+            elif not _is_left(step.entry):
+                self._spawn(partial(self._move, step, NOBODYS))
 
     def _forget(self, sequence: SequenceId) -> None:
         held = self._held.pop(sequence, None)
@@ -666,3 +686,8 @@ class SequenceService:
                 await outcome
 
         self._parts.publisher.spawn(run)
+
+
+def _is_left(entry: Entry) -> bool:
+    """Tells whether a former owner left an entry in its lane; once its life is over, others answer it there."""
+    return entry.lane.name.startswith(_CLOSED)
