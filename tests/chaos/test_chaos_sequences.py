@@ -37,7 +37,7 @@ async def test_sequences_go_on_or_say_that_they_are_lost(tmp_path: Path, capsys:
     ) as cluster:
         await cluster.ready(names)
         counts = {IMPLICIT: CALLERS * 3 // 4, EXPLICIT: CALLERS // 4}
-        clients = SequenceClients(cluster.urls, counts, SEED)
+        clients = SequenceClients(cluster.urls, counts, SEED, has_unnumbered=True)
         chaos = faults.Chaos(cluster, faults.plan(SEED, SECONDS, KILLS))
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run())

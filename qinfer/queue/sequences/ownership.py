@@ -303,7 +303,7 @@ class Sequences:
         for at, (each, step) in enumerate(zip(left, steps, strict=False)):
             if step.lease is None or step.lease.entry.entry_id in owned.done:
                 continue
-            if (deaths := min(owned.deaths, owned.token - each.token)) > 0:
+            if (deaths := min(owned.deaths, owned.token - each.token - each.order()[1])) > 0:
                 suspect = msgspec.structs.replace(step.lease, deliveries=deaths + 1, suspect=True)
                 steps[at] = msgspec.structs.replace(step, lease=suspect)
             break
@@ -315,7 +315,8 @@ class Sequences:
 
     async def _list_entries(self, closed: str) -> dict[bytes, list[bytes]]:
         """Returns the entries of a closed lane by sequence; none comes later."""
-        lane, first, found = Lane(self._model, 0, closed.removeprefix("0:"), self._partition), b"-", {}
+        found: dict[bytes, list[bytes]] = {}
+        lane, first = Lane(self._model, 0, closed.removeprefix("0:"), self._partition), b"-"
         while page := await self._range(lane, first, b"+", b"COUNT", _PAGE):
             for each in page:
                 if b"e" not in each.fields:

@@ -43,7 +43,8 @@ local function take(of)
   each_step(of.name, function(id, step)
     if tonumber(step.l) == of.life then
       local n = tonumber(step.n)
-      tell(of, id, of.life, n, n == of.committed + 1 and of.deaths + 1 or 1, n > of.committed and step.f, step.p or '')
+      local deaths = math.min(of.deaths, of.token - 1 - (tonumber(step.o) or 0))
+      tell(of, id, of.life, n, n == of.committed + 1 and deaths + 1 or 1, n > of.committed and step.f, step.p or '')
     end
   end)
   if of.tail > of.life then tell_restart(of) end

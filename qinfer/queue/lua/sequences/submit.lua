@@ -125,7 +125,9 @@ if is_left(of) and of.life == of.tail then
   if is_full then return {'full'} end
   if of.last > 0 then return {'unknown'} end
   if not is_start then of.hash = '' end
-  return append(of.tail, number > 0 and number or of.accepted + 1)
+  local n = number > 0 and number or of.accepted + 1
+  if n == of.accepted + 1 then of.accepted = n end -- a gap may be in a closed lane
+  return append(of.tail, n)
 end
 if number > of.accepted + 1 then return {'gap', of.accepted + 1} end
 if is_full then return {'full'} end
