@@ -16,6 +16,7 @@ from qinfer.queue import keys
 from qinfer.queue.doorbell import Doorbell
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
+from qinfer.queue.router import run_each
 from qinfer.queue.sequences import ownership
 from qinfer.queue.sequences.records import (
     NOBODYS,
@@ -1026,7 +1027,7 @@ async def test_a_worker_that_left_gets_no_steps_of_gateways_that_knew_it(gateway
 async def test_a_commit_has_bounded_bytes(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps beyond the bound are committed by another script."""
     calls = 0
-    each = ownership.run_each
+    each = run_each
 
     async def counted(*words: Any, **more: Any) -> Any:
         nonlocal calls

@@ -291,6 +291,7 @@ class SequenceService:
 
     async def _lose(self) -> None:
         logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
+        self._parts.keeper.owners.pop(self._owner, None)
         self._forget_all()
         # Executing steps would meet the same sequences again.
         await self.batcher.pause_batching()
