@@ -13,7 +13,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.queue import doorbell, readers
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.readers import TicketReader
+from qinfer.queue.readers import Found, TicketReader
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
@@ -344,7 +344,7 @@ class Tickets:
         self.sequences = delivery.sequences("sum", 0)
         self.reader: TicketReader = self.sequences.reader("w1", 1, delivery.doorbell)
 
-    async def asleep(self, after: str = "", *, has_slots: bool = True) -> "asyncio.Task[bool]":
+    async def asleep(self, after: str = "", *, has_slots: bool = True) -> "asyncio.Task[Found]":
         """Returns a read that lasts."""
         while not self.bell.is_armed:
             await self.reader.sleep("", has_slots=False)
@@ -365,7 +365,7 @@ async def test_a_sequence_that_waits_for_an_owner_wakes_a_worker(tickets: Ticket
 
     await tickets.steps.send(SEVEN, first(1))
 
-    assert await read
+    assert (await read).sequences
 
 
 @pytest.mark.parametrize("has_slots", [True, False])
@@ -377,7 +377,7 @@ async def test_a_step_wakes_the_owner_of_its_sequence(tickets: Tickets, *, has_s
 
     await tickets.steps.send(SEVEN, later(2))
 
-    assert await read
+    assert (await read).steps
 
 
 async def test_sequences_that_a_worker_gives_back_wake_another(tickets: Tickets) -> None:
@@ -388,7 +388,7 @@ async def test_sequences_that_a_worker_gives_back_wake_another(tickets: Tickets)
 
     await tickets.steps.sequences.hand_over("w2", [SEVEN])
 
-    assert await read
+    assert (await read).sequences
 
 
 async def test_a_ring_has_a_sleeping_worker_look_for_sequences(tickets: Tickets) -> None:
@@ -411,7 +411,7 @@ async def test_sequences_are_found_after_trouble(queue: RedisQueue, tickets: Tic
         await _quietly(lambda: tickets.steps.send(SEVEN, first(1)))
         if read.done() and read.exception() is not None:
             read = asyncio.create_task(tickets.reader.sleep("", has_slots=True))
-        return read.done() and read.exception() is None and read.result()
+        return read.done() and read.exception() is None and read.result().sequences
 
     await eventually(is_found, description="a sequence")
 
