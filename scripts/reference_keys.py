@@ -88,10 +88,10 @@ ROWS = (
         "one for delayed requests, are for requests; `shadow` is for requests that a target executes as a shadow; "
         "`bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low priority. Lanes without the "
         "group: `seq` and `seq.handed`, the sequences that wait for an owner (`seq~<tenant>` has those of a tenant), "
-        "until a week after the last entry; `seq@<worker>`, the tickets for a worker, and steps of sequences that "
-        "it has in memory, until four lease times have passed; `0:closed:<version>:seq@<worker>:<number>`, what such a "
-        "lane held when its worker died or left, until it is answered, a day at most; `0:steps:<name>`, the steps of a "
-        "sequence, until a day after they expire",
+        "until a week after the last entry; `seq@<worker>`, the steps for an owner, and tickets, until a day after its "
+        "lease; `0:closed:<version>:seq@<worker>:<number>`, what such a lane held when its worker died or left, until "
+        "the next owners have answered it, a day at most; `0:steps:<name>`, the steps of a sequence that had no owner, "
+        "until a day after they expire",
     ),
     Row(
         keys.lane,
@@ -316,10 +316,15 @@ ROWS = (
     Row(
         keys.sequence_lanes,
         "set",
-        "until the last of these workers has left",
+        "permanent",
         "the lanes of workers to which gateways append steps",
     ),
-    Row(keys.sequence_closed, "set", "until the steps are answered", "the closed lanes of such workers"),
+    Row(
+        keys.sequence_closed,
+        "set",
+        "until the steps are answered, two days at most",
+        "the closed lanes of such workers",
+    ),
     Row(keys.sequence_counts, "hash", "permanent", "counts of sequences: handed over, lost"),
     Row(
         keys.sequences_of,

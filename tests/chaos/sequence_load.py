@@ -110,7 +110,9 @@ class SequenceClients:
                 except TimeoutError:
                     told.trouble = f"{HANGS} within {_PATIENCE_S} s"
 
-    async def _step(self, sequence: "AsyncSequence | _Unnumbered", inputs: dict[str, np.ndarray], *, end: bool) -> InferResult:
+    async def _step(
+        self, sequence: "AsyncSequence | _Unnumbered", inputs: dict[str, np.ndarray], *, end: bool
+    ) -> InferResult:
         """Sends a step until it has an answer, or an error that ends the sequence."""
         while True:
             try:

@@ -59,6 +59,7 @@ from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.readers import MAX_BLOCK_S, TicketReader
 from qinfer.queue.router import Router, Script, ScriptArguments, load_script, run_each, ttl_ms
+from qinfer.queue.sequences.closed import ClosedLanes
 from qinfer.queue.sequences.records import (
     MAX_STATE_BYTES,
     NO_LIMITS,
@@ -101,7 +102,6 @@ _KEPT_S = 7 * 86400.0
 
 _LANE_KNOWN_S = 10.0
 _MOST_LANES = 65_536
-_PAGE = 100
 _MOST_BYTES = 4 * 2**20
 """States and responses of one script, unless one alone is larger."""
 
@@ -154,11 +154,10 @@ class Sequences:
         self._open = keys.sequences(model, partition).encode()
         self._slot = keys.slot(keys.sequences(model, partition))
         self._owners = keys.sequence_owners(model, partition).encode()
+        self._closed = ClosedLanes(router, self._slot, model, partition)
         self._orphans = keys.sequence_owned(model, partition, "").encode()
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
         self._gateway, self._sent = os.urandom(8).hex(), 0
-        self._left_behind: dict[str, dict[bytes, list[bytes]]] = {}
-        """The entries of closed lanes, by sequence."""
         self._lanes: dict[SequenceId, OwnersLane] = {}
         """The owners that read their sequences' steps from their lanes."""
 
@@ -280,58 +279,12 @@ class Sequences:
         if not is_alive:
             return None
         left = tuple(sorted(name.decode() for name in closed))
-        self._left_behind = {name: self._left_behind.get(name) or await self._list_entries(name) for name in left}
+        await self._closed.follow(left)
         return [_owned(each, era, left) for each in found]
 
     async def left_steps(self, worker_id: str, owned: OwnedLife) -> list[DeliveredStep]:
-        """Returns the unfinished steps of a life, in order, if any are in lanes of former owners.
-
-        Steps in the life's own stream were sent before its first owner, or after the one that is their token.
-        """
-        name, left = owned.sequence.name.encode(), list[_LeftEntry]()
-        for closed in owned.closed:
-            lane = Lane(self._model, 0, closed.removeprefix("0:"), self._partition)
-            ids = self._left_behind.get(closed, {}).get(name, ())
-            for found in await asyncio.gather(*[self._range(lane, one, one) for one in ids]):
-                left += found
-        if not any(b"f" in each.fields for each in left):
-            return []
-        left += await self._range(self._steps(owned.sequence), "-", "+")
-        left = sorted((each for each in left if _int(each.fields, b"l") == owned.life), key=_LeftEntry.order)
-        end = next((at for at, each in enumerate(left) if b"r" in each.fields), len(left))
-        steps = [self._left_step(each, worker_id, owned) for each in left[:end]]
-        for at, (each, step) in enumerate(zip(left, steps, strict=False)):
-            if step.lease is None or step.lease.entry.entry_id in owned.done:
-                continue
-            if (deaths := min(owned.deaths, owned.token - each.token - each.order()[1])) > 0:
-                suspect = msgspec.structs.replace(step.lease, deliveries=deaths + 1, suspect=True)
-                steps[at] = msgspec.structs.replace(step, lease=suspect)
-            break
-        return steps
-
-    async def _range(self, lane: Lane, first: str | bytes, last: str | bytes, *more: Argument) -> "list[_LeftEntry]":
-        found = await self._router.call(self._slot, b"XRANGE", keys.lane(lane), first, last, *more)
-        return [_LeftEntry(lane, one, dict(zip(words[::2], words[1::2], strict=True))) for one, words in found]
-
-    async def _list_entries(self, closed: str) -> dict[bytes, list[bytes]]:
-        """Returns the entries of a closed lane by sequence; none comes later."""
-        found: dict[bytes, list[bytes]] = {}
-        lane, first = Lane(self._model, 0, closed.removeprefix("0:"), self._partition), b"-"
-        while page := await self._range(lane, first, b"+", b"COUNT", _PAGE):
-            for each in page:
-                if b"e" not in each.fields:
-                    found.setdefault(each.fields.get(b"s", b""), []).append(each.entry_id)
-            first = b"(" + page[-1].entry_id
-        return found
-
-    def _left_step(self, left: "_LeftEntry", worker_id: str, owned: OwnedLife) -> DeliveredStep:
-        fields, place = left.fields, StepPlace(owned.sequence, owned.life, _int(left.fields, b"n"))
-        if b"f" not in fields:
-            entry_id, code = fields.get(b"x", b"").decode(), fields.get(b"c", b"").decode(errors="replace")
-            return DeliveredStep(place, owned.token, None, Delivery.CANCEL, entry_id=entry_id, code=code)
-        entry = Entry(left.lane, left.entry_id.decode(), payload_id=fields.get(b"p", b"").decode(errors="replace"))
-        what = Delivery.STEP if b"s" in fields else Delivery.TICKET
-        return DeliveredStep(place, owned.token, Lease(entry, worker_id, fields[b"f"], 1), what)
+        """Returns the unfinished steps of a life, in order, if any are in lanes of former owners."""
+        return await self._closed.left_steps(worker_id, owned, self._steps(owned.sequence))
 
     async def shares(self, version: int) -> list[SlotShare]:
         """Returns a version's tenants with open or waiting sequences."""
@@ -732,28 +685,6 @@ def may_lose(settings: RedisSettings) -> bool:
     """Tells whether Redis syncs later, or fails over without replicas."""
     fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
-
-
-class _LeftEntry(msgspec.Struct, frozen=True):
-    """An entry of a closed lane, or of a sequence's own stream."""
-
-    lane: Lane
-    entry_id: bytes
-    fields: dict[bytes, bytes]
-
-    @property
-    def token(self) -> int:
-        """The owner of its lane, or the last owner before it was sent by script."""
-        return _int(self.fields, b"t") or _int(self.fields, b"o")
-
-    def order(self) -> tuple[int, bool]:
-        """Steps sent by script came after those in the lane of the owner that had the sequence last."""
-        return self.token, b"s" not in self.fields
-
-
-def _int(fields: dict[bytes, bytes], name: bytes) -> int:
-    value = fields.get(name, b"")
-    return int(value) if value.isdigit() else 0
 
 
 class OwnersLane(msgspec.Struct, eq=False):

@@ -359,7 +359,9 @@ async def test_steps_for_an_owner_that_does_not_number_them_go_by_tickets(sums: 
     await sums.send(1, start=True)
     await sums.sequences.own("old", 1, 1)
     key = keys.sequence("stub", 0, ONE.name)
-    record = msgspec.msgpack.decode(await call(sums, b"HGET", key, b"of"))
+    packed = await call(sums, b"HGET", key, b"of")
+    assert isinstance(packed, bytes)
+    record = msgspec.msgpack.decode(packed)
     await call(sums, b"HSET", key, b"of", msgspec.msgpack.encode(record | {"direct": 0}))
 
     await sums.send(2)

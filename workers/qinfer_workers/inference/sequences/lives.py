@@ -43,8 +43,8 @@ class HeldLife:
     that wait for the first response; `arriving` reads the last payload.
 
     `accepted` counts the steps, END is at `last` (0 = not there yet), and `direct` has the unanswered steps of lanes.
-    If another life waits behind it (`is_restarted`), it ends once they are answered. `adopted` are the entries that
-    former owners left in their lanes, and those that were read with them.
+    If another life waits behind it (`is_restarted`), it ends once they are answered. `told` are the entries of the
+    sequence's own stream that were read.
     """
 
     def __init__(self, owned: OwnedLife) -> None:
@@ -58,7 +58,7 @@ class HeldLife:
         self.is_restarted = False
         self.direct: dict[int, UnansweredStep] = {}
         self.repeated: list[UnansweredStep] = []
-        self.adopted: set[str] = set()
+        self.told: set[str] = set()
         self.arriving: asyncio.Task[None] | None = None
         self.since_s = time.monotonic()
         self._told_id = told_id(owned.sequence, owned.told)

@@ -419,7 +419,6 @@ class SequenceService:
         self.batcher.adopt(owned.sequence, owned.committed, states)
         for step in left:
             self._take_in(step)
-        held.adopted = {step.lease.entry.entry_id for step in left if step.lease is not None}
         return None
 
     def _take_in(self, taken: DeliveredStep) -> None:
@@ -449,7 +448,8 @@ class SequenceService:
     def _take_ticket(self, held: HeldLife | None, taken: DeliveredStep, lease: Lease, *, is_mine: bool) -> None:
         if held is None:  # a reply was lost
             self._spawn(partial(self._sequences.hand_over, self._owner, [taken.place.sequence]))
-        elif is_mine and lease.entry.entry_id not in held.adopted:
+        elif is_mine and lease.entry.entry_id not in held.told:
+            held.told.add(lease.entry.entry_id)
             self._number(held, taken, lease)
 
     def _note(self, held: HeldLife | None, news: DeliveredStep) -> None:
