@@ -372,11 +372,11 @@ class TicketReader:
         self._reading: object | None = None
         self.is_asleep = False
 
-    async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> "Found":
+    async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> "FoundEntries":
         """Waits up to `wait_s` for steps or, with free slots, for sequences to own."""
         return await self._wait_for_entry(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
 
-    async def sleep(self, after: str, *, has_slots: bool) -> "Found":
+    async def sleep(self, after: str, *, has_slots: bool) -> "FoundEntries":
         """Waits as `wait` does, until the bell or for the doorbell's long sleep."""
         self._bell.join(self)
         block_s = self._bell.sleep_s() if self._bell.is_armed else MAX_BLOCK_S
@@ -396,7 +396,7 @@ class TicketReader:
         self._bell.remove_sleeper(self)
         await self._link.close()
 
-    async def _wait_for_entry(self, after: str, block_s: float, *, has_slots: bool) -> "Found":
+    async def _wait_for_entry(self, after: str, block_s: float, *, has_slots: bool) -> "FoundEntries":
         others = self._waiting if has_slots else ()
         ids = [after or "0", *["0"] * len(others)]
         self._link.expect(block_s)
@@ -408,10 +408,10 @@ class TicketReader:
         finally:
             self._reading, self.is_asleep = None, False
         names = [name for name, _ in found or ()]
-        return Found(self._own in names, any(name in others for name in names))
+        return FoundEntries(self._own in names, any(name in others for name in names))
 
 
-class Found(NamedTuple):
+class FoundEntries(NamedTuple):
     """Whether a worker's lane has `steps`, and whether `sequences` wait for an owner."""
 
     steps: bool

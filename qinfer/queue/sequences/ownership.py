@@ -341,7 +341,7 @@ class Sequences:
         values = await asyncio.gather(*map(self._stage, steps)) if is_any_large else map(_given, steps)
         words = [self._commit_words(step, of) for step, of in zip(steps, values, strict=True)]
         replies: list[Any] = []
-        for part in _parts([len(step.response) + len(step.state or b"") for step in steps]):
+        for part in _together([len(step.response) + len(step.state or b"") for step in steps]):
             write = partial(run_each, script=_COMMIT, requests=words[part])
             replies += await self._durability.write(self._model, self._partition, write)
         for _, gone in replies:
@@ -724,7 +724,7 @@ def _parse_entry(lane: Lane, entry_id: bytes, fields: Items[bytes]) -> tuple[Ent
     return Entry(lane, entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")), of[b"f"]
 
 
-def _parts(sizes: Items[int]) -> Iterator[slice]:
+def _together(sizes: Items[int]) -> Iterator[slice]:
     """Divides steps into those that are committed together."""
     begin = nbytes = 0
     for at, size in enumerate(sizes):

@@ -13,7 +13,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.queue import doorbell, readers
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.readers import Found, TicketReader
+from qinfer.queue.readers import FoundEntries, TicketReader
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
@@ -344,7 +344,7 @@ class Tickets:
         self.sequences = delivery.sequences("sum", 0)
         self.reader: TicketReader = self.sequences.reader("w1", 1, delivery.doorbell)
 
-    async def asleep(self, after: str = "", *, has_slots: bool = True) -> "asyncio.Task[Found]":
+    async def asleep(self, after: str = "", *, has_slots: bool = True) -> "asyncio.Task[FoundEntries]":
         """Returns a read that lasts."""
         while not self.bell.is_armed:
             await self.reader.sleep("", has_slots=False)

@@ -1,4 +1,4 @@
--- Closes the lanes of a worker that is to give back its sequences, or ends its lease when it has none.
+-- Closes the lanes of a worker that is to give back its sequences, or ends its lease if it owns no sequence.
 -- KEYS: the owners, its sequences. ARGV: prefix, is_fragile, worker, whether the lease goes on (1), its lanes. Returns whether
 --   it did.
 begin(ARGV[1], ARGV[2])

@@ -42,7 +42,7 @@ from qinfer.models.store import ControlStore
 from qinfer.queue import readers
 from qinfer.queue.entries import Entry, Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.readers import Found
+from qinfer.queue.readers import FoundEntries
 from qinfer.queue.sequences.answers import answer_lost, answer_rest, answer_step, is_callers
 from qinfer.queue.sequences.records import (
     NOBODYS,
@@ -300,7 +300,7 @@ class SequenceService:
     async def _serve_sequences(self) -> bool:
         """Returns true when idle or to join again, false without a lease."""
         sequences, owner, version = self._sequences, self._owner, self._version
-        busy_s, found = time.monotonic(), Found(steps=True, sequences=True)
+        busy_s, found = time.monotonic(), FoundEntries(steps=True, sequences=True)
         while True:
             if self._is_leaving and not self._is_draining:
                 await self._give_all_back()
@@ -354,7 +354,7 @@ class SequenceService:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> Found:
+    async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> FoundEntries:
         if is_idle:  # a waiting sequence may need its slot
             self._look_at_s = 0.0
             return await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
