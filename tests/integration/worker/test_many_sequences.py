@@ -69,11 +69,13 @@ class Rounds:
 
     async def owned(self, processes: Iterable[Process]) -> list[int]:
         """Returns how many sequences each worker owns."""
-        router = self._pool.delivery.router
+        router, owners = self._pool.delivery.router, keys.sequence_owners("accumulator", 0).encode()
         generation, counts = self._pool._generations["accumulator"], []
+        names = [name.decode() for name in await router.call(keys.slot(owners), b"ZRANGE", owners, 0, -1)]
         for process in processes:
             (worker_id,) = [r.id for r in await self._pool.store.workers() if f"-{process.pid}-" in r.id]
-            key = keys.sequence_owned("accumulator", 0, f"{worker_id}-1-{generation}").encode()
+            (owner,) = [name for name in names if name.startswith(f"{worker_id}-1-{generation}-")]
+            key = keys.sequence_owned("accumulator", 0, owner).encode()
             counts.append(await router.call(keys.slot(key), b"SCARD", key))
         return counts
 
