@@ -1,4 +1,4 @@
-"""Closed lanes of former owners, which the next owners of their sequences read (ADR 0043).
+"""Closed lanes of former owners, which the next owners of their sequences read (ADR 0044).
 
 Entries stay where they are until they are finished. Of each lane, the ids are read once: a closed lane gets no more.
 """

@@ -2,7 +2,7 @@
 
     submit ──▶ steps ──ticket──▶ own ──▶ take_steps ──▶ execute ──▶ commit ──▶ publish ──▶ finish
        │                          ▲          ▲
-       └──▶ lane of the owner ────┼──────────┘                                   (ADR 0042, 0043)
+       └──▶ lane of the owner ────┼──────────┘                                   (ADR 0042, 0044)
                     │             └── hand_over (a leaving worker's sequences), reap (a dead worker's)
                     └──▶ closed lane ──▶ left_steps
 

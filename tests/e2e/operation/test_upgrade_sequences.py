@@ -18,7 +18,7 @@ from tests.support.servers.servers import RedisServer, system_redis
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
-FIRST_FILE = "docs/explanation/decisions/0043-committed-states-in-lanes.md"
+FIRST_FILE = "docs/explanation/decisions/0044-committed-states-in-lanes.md"
 IMPLICIT, EXPLICIT = "implicit", "explicit"
 NAMES = {IMPLICIT: ("INPUT", "OUTPUT"), EXPLICIT: ("x", "y")}
 STEPS = 12
