@@ -233,7 +233,7 @@ def from_mlflow(uri: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fr
         raise maker.error(error.message) from error
 
     def computed(given: Values) -> Values:
-        arrays = {name: _encoded(array) if array.dtype == object else array for name, array in given.items()}
+        arrays = {name: _as_bytes(array) if array.dtype == object else array for name, array in given.items()}
         return loaded.execute(arrays, [port.name for port in loaded.outputs])
 
     inputs, outputs = (
@@ -450,7 +450,7 @@ def _given(values: Any, dims: Sequence[int]) -> Any:
     return array.tolist() if array.ndim == 1 else array.astype(object)
 
 
-def _encoded(texts: Array) -> Array:
+def _as_bytes(texts: Array) -> Array:
     return np.array([str(each).encode() for each in texts.ravel()], object).reshape(texts.shape)
 
 

@@ -382,7 +382,7 @@ class TicketReader:
         block_s = self._bell.sleep_s() if self._bell.is_armed else MAX_BLOCK_S
         return await self._wait_for_entry(after, block_s, has_slots=has_slots)
 
-    def follow(self, own: bytes) -> None:
+    def read_for(self, own: bytes) -> None:
         """Waits for entries of this lane from now on."""
         self._own = own
 

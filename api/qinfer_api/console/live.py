@@ -110,14 +110,14 @@ class Live:
         self._wanted.set()
         try:
             state = await self.now()
-            yield _event("figures", self._encoded(state.figures, sees_all=sees_all)) + b"retry: 3000\n\n"
+            yield _event("figures", self._as_data(state.figures, sees_all=sees_all)) + b"retry: 3000\n\n"
             told, quiet_s = self._number, 0.0
             while is_valid():
                 async with self._ticked:
                     while self._number == told:
                         await self._ticked.wait()
                     told, changed, topics = self._number, self._changed, self._changed_topics
-                changes = self._encoded(changed, sees_all=sees_all) if changed else b""
+                changes = self._as_data(changed, sees_all=sees_all) if changed else b""
                 self._used_s = time.monotonic()
                 text = (_event("figures", changes) if changes else b"") + (
                     _event("topics", msgspec.json.encode(topics)) if topics and sees_all else b""
@@ -129,7 +129,7 @@ class Live:
         finally:
             self._streams -= 1
 
-    def _encoded(self, figures: Mapping[str, float | None], *, sees_all: bool) -> bytes:
+    def _as_data(self, figures: Mapping[str, float | None], *, sees_all: bool) -> bytes:
         """Encodes figures; the count of all tenants' dead letters is for those who see all."""
         shown = figures if sees_all else {name: value for name, value in figures.items() if name != _LETTERS}
         return msgspec.json.encode(shown)

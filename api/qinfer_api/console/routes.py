@@ -63,7 +63,7 @@ class Console:
         async with self._loading:
             if self._site is None:
                 try:
-                    self._site = await asyncio.to_thread(self._load)
+                    self._site = await asyncio.to_thread(self._load_site)
                 except ModuleNotFoundError as error:
                     if error.name != "jinja2":
                         raise
@@ -72,7 +72,7 @@ class Console:
             return
         await self._site(scope, receive, send)
 
-    def _load(self) -> "Site":
+    def _load_site(self) -> "Site":
         from qinfer_api.console.site import Site
 
         return Site(self._parts)

@@ -9,13 +9,30 @@ from starlette.types import Receive, Scope, Send
 from qinfer.errors import QinferError
 from qinfer_api.console.access import TOKEN_FIELD, check_same_site
 from qinfer_api.console.history import ChartPoint
-from qinfer_api.console.pages import administration, endpoints, jobs, letters, models, requests, system, try_it
+from qinfer_api.console.pages.administration import administration_routes
+from qinfer_api.console.pages.endpoints import endpoints_routes
+from qinfer_api.console.pages.jobs import jobs_routes
+from qinfer_api.console.pages.letters import letters_routes
+from qinfer_api.console.pages.models import models_routes
+from qinfer_api.console.pages.requests import requests_routes
+from qinfer_api.console.pages.system import system_routes
+from qinfer_api.console.pages.try_it import try_it_routes
 from qinfer_api.console.render import HEADERS, STATIC, Templates
 from qinfer_api.console.routes import PATH, ConsoleParts
 from qinfer_api.console.visit import Pages, path_of, place_after, read_form
 from qinfer_api.rest.services import peer_of
 from qinfer_api.status import http_status
 
+PAGES = (
+    system_routes,
+    models_routes,
+    try_it_routes,
+    letters_routes,
+    jobs_routes,
+    requests_routes,
+    endpoints_routes,
+    administration_routes,
+)
 _KINDS = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
 MAX_KEY_FORM_BYTES = 4096
 _FOREVER = "public, max-age=31536000, immutable"
@@ -36,8 +53,8 @@ class Site:
             Route("/live", self._live),
             Route("/history", self._history),
         ]
-        for of in (system, models, try_it, letters, jobs, requests, endpoints, administration):
-            routes += of.routes(pages)
+        for page_routes in PAGES:
+            routes += page_routes(pages)
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

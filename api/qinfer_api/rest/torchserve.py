@@ -72,7 +72,7 @@ def torchserve_routes(services: Services) -> APIRouter:
         version = parse_version(path["version"].removesuffix(".0")) if "version" in path else 0
         read = partial(read_prediction, request.headers.get("content-type", ""))
         pending, asked = await submit_json(services, UrlTarget(path["model"], version), request, sink, read)
-        reply = await one_reply(services, request, sink, pending, partial(_encoded, asked))
+        reply = await one_reply(services, request, sink, pending, partial(_torch_reply, asked))
         if reply.status_code == 200 and _is_text(asked):
             reply.headers["content-type"] = _kind_of(bytes(reply.body))
         return reply
@@ -95,7 +95,7 @@ def _kind_of(text: bytes) -> str:
     return "text/plain; charset=utf-8"
 
 
-async def _encoded(asked: PlainRequest, response: Response) -> HttpReply:
+async def _torch_reply(asked: PlainRequest, response: Response) -> HttpReply:
     return await reply_of(response, asked.request.endpoint, partial(encode_prediction, asked, response))
 
 

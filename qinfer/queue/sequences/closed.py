@@ -28,7 +28,7 @@ class ClosedLanes:
         self._entries: dict[str, dict[bytes, list[bytes]]] = {}
         """The ids of a lane's entries, by sequence."""
 
-    async def follow(self, names: Iterable[str]) -> None:
+    async def take_up(self, names: Iterable[str]) -> None:
         """Reads the lanes that are new, and forgets those that are gone."""
         self._entries = {name: self._entries.get(name) or await self._list_entries(name) for name in names}
 

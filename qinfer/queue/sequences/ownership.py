@@ -279,7 +279,7 @@ class Sequences:
         if not is_alive:
             return None
         left = tuple(sorted(name.decode() for name in closed))
-        await self._closed.follow(left)
+        await self._closed.take_up(left)
         return [_owned(each, era, left) for each in found]
 
     async def left_steps(self, worker_id: str, owned: OwnedLife) -> list[DeliveredStep]:

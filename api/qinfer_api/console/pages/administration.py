@@ -37,7 +37,7 @@ class TenantRow(NamedTuple):
     weight: int
 
 
-def routes(pages: Pages) -> list[Route]:
+def administration_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     return [
         pages.route("/labeling", labeling),

@@ -30,7 +30,7 @@ class CheckBar(NamedTuple):
     way: int
 
 
-def routes(pages: Pages) -> list[Route]:
+def endpoints_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     acts: PageActs = {name: (partial(_decide, name), Scope.ADMIN) for name in _ACTS}
     return [

@@ -25,7 +25,7 @@ class ShardCell(NamedTuple):
     last: int
 
 
-def routes(pages: Pages) -> list[Route]:
+def jobs_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     acts = {"cancel": (_cancel, Scope.INFER), "resume": (_resume, Scope.INFER), "delete": (_delete, Scope.INFER)}
     return [pages.route("/jobs", jobs, Scope.VIEWER), pages.route("/jobs/{job}", job, Scope.VIEWER, acts)]

@@ -31,7 +31,7 @@ class LetterContent(NamedTuple):
     problem: str = ""
 
 
-def routes(pages: Pages) -> list[Route]:
+def letters_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     some: PageActs = {
         "replay": (_replay, Scope.INFER),

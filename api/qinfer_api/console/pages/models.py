@@ -26,10 +26,10 @@ class ModelVersion(NamedTuple):
     memory_bytes: int
 
 
-def routes(pages: Pages) -> list[Route]:
+def models_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     acts = {
-        "load": (_load, Scope.ADMIN),
+        "load": (_load_model, Scope.ADMIN),
         "unload": (_unload, Scope.ADMIN),
         "pause": (_pause, Scope.ADMIN),
         "resume": (_resume, Scope.ADMIN),
@@ -120,7 +120,7 @@ def _pretty(document: str) -> str:
         return document
 
 
-async def _load(visit: Visit) -> str:
+async def _load_model(visit: Visit) -> str:
     await visit.parts.services.models.load(visit.name("model"))
     return f"Model {visit.name('model')} is loaded."
 

@@ -28,7 +28,7 @@ class RequestResult(NamedTuple):
     problem: str = ""
 
 
-def routes(pages: Pages) -> list[Route]:
+def requests_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     one = {"cancel": (_cancel, Scope.INFER)}
     operated = {"again": (_again, Scope.INFER), "stop": (_stop, Scope.INFER)}

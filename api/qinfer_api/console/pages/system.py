@@ -30,7 +30,7 @@ class Change(NamedTuple):
     page: str
 
 
-def routes(pages: Pages) -> list[Route]:
+def system_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     return [
         pages.route("/", overview, Scope.VIEWER),

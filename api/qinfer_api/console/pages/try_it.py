@@ -62,11 +62,11 @@ class Answer(NamedTuple):
     batch_size: int
 
 
-def routes(pages: Pages) -> list[Route]:
+def try_it_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     return [
         pages.route("/try", choose),
-        pages.route("/try/{model}", form, acts={"run": (_run, Scope.INFER)}),
+        pages.route("/try/{model}", form, acts={"run": (_run_model, Scope.INFER)}),
     ]
 
 
@@ -146,7 +146,7 @@ class ResponseFailed(QinferError):
         self.failure = failure
 
 
-async def _run(visit: Visit) -> str:
+async def _run_model(visit: Visit) -> str:
     dispatcher, name, context = visit.parts.services.dispatcher, visit.name("model"), visit.context
     version = 0
     try:
@@ -230,7 +230,7 @@ def read_input_text(tensor: TensorSpec, spec: ModelSpec, text: str) -> Tensor:
         elements = [text] if is_one else text.splitlines() or [""]
         values: npt.NDArray[Any] = np.array([each.encode() for each in elements], dtype=object)
         return from_numpy(tensor.name, _shaped(tensor, spec, values))
-    numbers = _numbers(tensor, text)
+    numbers = _read_numbers(tensor, text)
     try:
         array = np.array(numbers).astype(numpy_dtype(tensor.datatype), casting="unsafe")
         if array.dtype.kind in "iu" and array.tolist() != numbers:
@@ -241,7 +241,7 @@ def read_input_text(tensor: TensorSpec, spec: ModelSpec, text: str) -> Tensor:
     return from_numpy(tensor.name, _shaped(tensor, spec, array), datatype)
 
 
-def _numbers(tensor: TensorSpec, text: str) -> list[float]:
+def _read_numbers(tensor: TensorSpec, text: str) -> list[float]:
     stripped = text.strip()
     if not stripped.startswith("["):
         stripped = f"[{stripped if ',' in stripped else ','.join(stripped.split())}]"

@@ -276,7 +276,7 @@ class SequenceService:
             found = await self._tickets.sleep("", has_slots=True)
         # no gateway that knew the lane of before finds this one
         self._owner = f"{self._name}-{os.urandom(4).hex()}"
-        self._tickets.follow(self._sequences.lease_keys(self._owner, [self._version])[-1])
+        self._tickets.read_for(self._sequences.lease_keys(self._owner, [self._version])[-1])
         await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
         self._ticket = ""
         names = self._sequences.lease_keys(self._owner, [self._version])
