@@ -77,7 +77,7 @@ _OF_WORKERS = frozenset(
 )
 GATEWAY = ProgramRole(
     _OF_WORKERS
-    | {"http", "cors", "grpc", "webhooks", "endpoints", "labeling", "auth", "autoscale", "trace", "segments"}
+    | {"http", "console", "cors", "grpc", "webhooks", "endpoints", "labeling", "auth", "autoscale", "trace", "segments"}
     | {"allow_client_shm", "server_id", "pass_env"}
 )
 WORKER = ProgramRole(_OF_WORKERS | {"segments"}, withheld=frozenset({"bulk.broker_url", "segments.listen_host"}))

@@ -19,6 +19,7 @@ from qinfer.queue.sequences.records import (
     StepPlace,
     StepRequest,
     SubmittedStep,
+    done_name,
 )
 
 SEVEN = SequenceId("acme", 7)
@@ -153,10 +154,10 @@ class Worker:
     def _accept(self, held: Held, taken: DeliveredStep, *, is_left: bool = False) -> None:
         """Numbers a step of a lane; a repeated one has the number of the first."""
         lease = taken.lease
-        if lease is None or lease.entry.entry_id in held.taken:
+        if lease is None or done_name(lease.entry) in held.taken:
             return
-        held.taken.add(lease.entry.entry_id)
-        done = held.owned.done.get(lease.entry.entry_id, 0)
+        held.taken.add(done_name(lease.entry))
+        done = held.owned.done.get(done_name(lease.entry), 0)
         is_counted = taken.what is Delivery.TICKET and not is_left
         number = done or (taken.place.number if is_counted else held.accepted + 1)
         held.accepted = max(held.accepted, number)
@@ -179,7 +180,7 @@ class Worker:
             state=state,
             ends=taken.lease.frame.endswith(b"!"),
             keeps_previous=any(each.place.number == taken.place.number - 1 for each in self.waiting),
-            entry_id=taken.lease.entry.entry_id,
+            entry_id=done_name(taken.lease.entry),
         )
         (is_committed,) = await self.sequences.commit([step])
         if is_committed:

@@ -26,6 +26,7 @@ from qinfer.queue.sequences.records import (
     SequenceId,
     StepPlace,
     UnansweredStep,
+    done_name,
 )
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -122,7 +123,7 @@ class StepWorker:
                 response=encode_responses([response]),
                 state=bytes([total]),
                 ends=flags is not None and flags.end,
-                entry_id=lease.entry.entry_id,
+                entry_id=done_name(lease.entry),
             )
             assert await self.sequences.commit([committed]) == [True]
         await answer_step(self._queue, self.sequences, step.unanswered)

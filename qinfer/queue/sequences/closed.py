@@ -12,7 +12,7 @@ from qinfer.queue import keys
 from qinfer.queue.connection import Argument
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.router import Router
-from qinfer.queue.sequences.records import DeliveredStep, Delivery, OwnedLife, StepPlace
+from qinfer.queue.sequences.records import DeliveredStep, Delivery, OwnedLife, StepPlace, done_name
 
 _PAGE = 100
 
@@ -51,7 +51,7 @@ class ClosedLanes:
         end = next((at for at, each in enumerate(left) if b"r" in each.fields), len(left))
         steps = [self._left_step(each, worker_id, owned) for each in left[:end]]
         for at, (each, step) in enumerate(zip(left, steps, strict=False)):
-            if step.lease is None or step.lease.entry.entry_id in owned.done:
+            if step.lease is None or done_name(step.lease.entry) in owned.done:
                 continue
             if (deaths := min(owned.deaths, owned.token - each.token - each.order()[1])) > 0:
                 suspect = msgspec.structs.replace(step.lease, deliveries=deaths + 1, suspect=True)

@@ -218,6 +218,11 @@ class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):
     entry_id: str = ""
 
 
+def done_name(entry: Entry) -> str:
+    """Returns the name of a step's entry in `OwnedLife.done`: a lane and a sequence's own stream may have equal ids."""
+    return f"steps/{entry.entry_id}" if entry.lane.name.startswith("steps:") else entry.entry_id
+
+
 class UnansweredStep(msgspec.Struct, frozen=True):
     """A step of an ended life: publish the failure, or its stored response, then `finish` it.
 

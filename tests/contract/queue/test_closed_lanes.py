@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from qinfer.core.messages import Failure
 from qinfer.queue.router import run_each
 from qinfer.queue.sequences import ownership
-from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace, StepRequest
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace, StepRequest, done_name
 from qinfer.testing import EmbeddedServer
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
@@ -161,3 +162,22 @@ async def test_a_commit_has_bounded_bytes(gateway: Gateway, monkeypatch: pytest.
 
     assert await gateway.sequences.commit(steps) == [True] * 5
     assert calls == 3
+
+
+async def test_a_step_with_the_id_of_one_in_another_stream_is_another_step(gateway: Gateway) -> None:
+    """Ids are instants: a step in a lane, and one that came by script in the same millisecond, may have equal ones."""
+    one = await begun(gateway, later(3))
+    (third,) = one.waiting
+    assert third.lease is not None
+    await one.commit(third)  # it is not finished
+    await one.leave()
+    (sent,) = await gateway.send(SEVEN, later(4))
+    assert sent.entry is not None
+    twin = msgspec.structs.replace(sent.entry, entry_id=third.lease.entry.entry_id)
+
+    (owned,) = await (other := await Worker(gateway, "w2").join()).own()
+
+    assert done_name(third.lease.entry) in owned.done
+    assert done_name(twin) not in owned.done
+    await other.work()
+    assert gateway.texts == ["=1", "=3", "=6", "=10"]

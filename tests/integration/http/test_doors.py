@@ -20,12 +20,17 @@ PROBES = {
     "GET /v2/models/echo/ready",
     "GET /v2/models/echo/versions/1/ready",
     "GET /metrics",
+    "GET /ping",
 }
 CHANGES = {
     "POST /v2/repository/models/echo/load",
     "POST /v2/repository/models/echo/unload",
     "POST /v2/repository/x/models/echo/load",
     "POST /v2/repository/x/models/echo/unload",
+    "POST /v1/models/echo/pause",
+    "POST /v1/models/echo/resume",
+    "POST /v1/models/echo/versions/1/pause",
+    "POST /v1/models/echo/versions/1/resume",
     "POST /v2/logging",
     "POST /v2/trace/setting",
     "POST /v2/models/echo/trace/setting",

@@ -48,6 +48,8 @@ PLACES = {
     "project": "12",
     "task": "1",
     "job_id": "01JX0000000000000000000000",
+    "letter_id": "01JX0000000000000000000000",
+    "operation_id": "01JX0000000000000000000000",
 }
 TEXTS = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}]}
 STEP = {**BODY, "parameters": {"sequence_id": 7, "sequence_start": True}}

@@ -8,7 +8,9 @@ local name, life, n, entry, payload, gone = ARGV[3], tonumber(ARGV[4]), tonumber
 local steps = steps_of(name)
 
 -- The next owner finds the entry of a closed lane, and that it is done.
-if redis.call('XDEL', KEYS[2], entry) == 1 then redis.call('HDEL', record, 'done:' .. entry) end
+if redis.call('XDEL', KEYS[2], entry) == 1 then
+  redis.call('HDEL', record, 'done:' .. (KEYS[2] == steps and 'steps/' or '') .. entry)
+end
 if payload ~= '' then drop(payload, gone) end
 if redis.call('HGET', record, 'at') == life .. ' ' .. n then
   return gone -- the last committed step of an open life

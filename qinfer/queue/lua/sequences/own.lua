@@ -23,7 +23,9 @@ local function done_of(of)
   end
   each_step(of.name, function(id, step)
     local n = tonumber(step.n)
-    if not was_direct and tonumber(step.l) == of.life and n <= of.committed then done[#done + 1], done[#done + 2] = id, n end
+    if not was_direct and tonumber(step.l) == of.life and n <= of.committed then
+      done[#done + 1], done[#done + 2] = 'steps/' .. id, n
+    end
   end)
   return done
 end

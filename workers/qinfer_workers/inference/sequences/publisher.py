@@ -19,7 +19,7 @@ from qinfer.core.retry import Backoff, OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue.entries import Entry
 from qinfer.queue.sequences.ownership import AT_ONCE, Sequences
-from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace, encode_states
+from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace, done_name, encode_states
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.publisher import Publisher
 
@@ -84,7 +84,7 @@ class StepPublisher:
                 state=state,
                 idle_s=self._idle_s,
                 ends=step.end,
-                entry_id="" if self._is_explicit and _number_of(step) else step.lease.entry.entry_id,
+                entry_id="" if self._is_explicit and _number_of(step) else done_name(step.lease.entry),
             )
             self._waiting.append(_ExecutedStep(step, response, committed))
         if steps:

@@ -53,6 +53,7 @@ from qinfer.queue.sequences.records import (
     StepPlace,
     UnansweredStep,
     decode_states,
+    done_name,
 )
 from qinfer.submission.validate import validate
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
@@ -482,7 +483,7 @@ class SequenceService:
         """Gives a step its number, answers a repeated one, or refuses it; later steps go on."""
         request, is_apart = self._decode(lease)
         flags = request.sequence if request is not None else None
-        done = held.owned.done.get(lease.entry.entry_id, 0)
+        done = held.owned.done.get(done_name(lease.entry), 0)
         number = done or (flags.step if flags is not None else 0) or held.accepted + 1
         place = held.place(number)
         step = UnansweredStep(place, lease.entry, lease.frame, None)
