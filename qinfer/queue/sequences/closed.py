@@ -4,7 +4,7 @@ Entries stay where they are until they are finished. Of each lane, the ids are r
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 import msgspec
 
@@ -28,9 +28,11 @@ class ClosedLanes:
         self._entries: dict[str, dict[bytes, list[bytes]]] = {}
         """The ids of a lane's entries, by sequence."""
 
-    async def take_up(self, names: Iterable[str]) -> None:
-        """Reads the lanes that are new, and forgets those that are gone."""
-        self._entries = {name: self._entries.get(name) or await self._list_entries(name) for name in names}
+    async def take_up(self, names: Items[str]) -> None:
+        """Reads the lanes that are new, and forgets others: one that an owner still needs is read again."""
+        self._entries = {name: self._entries[name] for name in names if name in self._entries}
+        for name in names:
+            await self._entries_of(name)
 
     async def left_steps(self, worker_id: str, owned: OwnedLife, stream: Lane) -> list[DeliveredStep]:
         """Returns the unfinished steps of a life in its former owners' lanes and its own `stream`, in order.
@@ -41,7 +43,7 @@ class ClosedLanes:
         name, left = owned.sequence.name.encode(), list[_LeftEntry]()
         for closed in owned.closed:
             lane = self._lane(closed)
-            ids = self._entries.get(closed, {}).get(name, ())
+            ids = (await self._entries_of(closed)).get(name, ())
             for found in await asyncio.gather(*[self._range(lane, one, one) for one in ids]):
                 left += found
         if not any(b"f" in each.fields for each in left):
@@ -62,6 +64,11 @@ class ClosedLanes:
     async def _range(self, lane: Lane, first: str | bytes, last: str | bytes, *more: Argument) -> "list[_LeftEntry]":
         found = await self._router.call(self._slot, b"XRANGE", keys.lane(lane), first, last, *more)
         return [_LeftEntry(lane, one, dict(zip(words[::2], words[1::2], strict=True))) for one, words in found]
+
+    async def _entries_of(self, closed: str) -> dict[bytes, list[bytes]]:
+        if (known := self._entries.get(closed)) is None:
+            known = self._entries[closed] = await self._list_entries(closed)
+        return known
 
     async def _list_entries(self, closed: str) -> dict[bytes, list[bytes]]:
         """Returns the entries of a closed lane by sequence; none comes later."""

@@ -11,7 +11,7 @@ from qinfer.queue.sequences import ownership
 from qinfer.queue.sequences.records import CommittedStep, SequenceId, StepPlace, StepRequest, done_name
 from qinfer.testing import EmbeddedServer
 from tests.contract.conftest import RedisQueue
-from tests.support.sequences import LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
+from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
 from tests.support.servers.servers import Database
 
 LATE = Failure("deadline_exceeded", "Request timeout expired")
@@ -72,6 +72,20 @@ async def test_steps_before_the_first_owner_go_before_those_in_its_lane(gateway:
     await other.work()
 
     assert gateway.texts == ["=1", "=3", "=6", "=10", "=15", "=21"]
+
+
+async def test_another_version_that_owns_new_sequences_hides_no_closed_lane(gateway: Gateway) -> None:
+    """The services of a process share what was read in closed lanes; new sequences have none there."""
+    one = await begun(gateway, later(3))
+    await one.leave()
+    other, newer = await Worker(gateway, "w2").join(), await Worker(gateway, "w3", version=2).join()
+    await gateway.send(EIGHT, first(1, version=2))
+
+    (owned,) = await gateway.sequences.own(other.name, 1, 1) or []
+    await newer.own()
+    left = await gateway.sequences.left_steps(other.name, owned)
+
+    assert [step.lease.frame for step in left if step.lease is not None] == [b"3"]
 
 
 async def test_a_response_that_was_not_published_is_published_by_the_next_owner(gateway: Gateway) -> None:
