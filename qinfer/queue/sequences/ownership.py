@@ -29,6 +29,7 @@ idle time, or by an error; a START while it runs begins the next life behind it.
 import asyncio
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
@@ -158,8 +159,8 @@ class Sequences:
         self._orphans = keys.sequence_owned(model, partition, "").encode()
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
         self._gateway, self._sent = os.urandom(8).hex(), 0
-        self._lanes: dict[SequenceId, OwnersLane] = {}
-        """The owners that read their sequences' steps from their lanes."""
+        self._lanes: OrderedDict[SequenceId, OwnersLane] = OrderedDict()
+        """The owners that read their sequences' steps from their lanes, in the order in which they are forgotten."""
 
     async def submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits = NO_LIMITS) -> SubmittedStep:
         """Appends a step, in the order of calls; a `BrokerUnavailable` leaves it unknown whether it did."""
@@ -562,9 +563,13 @@ class Sequences:
     def _learn(self, sequence: SequenceId, step: StepRequest, lane: "OwnersLane") -> None:
         if step.end or step.start is not None:  # the script has to see the first step behind a START
             return
-        if len(self._lanes) >= _MOST_LANES:
-            del self._lanes[next(iter(self._lanes))]
+        for _ in range(2):  # more than come, as sequences may be left without END
+            oldest = next(iter(self._lanes.values()), lane)
+            if len(self._lanes) < _MOST_LANES and time.monotonic() < oldest.until_s:
+                break
+            self._lanes.pop(oldest.place.sequence, None)
         self._lanes[sequence] = lane
+        self._lanes.move_to_end(sequence)
 
     def _refusal(self, sequence: SequenceId, step: StepRequest, what: bytes, about: Items[Any]) -> QinferError:
         """A missing START has Triton's text (reference §3.4)."""

@@ -304,6 +304,22 @@ async def test_large_states_and_responses_replace_one_another(queue: RedisQueue,
     assert await gateway.sequences.response(StepPlace(SEVEN, 1, 1)) is None
 
 
+async def test_a_gateway_forgets_owners_of_sequences_that_were_left(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without END: each owner that it learns replaces those that it would look up again."""
+    monkeypatch.setattr(ownership, "_LANE_KNOWN_S", 0.0)
+    worker, ids = await Worker(gateway, "w1").join(), [SequenceId("acme", number) for number in range(1, 9)]
+    for one in ids:
+        await gateway.send(one, first(1))
+    await worker.own()
+
+    for one in ids:
+        await gateway.send(one, later(2))
+
+    assert list(gateway.sequences._lanes) == ids[-1:]
+
+
 async def test_a_state_has_bounded_bytes(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "MAX_STATE_BYTES", 3)
     worker = await Worker(gateway, "w1").join()
