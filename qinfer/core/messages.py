@@ -17,6 +17,9 @@ from qinfer.tensors import Tensor
 Scalar = bool | int | float | str
 """A custom request parameter's value (reference §1.6)."""
 
+MAX_SEQUENCE_ID_BYTES = 128
+"""Triton's `STRING_CORRELATION_ID_MAX_LENGTH_BYTES`; longer ids are refused, or of models without sequences."""
+
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 

@@ -10,12 +10,9 @@ from enum import StrEnum
 
 import msgspec
 
-from qinfer.core.messages import InferRequest, SequenceFlags
+from qinfer.core.messages import MAX_SEQUENCE_ID_BYTES, InferRequest, SequenceFlags
 from qinfer.errors import InvalidRequest, InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
-
-MAX_ID_BYTES = 128
-"""Triton's `STRING_CORRELATION_ID_MAX_LENGTH_BYTES`."""
 
 
 class ControlKind(StrEnum):
@@ -171,9 +168,10 @@ def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequ
 
 def _check_id(model: str, correlation_id: int | str, spec: SequenceSpec) -> None:
     nbytes = len(correlation_id.encode()) if isinstance(correlation_id, str) else 0
-    if nbytes > MAX_ID_BYTES:
+    if nbytes > MAX_SEQUENCE_ID_BYTES:
         raise InvalidStep(
-            f"inference request to model '{model}' has a correlation ID of {nbytes} bytes; text may have {MAX_ID_BYTES}"
+            f"inference request to model '{model}' has a correlation ID of {nbytes} bytes; text may have "
+            f"{MAX_SEQUENCE_ID_BYTES}"
         )
     corrid, given = spec.control(ControlKind.CORRID), "BYTES" if nbytes else "UINT64"
     if corrid is not None and (corrid.datatype == "BYTES") != (given == "BYTES"):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from qinfer.core.messages import KeptTensors, MemoryReference, OutgoingRequest, SequenceFlags
+from qinfer.core.messages import MAX_SEQUENCE_ID_BYTES, KeptTensors, MemoryReference, OutgoingRequest, SequenceFlags
 from qinfer.errors import PayloadTooLarge
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import is_placed
@@ -106,6 +106,8 @@ def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kin
     width = TIMEOUT_BYTES if USUAL_FROM_S <= timeout_s <= USUAL_TO_S else timeout_width(timeout_s)
     kind: Kind = (entrance, request.tenant, request.outputs, spares, len(trace), width, request.landed_at)
     if sequence is not None:
+        if type(sequence.id) is str and len(sequence.id) > MAX_SEQUENCE_ID_BYTES:  # flags are remembered
+            return None
         kind += _kind_of_flags(sequence)
     for tensor in inputs:
         if tensor.datatype == "BYTES":

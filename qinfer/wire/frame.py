@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from qinfer.core.messages import (
+    MAX_SEQUENCE_ID_BYTES,
     CallRecord,
     CallTraces,
     Credit,
@@ -637,7 +638,9 @@ class RequestReader:
 
     def _note(self, frame: bytes, request: InferRequest, kept: Items[TensorPlace]) -> None:
         """Remembers the second of similar frames; `kept` has the tensors that are in memory."""
-        is_special = request.client_id or request.parameters or request.holders
+        of = request.sequence.id if request.sequence is not None else 0
+        is_long = type(of) is str and len(of) > MAX_SEQUENCE_ID_BYTES  # flags are remembered
+        is_special = is_long or request.client_id or request.parameters or request.holders
         if is_special or request.calls is not None or frame[8:12] != (_LONG_ID_REFERRING if kept else _LONG_ID):
             return
         begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")

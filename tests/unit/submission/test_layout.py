@@ -12,7 +12,7 @@ from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Lane
 from qinfer.submission.memory import MAX_HEAD_BYTES, Kind, Layouts, kind_of
 from qinfer.tensors import Tensor, pack_bytes
-from qinfer.wire.frame import RequestForm, decode_request, encode_request
+from qinfer.wire.frame import RequestForm, decode_request, encode_flags, encode_request
 
 LANE = Lane("m", 3, partition=1)
 IDS = IdFactory()
@@ -129,6 +129,14 @@ def test_what_the_check_of_a_step_tells_apart_has_another_kind() -> None:
     ]
 
     assert len({kind(request(4, sequence=one)) for one in flags}) == len(flags)
+
+
+def test_an_id_that_a_stateful_model_refuses_is_not_remembered() -> None:
+    """It may be as large as a request, and is laid out before it is refused."""
+    before = encode_flags.cache_info().currsize
+
+    assert kind(request(4, sequence=SequenceFlags("x" * 2**20))) is None
+    assert encode_flags.cache_info().currsize == before
 
 
 def test_a_lane_a_generation_and_a_tenant_count() -> None:

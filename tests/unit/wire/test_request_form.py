@@ -23,6 +23,7 @@ from qinfer.wire.frame import (
     RequestForm,
     RequestReader,
     decode_request,
+    encode_flags,
     encode_referring_request,
     encode_request,
     encode_request_apart,
@@ -196,6 +197,17 @@ def test_steps_and_plain_requests_share_a_reader() -> None:
             frame = encode_request(one)
 
             assert reader.decode(frame) == decode_request(frame)
+
+
+def test_an_id_that_a_stateful_model_refuses_is_not_remembered() -> None:
+    """Models without sequences take it; it may be as large as a request."""
+    reader, frame = RequestReader(), encode_request(request(4, sequence=SequenceFlags("x" * 2**16)))
+    before = encode_flags.cache_info().currsize
+
+    for _ in range(3):
+        assert reader.decode(frame) == decode_request(frame)
+    assert not reader._known
+    assert encode_flags.cache_info().currsize == before
 
 
 def test_flags_that_another_program_encodes_otherwise_are_not_remembered() -> None:
