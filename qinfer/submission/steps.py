@@ -170,11 +170,13 @@ class ModelSteps:
         if outcome is None:
             self._send_by_script(step)
             return
-        self._is_stored(step.pending, outcome)
-        if self._behind[step.sequence]:
-            self._go_on(step.sequence)
-        else:
-            del self._behind[step.sequence]
+        try:
+            self._is_stored(step.pending, outcome)
+        finally:  # a caller's mistake holds no other step up
+            if self._behind[step.sequence]:
+                self._go_on(step.sequence)
+            else:
+                del self._behind[step.sequence]
 
     def _send_by_script(self, step: _Step) -> None:
         self._by_script.append(step)

@@ -571,6 +571,23 @@ def owned() -> OwnedSteps:
     return OwnedSteps()
 
 
+def test_a_caller_that_fails_holds_no_other_step_up(owned: OwnedSteps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback of Redis' replies may raise."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("a caller's mistake")
+
+    monkeypatch.setattr(owned, "submitted", fail)
+    for frame in (b"a1", b"a2"):
+        owned.send(frame)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a caller's mistake"):
+            owned.lanes.reply(BrokerUnavailable("the reply is lost"))
+    owned.send(b"a3")
+
+    assert [frame for frame, _ in owned.lanes.replies] == [b"a3"]
+
+
 def test_a_step_is_sent_after_the_reply_to_the_one_before(owned: OwnedSteps) -> None:
     """Those of other sequences don't wait."""
     for frame, of in ((b"a1", 1), (b"a2", 1), (b"b1", 2), (b"a3", 1)):
