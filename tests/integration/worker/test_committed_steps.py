@@ -10,8 +10,9 @@ from qinfer.core.messages import Response
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue.sequences.answers import answer_rest
 from qinfer.queue.sequences.ownership import Sequences
-from qinfer.queue.sequences.records import OwnedLife
+from qinfer.queue.sequences.records import OwnedLife, StepPlace
 from qinfer.testing import eventually
+from qinfer_workers.inference.publisher import Publisher
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.sequence_scene import Sequencing, entry_of
 
@@ -62,6 +63,36 @@ async def test_the_lane_of_a_dead_worker_is_executed_by_the_next_one(sums: Seque
     answers.append(await sums.send(11, end=True))
 
     assert await values(answers) == list(accumulate(range(1, 12)))[3:]
+
+
+async def test_a_stored_response_outlives_the_next_step_until_it_is_read(
+    sums: Sequencing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker died before it published; the next one can't read the response before it has executed the next step."""
+    assert await values([await sums.send(number, start=number == 1) for number in (1, 2)]) == [1, 3]
+    is_committed, response = asyncio.Event(), Sequences.response
+
+    async def hang(*_: object) -> None:
+        is_committed.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "publish", hang)
+        answers = [await sums.send(3)]
+        await is_committed.wait()
+        await sums.scene.kill("w1")
+    await reaped(sums)
+    answers.append(await sums.send(4))
+
+    async def late(sequences: Sequences, place: StepPlace) -> bytes | None:
+        if not answers[1].done():
+            raise BrokerUnavailable("the connection is lost")
+        return await response(sequences, place)
+
+    monkeypatch.setattr(Sequences, "response", late)
+    await sums.scene.worker("w2", lease_s=60.0)
+
+    assert await values(answers) == [6, 10]
 
 
 async def test_the_lane_of_a_worker_that_drains_is_executed_by_the_next_one(sums: Sequencing) -> None:

@@ -206,6 +206,20 @@ async def test_it_commits_again_while_redis_is_away(monkeypatch: pytest.MonkeyPa
         assert [bytes(response.outputs[0].data) for response in fakes.published] == [b"\x01", b"\x02"]
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_the_response_to_a_former_owners_step_is_kept_until_it_is_answered(*, is_answered: bool) -> None:
+    """Redis may be away while it is read."""
+    place = StepPlace(SequenceId("", 1), 1, 1)
+    async with publishing() as (publisher, fakes):
+        publisher.keep(place)
+        if is_answered:
+            publisher.answered(place)
+        publisher.put(*executed(1, 2))
+        await eventually(lambda: (1, 2) in fakes.committed, description="a commit")
+
+    assert fakes.committed[1, 2].keeps_previous is not is_answered
+
+
 async def test_what_another_worker_owns_is_not_published() -> None:
     """Others of the same commit are."""
     async with publishing() as (one, fakes):

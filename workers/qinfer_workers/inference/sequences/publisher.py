@@ -91,6 +91,14 @@ class StepPublisher:
             self._quiet.clear()
             self._work.set()
 
+    def keep(self, place: StepPlace) -> None:
+        """Keeps the response to a former owner's step when the next one is committed, until it is `answered`."""
+        self._unfinished.add(place)
+
+    def answered(self, place: StepPlace) -> None:
+        """Notes that a step of `keep` is answered."""
+        self._unfinished.discard(place)
+
     async def run(self) -> None:
         """Commits until cancelled."""
         while True:

@@ -493,7 +493,9 @@ class SequenceService:
         elif fate is StepFate.WAITS:
             held.repeated.append(step)
         elif fate is StepFate.ANSWERED:
-            self._answer(step)
+            if done:
+                self._steps.keep(place)
+            self._answer(step, is_kept=done > 0)
         else:
             held.accept(number, lease.entry, is_end=flags is not None and flags.end)
             if taken.what is Delivery.STEP:
@@ -507,9 +509,11 @@ class SequenceService:
         unnumbered = StepPlace(step.place.sequence, step.place.life, 0)  # another step has its number
         self._answer(UnansweredStep(unnumbered, step.entry, step.frame, Failure.from_error(error)))
 
-    def _answer(self, step: UnansweredStep) -> None:
+    def _answer(self, step: UnansweredStep, *, is_kept: bool = False) -> None:
         async def work() -> None:
             await answer_step(self._parts.queue, self._sequences, step)
+            if is_kept:
+                self._steps.answered(step.place)
             self._finished(step.entry)
 
         self._spawn(work)
