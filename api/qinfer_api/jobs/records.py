@@ -128,7 +128,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         skipped_files: Unreadable input files that were left out; null before planning.
         progress: The share of the job's rows that are done, failed or scored, 0 … 1.
         eta_s: Estimated seconds to the end.
-        error: The reason why the job failed.
+        error: The reason why the job failed; `null` for a key with the scope `viewer`, as `webhook`.
         waiting: The reason why the job can't continue now.
         manifest_url: The list of the parts, once the job is completed.
         spec: The requested job, with its version resolved and its URLs normalized.
@@ -313,8 +313,8 @@ def deadline_at(spec: JobSpec, now_s: float) -> float:
     return now_s + spec.deadline_s if spec.deadline_s else 0.0
 
 
-def shown_job(record: JobRecord, now_s: float) -> JobBody:
-    """Returns a job as shown, or raises `CorruptEntry`."""
+def shown_job(record: JobRecord, now_s: float, *, reads: bool = True) -> JobBody:
+    """Returns a job as shown, or raises `CorruptEntry`; a caller who `reads` no contents gets no messages."""
     progress, path = progress_of(record, now_s), job_path(record)
     with damage_told(record.id):
         state, spec = JobState(record.state), msgspec.json.decode(record.spec, type=_ShownSpec)
@@ -339,15 +339,21 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         progress=round(progress.share, 6),
         rows_per_s=None if progress.rows_per_s is None else round(progress.rows_per_s, 3),
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 3),
-        error=record.error or None,
-        waiting=None if record.is_over else record.waiting or record.put_off or None,
+        error=(record.error if reads else "") or None,
+        waiting=None if record.is_over else record.waiting or (record.put_off if reads else "") or None,
         output_url=spec.output.url,
         manifest_url=f"{spec.output.url}/{MANIFEST_NAME}" if record.state == JobState.COMPLETED else None,
         metadata=spec.metadata,
-        webhook=shown_webhook(record.webhook, record.webhook_state),
-        spec=msgspec.Raw(record.spec),
+        webhook=shown_webhook(record.webhook if reads else "", record.webhook_state),
+        spec=msgspec.Raw(record.spec if reads else _without_webhook(record.spec)),
         links=JobLinks(path, f"{path}/events", f"{path}/log"),
     )
+
+
+def _without_webhook(spec: bytes) -> bytes:
+    fields = msgspec.json.decode(spec, type=dict[str, msgspec.Raw])
+    fields.pop("webhook", None)
+    return msgspec.json.encode(fields)
 
 
 def shown_estimate(spec: JobSpec, size: Estimate, pace: ShardPace) -> JobEstimate:

@@ -14,7 +14,7 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
 from qinfer.wire.bodies import JobEstimate
 from qinfer.wire.json_scan import check_depth
-from qinfer_api.auth import CallerContext
+from qinfer_api.auth import ANONYMOUS, CallerContext
 from qinfer_api.jobs import records
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import (
@@ -190,12 +190,13 @@ class _JobRoutes:
         bodies = []
         for record in found:
             with suppress(CorruptEntry):  # a damaged record must not hide other records
-                bodies.append(self._body(record))
+                bodies.append(self._body(record, context))
         return send_json(records.JobsBody(bodies, following or None))
 
     async def show(self, job_id: str, request: Request) -> HttpResponse:
         """Returns a job."""
-        return self._send(await self._jobs.get(self._context(request, Scope.VIEWER), job_id))
+        context = self._context(request, Scope.VIEWER)
+        return send_json(self._body(await self._jobs.get(context, job_id), context))
 
     async def delete(self, job_id: str, request: Request) -> HttpResponse:
         """Deletes the record of an ended job; its output stays."""
@@ -242,8 +243,8 @@ class _JobRoutes:
     def _progress(self, record: JobRecord) -> ServerSentEvent:
         return ServerSentEvent("progress", str(record.revision), msgspec.json.encode(self._body(record)))
 
-    def _body(self, record: JobRecord) -> records.JobBody:
-        return records.shown_job(record, self._jobs.now_s())
+    def _body(self, record: JobRecord, context: CallerContext = ANONYMOUS) -> records.JobBody:
+        return records.shown_job(record, self._jobs.now_s(), reads=context.reads)
 
     def _send(self, record: JobRecord, status: int = 200) -> HttpResponse:
         return send_json(self._body(record), status)

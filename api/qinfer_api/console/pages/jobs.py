@@ -42,7 +42,7 @@ async def jobs(visit: Visit) -> Response:
         "jobs.html",
         "Jobs",
         "jobs",
-        rows=[shown_job(record, now_s) for record in page.records],
+        rows=[shown_job(record, now_s, reads=visit.context.reads) for record in page.records],
         following=page.after,
         wanted=state,
         states=list(JobState),
@@ -63,14 +63,14 @@ async def job(visit: Visit) -> Response:
     outcomes = await parts.jobs.jobs.outcomes(record.id)
     failures = sorted((one for one in outcomes.values() if one.error or one.failed_rows), key=lambda one: one.index)
     acts = visit.user.has(Scope.INFER)
-    body: JobBody = shown_job(record, parts.jobs.now_s())
+    body: JobBody = shown_job(record, parts.jobs.now_s(), reads=visit.context.reads)
     return visit.render(
         "job.html",
         job_id,
         "jobs",
         job=body,
         cells=cells_of(record, outcomes),
-        failures=failures[:MOST_FAILURES],
+        failures=failures[:MOST_FAILURES] if visit.context.reads else [],
         more_failures=max(len(failures) - MOST_FAILURES, 0),
         spec=msgspec.json.format(bytes(body.spec), indent=2).decode(),
         log=await parts.jobs.log(visit.context, job_id) if visit.context.reads else [],
@@ -111,10 +111,10 @@ async def _resume(visit: Visit) -> str:
     text = visit.value("error_threshold").strip()
     try:
         threshold = float(text) if text else None
-    except ValueError:
+        if threshold is not None and threshold == int(threshold) and abs(threshold) >= 1:
+            threshold = int(threshold)
+    except (ValueError, OverflowError):  # it may be infinite, or no number
         raise InvalidRequest(f"'{text[:40]}' is no number of rows, no share of them, and not -1") from None
-    if threshold is not None and threshold == int(threshold) and abs(threshold) >= 1:
-        threshold = int(threshold)
     await visit.parts.jobs.resume(visit.context, visit.name("job"), Changes(error_threshold=threshold))
     return "The job goes on; finished work is kept."
 

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -161,3 +162,16 @@ def test_what_is_shown() -> None:
     assert completed.manifest_url == "s3://b/out/_manifest.json"
     assert completed.webhook == WebhookBody("https://x/y", "delivered")
     assert (completed.version, completed.metadata, bytes(completed.spec)) == (3, {"who": "me"}, encode_spec(SPEC))
+
+
+def test_a_viewer_sees_no_messages_and_no_webhook() -> None:
+    spec = encode_spec(msgspec.structs.replace(SPEC, webhook="https://x/secret"))
+    failed = record(state="failed", error="row 7 is 'x'", webhook="https://x/secret", spec=spec)
+    waiting = record(put_off="s3://b/secret is away", spec=spec)
+
+    for one in (failed, waiting):
+        assert b"secret" in msgspec.json.encode(shown_job(one, 100.0))
+        shown = shown_job(one, 100.0, reads=False)
+        assert b"secret" not in msgspec.json.encode(shown)
+        assert (shown.error, shown.waiting, shown.webhook, shown.model) == (None, None, None, "m")
+        assert msgspec.json.decode(shown.spec)["inputs"] == ["s3://b/in"]
