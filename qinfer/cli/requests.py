@@ -52,7 +52,11 @@ FILTER_OPTIONS: Options = {
 def read_filters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options as the client's filters."""
     names = {"older_than": "older_than_s", "newer_than": "newer_than_s"}
-    return {names.get(name, name): value for name, value in given.items() if value not in (None, "", 0)}
+    return {
+        names.get(name, name): value
+        for name, value in given.items()
+        if value or (name == "newer_than" and value is not None)  # newer than 0 s is none, not all
+    }
 
 
 @app.command("list", epilog=LIST_EXAMPLE)
