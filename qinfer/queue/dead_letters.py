@@ -96,6 +96,11 @@ class DeadLetters:
         key = _letters_key(model)
         return int(await self._router.call(keys.slot(key), b"XLEN", key))
 
+    async def find(self, model: str, letter_id: str) -> DeadLetter | None:
+        """Returns a dead letter without its bytes."""
+        found = await self._one(model, letter_id, _BYTES)
+        return found and found.letter
+
     async def show(self, model: str, letter_id: str) -> DeadLetter | None:
         """Returns a dead letter with its bytes."""
         found = await self._one(model, letter_id, ())

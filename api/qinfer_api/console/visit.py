@@ -17,11 +17,12 @@ from starlette.types import Scope as AsgiScope
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import Forbidden, InvalidRequest, QinferError
+from qinfer.queue.values import Room
 from qinfer_api.auth import CallerContext, administrative
 from qinfer_api.console.access import TOKEN_FIELD, ConsoleUser, check_same_site
 from qinfer_api.console.render import Templates, depth_root
 from qinfer_api.console.routes import ConsoleParts
-from qinfer_api.rest.services import Services, off_loop, peer_of, received
+from qinfer_api.rest.services import Services, off_loop, peer_of, received, room_of_answer
 from qinfer_api.status import http_status
 
 MAX_FORM_BYTES = 16 * 2**20
@@ -57,6 +58,10 @@ class Visit:
     def name(self, what: str) -> str:
         """Returns a parameter of the path."""
         return str(self.request.path_params[what])
+
+    def room(self) -> Room:
+        """Returns a wait for the memory of large contents, which the page gives back."""
+        return room_of_answer(self.parts.services, self.request)
 
     def query(self, what: str) -> str:
         """Returns a parameter of the query."""
@@ -143,6 +148,7 @@ class Pages:
             user = await self._parts.access.user(request)
             if user is None:
                 return _to_sign_in(request)
+            request.state.caller = user.context
             visit = Visit(parts=self._parts, templates=self._templates, request=request, user=user)
             try:
                 user.need(scope)
@@ -159,7 +165,6 @@ class Pages:
     async def _act(self, visit: Visit, acts: PageActs) -> None:
         request, user = visit.request, visit.user
         check_same_site(request)
-        request.state.caller = user.context
         visit.form = await read_form(self._parts.services, request)
         user.check_token(visit.value(TOKEN_FIELD))
         act, needed = acts.get(visit.value("do"), (None, Scope.ADMIN))
@@ -201,7 +206,7 @@ def _to_sign_in(request: Request) -> Response:
     path = path_of(request.scope)
     to = path.lstrip("/") + (f"?{request.url.query}" if request.url.query else "")
     place = f"{depth_root(path)}sign-in" + (f"?to={quote(to, safe='')}" if to else "")
-    return RedirectResponse(place, 303, headers={"cache-control": "no-store"})
+    return RedirectResponse(place, 303)
 
 
 def place_after(to: str) -> str:

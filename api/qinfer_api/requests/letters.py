@@ -14,6 +14,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import CorruptEntry, RequestNotFound
 from qinfer.models.repository.open import is_model_name
 from qinfer.queue.dead_letters import GONE, DeadLetter, id_of, place_after
+from qinfer.queue.values import LARGE_BYTES, Room
 from qinfer.wire.frame import decode_request
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import CallerContext
@@ -31,7 +32,7 @@ from qinfer_api.requests.listing import (
 from qinfer_api.requests.records import written
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import describe_response, errors, operation
-from qinfer_api.rest.services import OUTPUTS, Services, authorize, send_json, send_outputs
+from qinfer_api.rest.services import OUTPUTS, Services, authorize, room_of_answer, send_json, send_outputs
 
 _NO_STATE = [one for one in LIST_QUERY if one["name"] != "state"]
 
@@ -104,12 +105,29 @@ async def letter_page(
 
 
 async def find_letter(requests: AsyncRequests, context: CallerContext, model: str, letter_id: str) -> DeadLetter:
-    """Returns a dead letter that a caller may see, or raises `RequestNotFound`."""
+    """Returns a dead letter that a caller may see, without its bytes, or raises `RequestNotFound`."""
     is_named = is_model_name(model) and id_of(letter_id) is not None
-    found = await requests.delivery.dead_letters.show(model, letter_id) if is_named else None
+    found = await requests.delivery.dead_letters.find(model, letter_id) if is_named else None
     if found is None or not context.sees(found.tenant):
-        raise RequestNotFound(f"model '{model[:100]}' has no dead letter '{letter_id[:60]}'")
+        raise _unknown(model, letter_id)
     return found
+
+
+async def read_letter(
+    requests: AsyncRequests, context: CallerContext, model: str, letter_id: str, room: Room
+) -> DeadLetter:
+    """Returns a dead letter as `find_letter`, with its bytes, once there is room for them."""
+    letter = await find_letter(requests, context, model, letter_id)
+    if letter.size > LARGE_BYTES:
+        await room(letter.size)
+    found = await requests.delivery.dead_letters.show(model, letter_id)
+    if found is None:
+        raise _unknown(model, letter_id)
+    return found
+
+
+def _unknown(model: str, letter_id: str) -> RequestNotFound:
+    return RequestNotFound(f"model '{model[:100]}' has no dead letter '{letter_id[:60]}'")
 
 
 def _shown(letter: DeadLetter, context: CallerContext) -> LetterBody:
@@ -161,7 +179,8 @@ def letter_routes(services: Services) -> APIRouter:
     @router.get(f"{one}/inputs", name="dead_letter_inputs", **_INPUTS)
     async def show_inputs(model: str, letter_id: str, request: Request) -> HttpResponse:
         """Returns the inputs of a dead letter, as `outputs`, in the form of an inference's answer."""
-        letter = await find_letter(requests, authorize(services, request), model, letter_id)
+        context, room = authorize(services, request), room_of_answer(services, request)
+        letter = await read_letter(requests, context, model, letter_id, room)
         try:
             found = decode_request(letter.frame, letter.payload)
         except CorruptEntry:

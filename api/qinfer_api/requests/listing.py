@@ -38,7 +38,7 @@ _PARTITION = 0
 _MOST_TEXT = 512
 
 Text = Annotated[str, msgspec.Meta(max_length=_MOST_TEXT)]
-Age = Annotated[float, msgspec.Meta(ge=0)]
+Age = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # infinity is no JSON
 
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,7 +175,9 @@ class _Cursor(msgspec.Struct, frozen=True, array_like=True):
             found = msgspec.msgpack.decode(base64.urlsafe_b64decode(text[:2048]), type=cls)
         except (ValueError, binascii.Error, msgspec.DecodeError):
             raise InvalidRequest(f"after: '{text[:60]}' is no cursor; give `next` of the page before") from None
-        if found.place.name not in LISTED or not is_model_name(found.model) or len(found.place.score) > 20:
+        score = found.place.score
+        is_place = score.isascii() and (not score or score.isdecimal()) and len(score) <= 20
+        if found.place.name not in LISTED or not is_model_name(found.model) or not is_place:
             raise InvalidRequest(f"after: '{text[:60]}' is no cursor; give `next` of the page before")
         return found
 

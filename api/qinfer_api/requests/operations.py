@@ -19,12 +19,12 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.retry import OutageLog
-from qinfer.errors import Cancelled, CorruptEntry, InvalidRequest, QinferError, RequestNotFound
+from qinfer.errors import Cancelled, CorruptEntry, InvalidRequest, Overloaded, QinferError, RequestNotFound
 from qinfer.models.repository.open import is_model_name
 from qinfer.observe.logs import AUDIT
 from qinfer.queue.dead_letters import DeadLetter
 from qinfer.queue.entries import RequestRecord, RequestState, Settlement
-from qinfer.queue.operations import Operation, OperationProgress, Operations, OperationState
+from qinfer.queue.operations import MOST_OPEN, Operation, OperationProgress, Operations, OperationState
 from qinfer.queue.requests import LISTED, UNFINISHED, ListPlace
 from qinfer_api.auth import CallerContext, administrative
 from qinfer_api.requests.listing import AT_ONCE, RequestFilter, checked_limit, letter_request, own_filter, read_filter
@@ -32,6 +32,7 @@ from qinfer_api.requests.records import failed_outcome, instant, made_by_server,
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import body, describe_response, errors, operation, query
 from qinfer_api.rest.services import Services, authorize, peer_of, read_json, send_json
+from qinfer_api.turns import SharedLimit
 
 audit = logging.getLogger(AUDIT)
 logger = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ class RequestOperations:
             raise InvalidRequest("the filter of an operation names a model; give each model its own operation")
         if chosen.state and not new.action.indexes:
             raise InvalidRequest(f"'{new.action}' changes dead letters, which have no state; leave 'state' out")
+        await self._check_room(context.tenant)
         key = "" if context.principal is None else context.principal.key_id
         about = _Description(action=new.action, filter=chosen, dry_run=new.dry_run, tenant=context.tenant, key=key)
         created = Operation(
@@ -306,6 +308,18 @@ class RequestOperations:
         spec = catalog.spec(model)
         lanes = [lane for version in catalog.versions(model) for lane in catalog.lanes(model, version)]
         return spec is not None and max(await self._requests.delivery.depth(lanes), default=0) > spec.lane_capacity / 2
+
+    async def _check_room(self, tenant: str) -> None:
+        """Raises `Overloaded` if all places of open operations, or a tenant's share of them, are taken."""
+        ids = await self._operations.open()
+        found = await asyncio.gather(*map(self._operations.find, ids), return_exceptions=True)
+        limit = SharedLimit()
+        for one in found:
+            if isinstance(one, Operation):
+                with suppress(CorruptEntry):
+                    limit.take_place(_about(one).tenant)
+        if len(ids) >= MOST_OPEN or not limit.has_room(MOST_OPEN, tenant):
+            raise Overloaded(f"{len(ids)} operations are running; wait until some have ended, or stop some")
 
     async def _total(self, model: str, action: OperationAction) -> int:
         if action.indexes:

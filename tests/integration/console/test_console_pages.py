@@ -134,3 +134,44 @@ async def test_the_sign_in_leads_to_the_page_that_was_asked_for(running: Running
         assert reply.url.query == b"q=a"
         for to in ("//e.example", "https://e.example", "../../docs", "\\e.example"):
             assert (await client.get("sign-in", params={"to": to})).url.path.startswith("/console/")
+
+
+async def test_an_operation_is_done_as_its_dry_run_was_asked(client: httpx.AsyncClient, running: Running) -> None:
+    chosen = {"model": "echo", "version": 2, "tenant": "", "newer_than_s": 0.0, "state": ["queued"]}
+    body = {"action": "cancel", "filter": chosen, "dry_run": True}
+    asked = (await client.post(f"{running.url}/v1/operations", json=body)).json()
+    token = token_of((await client.get("try/echo")).text)
+
+    reply = await client.post(f"operations/{asked['id']}", data={"csrf": token, "do": "again"})
+    done = (await client.get(f"{running.url}/v1/operations/{reply.url.path.rpartition('/')[2]}")).json()
+
+    assert done["id"] != asked["id"]
+    assert (done["dry_run"], done["filter"]) == (False, asked["filter"])
+
+
+@pytest.mark.parametrize("age", ["inf", "nan", "1e400"])
+async def test_an_age_without_end_is_refused(client: httpx.AsyncClient, running: Running, age: str) -> None:
+    """JSON has no such number, so that its operation could not be read again."""
+    token = token_of((await client.get("try/echo")).text)
+
+    await client.post(
+        f"requests?model=echo&newer_than_s={age}", data={"csrf": token, "do": "operate", "action": "purge"}
+    )
+
+    assert (await client.get(f"{running.url}/v1/operations")).json()["operations"] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "form", "status"),
+    [
+        ("try/echo", {"do": "run", "in:x": "1, 2.5, 3, 4", "version": "second"}, 200),
+        ("jobs/unknown", {"do": "resume", "error_threshold": "nan"}, 404),
+        ("jobs/unknown", {"do": "resume", "error_threshold": "inf"}, 404),
+    ],
+)
+async def test_a_number_that_is_none_is_no_defect(
+    client: httpx.AsyncClient, page: str, form: dict[str, str], status: int
+) -> None:
+    token = token_of((await client.get("try/echo")).text)
+
+    assert (await client.post(page, data={**form, "csrf": token})).status_code == status

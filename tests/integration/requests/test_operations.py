@@ -16,6 +16,7 @@ from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Lane, RequestState, Settlement
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
+from qinfer_api.requests import operations
 from qinfer_api.requests.records import failed_outcome
 from tests.support.gateway import Running, declare_more, running_gateway, settings_of
 from tests.support.requests import acceptance
@@ -300,6 +301,39 @@ async def test_an_operation_can_be_stopped(scene: Scene, monkeypatch: pytest.Mon
 
     assert (stopped.status_code, stopped.json()["state"]) == (200, "stopped")
     assert await scene.states(model) == {"queued": 3}
+
+
+async def test_a_tenant_leaves_operations_to_others(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = await scene.model()
+    monkeypatch.setattr(scene.running.gateway._operations._operations, "lead", _never)
+    monkeypatch.setattr(operations, "MOST_OPEN", 3)
+
+    asked = [await scene.ask(name, "cancel", model=model) for name in ("acme", "acme", "acme", "other", "admin")]
+    monkeypatch.undo()
+
+    assert [reply.status_code for reply in asked] == [202, 202, 503, 202, 503]
+    assert "operations are running" in asked[2].json()["error"]
+    for reply in asked:
+        if reply.status_code == 202:
+            await scene.done("admin", reply.json())
+
+
+async def test_a_dead_letter_is_shown_without_reading_its_tensors(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await scene.model()
+    await scene.bury(model, 1)
+    (letter,) = (await scene.clients["acme"].get("/v1/dead-letters", params={"model": model})).json()["dead_letters"]
+
+    async def show(*_: Any) -> None:
+        raise AssertionError("the tensors are read")
+
+    monkeypatch.setattr(scene.running.delivery.dead_letters, "show", show)
+    monkeypatch.setattr(scene.running.gateway._delivery.dead_letters, "show", show)
+    path = f"/v1/dead-letters/{model}/{letter['id']}"
+
+    assert (await scene.clients["acme"].get(path)).json()["code"] == "inference_failed"
+    assert (await scene.clients["other"].get(f"{path}/inputs")).status_code == 404
 
 
 async def test_tenants_change_and_see_their_own_alone(scene: Scene) -> None:

@@ -11,6 +11,7 @@ import pytest_asyncio
 from qinfer.client import AsyncClient
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.errors import Forbidden, InvalidRequest
+from qinfer.queue.requests import ListPlace
 from qinfer_api.requests import listing
 from tests.support.gateway import Running, running_gateway, settings_of
 
@@ -123,6 +124,7 @@ async def test_requests_are_chosen(scene: Scene, params: dict[str, Any], expecte
         {"limit": "many"},
         {"after": "x"},
         {"after": "k6VzdHVjawE="},
+        {"after": listing._Cursor("echo", ListPlace(score="lost")).written()},
         {"version": "one"},
     ],
 )

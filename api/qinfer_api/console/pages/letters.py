@@ -15,7 +15,7 @@ from qinfer.wire.frame import decode_request
 from qinfer_api.console.pages.requests import asked_filter, operate, query_of
 from qinfer_api.console.tensors import ShownTensor, view_of
 from qinfer_api.console.visit import PAGE_ROWS, PageAct, PageActs, Pages, Visit
-from qinfer_api.requests.letters import find_letter, letter_page
+from qinfer_api.requests.letters import find_letter, letter_page, read_letter
 from qinfer_api.requests.listing import letter_request
 
 MOST_TABS = 8
@@ -75,7 +75,7 @@ async def letter(visit: Visit) -> Response:
     """Shows one dead letter with its tensors."""
     model, letter_id = visit.name("model"), visit.name("letter")
     try:
-        found = await find_letter(visit.parts.services.requests, visit.context, model, letter_id)
+        found = await read_letter(visit.parts.services.requests, visit.context, model, letter_id, visit.room())
     except RequestNotFound:
         if not visit.done:
             raise

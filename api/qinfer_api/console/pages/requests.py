@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 from starlette.responses import Response
 from starlette.routing import Route
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import Forbidden, InvalidRequest, QinferError
 from qinfer.queue.entries import RequestRecord, RequestState
+from qinfer.queue.values import LARGE_BYTES
 from qinfer_api.console.tensors import ShownTensor, view_of
 from qinfer_api.console.visit import PAGE_ROWS, Pages, Visit
 from qinfer_api.requests.listing import RequestFilter, list_page, read_filter, timeline_of
@@ -123,14 +125,16 @@ async def _result(visit: Visit, record: RequestRecord) -> RequestResult | None:
     service = visit.parts.services.requests
     spec = visit.parts.services.catalog.spec(record.address.model)
     labels = {} if spec is None else {output.name: output.labels for output in spec.outputs}
-    responses = []
+    responses, room = [], visit.room()
     try:
+        if record.stored_bytes > LARGE_BYTES:
+            await room(record.stored_bytes)
         if record.decoupled:
             async for one in service.stored(record):
                 responses.append(one)
                 if len(responses) == MOST_RESPONSES:
                     break
-        responses.append((await service.result(record))[0])
+        responses.append((await service.result(record, room))[0])
     except QinferError as error:
         return RequestResult([], error.message)
     shown = await asyncio.to_thread(
@@ -160,7 +164,9 @@ async def operation(visit: Visit) -> Response:
         f"{found.action} of {found.model}",
         "letters" if not found.action.indexes else "requests",
         operation=found,
-        chosen={name: value for name in _FILTER if (value := getattr(found.filter, name))},
+        chosen={
+            name: value for name, value in msgspec.structs.asdict(found.filter).items() if value and name != "state"
+        },
         states=[state.value for state in found.filter.state],
         part=100 if found.ended_at else min(round(100 * looked / total), 100) if total else 0,
     )
@@ -169,9 +175,7 @@ async def operation(visit: Visit) -> Response:
 async def _again(visit: Visit) -> str:
     """Does what a dry run has shown."""
     found = await visit.parts.operations.find(visit.context, visit.name("operation"))
-    values = {name: value for name in _FILTER if (value := getattr(found.filter, name)) not in ("", None, 0.0)}
-    if found.filter.state:
-        values["state"] = [state.value for state in found.filter.state]
+    values = msgspec.to_builtins(found.filter)
     created = await visit.parts.operations.create(visit.context, NewOperation(action=found.action, filter=values))
     visit.go_to = f"operations/{created.id}"
     return ""

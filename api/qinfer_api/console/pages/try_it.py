@@ -99,9 +99,13 @@ async def form(visit: Visit) -> HttpResponse:
 
 
 def _served(visit: Visit) -> ServedVersion:
+    return visit.parts.services.dispatcher.resolve(visit.name("model"), _version(visit))
+
+
+def _version(visit: Visit) -> int:
+    """Returns the version that the form names; 0 = the highest that is ready."""
     version = visit.value("version")
-    number = int(version) if version.isascii() and version.isdecimal() and len(version) < 19 else 0
-    return visit.parts.services.dispatcher.resolve(visit.name("model"), number)
+    return int(version) if version.isascii() and version.isdecimal() and len(version) < 19 else 0
 
 
 def _field(tensor: TensorSpec, spec: ModelSpec, given: Sequence[str] | None) -> FormInput:
@@ -205,8 +209,7 @@ def _request(visit: Visit, served: ServedVersion) -> OutgoingRequest:
         if tensor.optional and not file and not text.strip():
             continue
         inputs.append(_read_file(tensor, spec, file) if file else read_input_text(tensor, spec, text))
-    version = visit.value("version")
-    request = OutgoingRequest(model=visit.name("model"), inputs=tuple(inputs), version=int(version) if version else 0)
+    request = OutgoingRequest(model=visit.name("model"), inputs=tuple(inputs), version=_version(visit))
     if spec.sequences is not None and spec.is_stateful:
         request.sequence = SequenceFlags(secrets.randbits(31) + 1, start=True, end=True)
     return request
