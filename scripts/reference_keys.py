@@ -445,6 +445,13 @@ ROWS = (
         ({"digest": "<sha256>"},),
     ),
     Row(
+        keys.console_sessions,
+        "sorted set",
+        "`QINFER_CONSOLE__SESSION_S` after the last sign-in",
+        "session → time of the sign-in (µs): an API key's sessions, of which the oldest ends",
+        ({"digest": "<sha256>"},),
+    ),
+    Row(
         keys.count_history,
         "hash",
         "an hour",

@@ -399,6 +399,11 @@ def console_session(digest: str) -> str:
     return f"{_CONSOLE}session:{digest}"
 
 
+def console_sessions(digest: str) -> str:
+    """Sorted set of an API key's sessions, by the time of their sign-in."""
+    return f"{_CONSOLE}sessions:{digest}"
+
+
 def count_history(slot: int) -> str:
     """Hash of what each gateway counted in some seconds."""
     return f"{_CONSOLE}counts:{slot}"

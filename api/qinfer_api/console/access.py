@@ -5,8 +5,12 @@ key allows now. So a session holds at every gateway, and ends with its key. With
 and the id serves only as the secret of the token that forms send back.
 """
 
+import asyncio
 import hmac
+import re
 import secrets
+import time
+from functools import partial
 from hashlib import sha256
 
 import msgspec
@@ -23,6 +27,9 @@ from qinfer_api.auth import ANONYMOUS, Auth, CallerContext
 COOKIE = "qinfer_console"
 TOKEN_FIELD = "csrf"  # noqa: S105  the name of a form's field
 _ID_CHARACTERS = 43
+
+MOST_SESSIONS = 100
+"""The most sessions of an API key."""
 
 
 class ConsoleUser(msgspec.Struct, frozen=True):
@@ -84,9 +91,13 @@ class Access:
         return None if context is None else ConsoleUser(context, _token(session), is_anyone=False)
 
     def is_valid(self, user: ConsoleUser) -> bool:
-        """Returns whether a user's key is still allowed, for streams that outlast it."""
-        principal = user.context.principal
-        return self._auth is None or (principal is not None and self._auth.holder(principal.sha256) is not None)
+        """Returns whether a user's key still allows what it did, for streams that outlast it."""
+        if self._auth is None:
+            return True
+        known = user.context.principal
+        held = None if known is None else self._auth.holder(known.sha256)
+        now = None if held is None else held.principal
+        return known is not None and now is not None and (now.tenant, now.scopes) == (known.tenant, known.scopes)
 
     async def sign_in(self, request: Request, key: str, peer: str, response: Response) -> None:
         """Opens a session, whose cookie goes into the response; raises `Unauthorized`."""
@@ -96,12 +107,22 @@ class Access:
                 raise Unauthorized("enter an API key; `qinfer keys new` makes one")
             context = self._auth.sign_in(key, peer)
             assert context.principal is not None, "it has a key"
-            name = keys.console_session(_hashed(session)).encode()
-            await self._router.call(
-                keys.slot(name), b"SET", name, context.principal.sha256.encode(), b"PX", self._ttl_ms
-            )
+            await self._open(_hashed(session), context.principal.sha256)
         # No path: the browser takes the folder of the sign-in page, also where a proxy has put it below another path.
         response.set_cookie(COOKIE, session, path=None, httponly=True, samesite="strict", secure=_is_secure(request))
+
+    async def _open(self, session: str, holder: str) -> None:
+        """Stores a session, and ends the key's oldest ones beyond `MOST_SESSIONS`."""
+        name, known = keys.console_session(session).encode(), keys.console_sessions(holder).encode()
+        call = partial(self._router.call, keys.slot(name))
+        await asyncio.gather(  # in one write
+            call(b"SET", name, holder.encode(), b"PX", self._ttl_ms),
+            call(b"ZADD", known, time.time_ns() // 1000, session),
+            call(b"PEXPIRE", known, self._ttl_ms),
+        )
+        if oldest := await call(b"ZRANGE", known, 0, -1 - MOST_SESSIONS):
+            ended = [keys.console_session(each.decode()).encode() for each in oldest]
+            await asyncio.gather(call(b"DEL", *ended), call(b"ZREM", known, *oldest))
 
     async def sign_out(self, request: Request, response: Response) -> None:
         """Ends the session."""
@@ -113,9 +134,24 @@ class Access:
 
 
 def check_same_site(request: Request) -> None:
-    """Raises `Forbidden` for a form that a page of another site sent (Fetch Metadata, W3C)."""
-    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-        raise Forbidden("pages of other sites may not use the console")
+    """Raises `Forbidden` for a form that a page of another site sent.
+
+    Browsers send Fetch Metadata (W3C) over TLS and to this machine; else the origin must have the name of this server.
+    """
+    headers = request.headers
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        is_own = site in ("same-origin", "none")
+    else:
+        origin, own = headers.get("origin", ""), (headers.get("host", ""), headers.get("x-forwarded-host", ""))
+        is_own = not origin or _host_of(origin.partition("://")[2]) in [_host_of(each) for each in own if each]
+    if not is_own:
+        raise Forbidden("pages of other sites may not use the console; a proxy must pass on the header Host")
+
+
+def _host_of(address: str) -> str:
+    """Returns the name without the port, which proxies may leave out."""
+    return re.sub(r":[0-9]*\Z", "", address.lower())
 
 
 def _is_secure(request: Request) -> bool:

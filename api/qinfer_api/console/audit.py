@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import QinferError
 from qinfer.observe.logs import AUDIT
 from qinfer.queue import keys
 from qinfer.queue.router import Router
@@ -42,6 +42,7 @@ class AuditTrail(logging.Handler):
         self._router = router
         self._waiting: deque[tuple[str, dict[str, str]]] = deque(maxlen=_MOST_WAITING)
         self._news = asyncio.Event()
+        self._copying = asyncio.Lock()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Notes a line, on the event loop."""
@@ -59,20 +60,25 @@ class AuditTrail(logging.Handler):
                 self._news.clear()
                 try:
                     await self.copy_waiting()
-                except BrokerUnavailable:
+                except QinferError:  # Redis is away, or full
                     await asyncio.sleep(1.0)
                     self._news.set()
         finally:
             logger.removeHandler(self)
 
     async def copy_waiting(self) -> None:
-        """Appends the noted lines to the stream."""
+        """Appends the noted lines to the stream, each once."""
         key = keys.audit().encode()
-        while self._waiting:
-            event, about = self._waiting[0]
-            words = (b"event", event.encode(), b"about", msgspec.json.encode(about))
-            await self._router.call(keys.slot(key), b"XADD", key, b"MAXLEN", b"~", MOST_LINES, b"*", *words)
-            self._waiting.popleft()
+        async with self._copying:
+            while self._waiting:
+                event, about = line = self._waiting.popleft()
+                words = (b"event", event.encode(), b"about", msgspec.json.encode(about))
+                try:
+                    await self._router.call(keys.slot(key), b"XADD", key, b"MAXLEN", b"~", MOST_LINES, b"*", *words)
+                except BaseException:
+                    if len(self._waiting) < _MOST_WAITING:
+                        self._waiting.appendleft(line)
+                    raise
 
     async def lines(self, before: str = "", count: int = 100) -> list[AuditLine]:
         """Returns lines before an id, newest first."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import QinferError
 from qinfer.observe.stats import QUEUE_BUCKETS_S, GatewayTally
 from qinfer.queue import keys
 from qinfer.queue.router import Router
@@ -113,7 +113,7 @@ class CountHistory:
             await asyncio.sleep(SLOT_S - now_s % SLOT_S)
             try:
                 await self.write(round(self._now_s() / SLOT_S) - 1)
-            except (BrokerUnavailable, TimeoutError):
+            except (QinferError, TimeoutError):  # Redis is away, or full
                 continue
 
     async def write(self, number: int) -> None:

@@ -21,6 +21,7 @@ from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.work import VersionWork, read_work
 from qinfer_api.console.history import SLOT_S, TOTAL, ChartPoint, CountHistory, HistorySlot, Work, point_of, series_of
+from qinfer_api.turns import SharedLimit
 
 TICK_S = 2.0
 HEARTBEAT_S = 15.0
@@ -70,12 +71,13 @@ class Live:
         self._letters: dict[str, int] = {}
         self._topics: dict[str, int] = {}
         self._told: Figures = {}
+        self._before: Figures = {}
         self._changed: dict[str, float | None] = {}
         self._changed_topics: tuple[str, ...] = ()
         self._ticked = asyncio.Condition()
         self._wanted = asyncio.Event()
         self._number = 0
-        self._streams = 0
+        self._streams = SharedLimit()
         self.state = ConsoleState(at_s=0.0)
         history.is_watched, history.work = self._is_used, self._work
 
@@ -86,7 +88,7 @@ class Live:
             began_s = time.thread_time()
             await self._tick()
             await asyncio.sleep(min(max(TICK_S, (time.thread_time() - began_s) / MOST_SHARE), MOST_TICK_S))
-            if not self._streams:
+            if not self._streams.taken:
                 self._wanted.clear()
 
     async def now(self) -> ConsoleState:
@@ -104,19 +106,23 @@ class Live:
                 self._read_s = time.monotonic()
             return self.state
 
-    async def events(self, is_valid: Callable[[], bool], *, sees_all: bool) -> AsyncIterator[bytes]:
-        """Yields server-sent events while the user's key is valid; `sees_all` adds the topics of lists."""
-        self._streams += 1
-        self._wanted.set()
-        try:
-            state = await self.now()
-            yield _event("figures", self._as_data(state.figures, sees_all=sees_all)) + b"retry: 3000\n\n"
-            told, quiet_s = self._number, 0.0
+    async def events(self, is_valid: Callable[[], bool], tenant: str, *, sees_all: bool) -> AsyncIterator[bytes]:
+        """Yields server-sent events while the user's key is valid; `sees_all` adds the topics of lists.
+
+        A browser that reads too slowly misses states, but no figure and no topic.
+        """
+        with self._streams.place(tenant):
+            self._wanted.set()
+            shown, told = (await self.now()).figures, self._number
+            yield _event("figures", self._as_data(shown, sees_all=sees_all)) + b"retry: 3000\n\n"
+            quiet_s = 0.0
             while is_valid():
                 async with self._ticked:
                     while self._number == told:
                         await self._ticked.wait()
-                    told, changed, topics = self._number, self._changed, self._changed_topics
+                    topics = self._changed_topics if self._number == told + 1 else tuple(self._topics)
+                    changed = self._changed if shown is self._before else _changes(shown, self._told)
+                    shown, told = self._told, self._number
                 changes = self._as_data(changed, sees_all=sees_all) if changed else b""
                 self._used_s = time.monotonic()
                 text = (_event("figures", changes) if changes else b"") + (
@@ -126,28 +132,22 @@ class Live:
                 if text or quiet_s >= HEARTBEAT_S:
                     quiet_s = 0.0
                     yield text or b": still here\n\n"
-        finally:
-            self._streams -= 1
 
     def _as_data(self, figures: Mapping[str, float | None], *, sees_all: bool) -> bytes:
         """Encodes figures; the count of all tenants' dead letters is for those who see all."""
         shown = figures if sees_all else {name: value for name, value in figures.items() if name != _LETTERS}
         return msgspec.json.encode(shown)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether too many browsers follow this gateway."""
-        return self._streams >= MOST_STREAMS
+    def is_full(self, tenant: str) -> bool:
+        """Returns whether too many of a tenant's browsers follow this gateway."""
+        return not self._streams.has_room(MOST_STREAMS, tenant)
 
     async def _tick(self) -> None:
         state, before, topics = await self._fresh(), self._told, self._topics
-        self._told, self._topics = state.figures, self._fingerprints(state)
-        changed: dict[str, float | None] = {
-            name: value for name, value in state.figures.items() if before.get(name) != value
-        }
-        changed |= dict.fromkeys(before.keys() - state.figures.keys())
+        marks = self._fingerprints(state)
         async with self._ticked:
-            self._changed = changed
+            self._before, self._told, self._topics = before, state.figures, marks
+            self._changed = _changes(before, state.figures)
             self._changed_topics = tuple(name for name, mark in self._topics.items() if topics.get(name) != mark)
             self._number += 1
             self._ticked.notify_all()
@@ -233,6 +233,12 @@ def _add_point(found: Figures, series: str, point: ChartPoint) -> None:
     for name, value in (("rate", point.rate), ("errors", point.errors), ("p50", point.p50_s), ("p99", point.p99_s)):
         if not math.isnan(value):
             found[f"{series}/{name}"] = _rounded(value)
+
+
+def _changes(before: Figures, now: Figures) -> dict[str, float | None]:
+    """Returns the figures that changed; `None` = gone."""
+    changed: dict[str, float | None] = {name: value for name, value in now.items() if before.get(name) != value}
+    return changed | dict.fromkeys(before.keys() - now.keys())
 
 
 def _rounded(value: float) -> float:

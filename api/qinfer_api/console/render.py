@@ -1,4 +1,4 @@
-"""Fills templates: the environment of Jinja2, the formats of figures, and the headers of every page.
+"""Fills templates: the environment of Jinja2, and the formats of figures.
 
 Templates escape all values. The pages load scripts, styles and images from the gateway only, and have none inline, so
 that a name with markup in it stays text even if a template forgets to escape it.
@@ -21,16 +21,6 @@ import qinfer
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
-
-HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; worker-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "x-frame-options": "DENY",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-store",
-}
 
 UNKNOWN = "\u2013"
 """A dash, for a figure that is not known."""
@@ -75,7 +65,7 @@ class Templates:
         is_part = "hx-request" in request.headers
         text = self._environment.get_template(name).render({**values, "is_part": is_part})
         # A reloaded or restored page must not be a part: the two differ by a header.
-        return HTMLResponse(text, status, headers={**HEADERS, "vary": "hx-request"})
+        return HTMLResponse(text, status, headers={"vary": "hx-request"})
 
 
 def seconds(value: float | None) -> str:

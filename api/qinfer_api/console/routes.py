@@ -5,12 +5,17 @@ Static files need no sign-in; all else does. Addresses in pages are relative, so
 """
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from qinfer.core.retry import OutageLog
 from qinfer.models.store import ControlStore
 from qinfer_api.auth import Auth
 from qinfer_api.console.access import Access
@@ -26,7 +31,22 @@ from qinfer_api.rest.services import Services
 if TYPE_CHECKING:
     from qinfer_api.console.site import Site
 
+logger = logging.getLogger(__name__)
+
 PATH = "/console"
+AGAIN_S = 1.0
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; worker-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+"""The headers of every answer, also of errors, unless it has its own."""
+
 _NO_JINJA = "the console needs Jinja2: `pip install jinja2`, then open this page again"
 
 
@@ -57,6 +77,21 @@ class Console:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a page, a file or the stream; 404 with the reason where the console is off."""
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, send_guarded)
+        except HTTPException as error:  # no page has this path or method
+            answer = PlainTextResponse(error.detail, error.status_code, error.headers)
+            await answer(scope, receive, send_guarded)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._parts.access.why_off:
             await PlainTextResponse(self._parts.access.why_off, 404)(scope, receive, send)
             return
@@ -82,6 +117,16 @@ class Console:
         if self._parts.access.why_off:
             return
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._parts.history.run())
-            group.create_task(self._parts.audit.run())
-            group.create_task(self._parts.live.run())
+            for role in (self._parts.history, self._parts.audit, self._parts.live):
+                group.create_task(_kept(role.run))
+
+
+async def _kept(run: Callable[[], Awaitable[None]]) -> None:
+    """Runs a role of the console until cancelled, again after an error."""
+    outage = OutageLog(logger, "a part of the console failed")
+    while True:
+        try:
+            await run()
+        except Exception as error:  # noqa: BLE001 - the boundary: no figure, and no full Redis, may cost the gateway
+            outage.failed(type(error).__name__, error)
+        await asyncio.sleep(AGAIN_S)

@@ -17,7 +17,7 @@ from qinfer_api.console.pages.models import models_routes
 from qinfer_api.console.pages.requests import requests_routes
 from qinfer_api.console.pages.system import system_routes
 from qinfer_api.console.pages.try_it import try_it_routes
-from qinfer_api.console.render import HEADERS, STATIC, Templates
+from qinfer_api.console.render import STATIC, Templates
 from qinfer_api.console.routes import PATH, ConsoleParts
 from qinfer_api.console.visit import Pages, path_of, place_after, read_form
 from qinfer_api.rest.services import peer_of
@@ -69,8 +69,7 @@ class Site:
         path = self._static.get(request.path_params["name"])
         if path is None:
             return Response("no such file", 404)
-        headers = {"cache-control": _FOREVER, "x-content-type-options": "nosniff"}
-        return FileResponse(path, headers=headers, media_type=_KINDS[path.suffix])
+        return FileResponse(path, headers={"cache-control": _FOREVER}, media_type=_KINDS[path.suffix])
 
     async def _sign_in(self, request: Request) -> Response:
         access, problem, status = self._parts.access, "", 200
@@ -81,7 +80,7 @@ class Site:
                     check_same_site(request)
                     key = await self._field(request, "key")
                 place = place_after(request.query_params.get("to", ""))
-                response: Response = RedirectResponse(place, 303, headers={"cache-control": "no-store"})
+                response: Response = RedirectResponse(place, 303)
                 await access.sign_in(request, key.strip(), peer_of(request), response)
                 return response
             except QinferError as error:
@@ -102,16 +101,17 @@ class Site:
 
     async def _live(self, request: Request) -> Response:
         user = await self._parts.access.user(request)
-        if user is None or self._parts.live.is_full or self._parts.services.dispatcher.draining:
-            return Response(status_code=401 if user is None else 503)
+        if user is None:
+            return Response(status_code=401)
+        if self._parts.live.is_full(user.context.tenant) or self._parts.services.dispatcher.draining:
+            return Response(status_code=503)
         access, dispatcher = self._parts.access, self._parts.services.dispatcher
 
         def is_valid() -> bool:
             return access.is_valid(user) and not dispatcher.draining
 
-        events = self._parts.live.events(is_valid, sees_all=user.is_admin)
-        headers = {**HEADERS, "x-accel-buffering": "no"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        events = self._parts.live.events(is_valid, user.context.tenant, sees_all=user.is_admin)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def _history(self, request: Request) -> Response:
         """Returns the columns of a chart: instants, then the figures of a series."""
@@ -119,7 +119,7 @@ class Site:
             return Response(status_code=401)
         points = await self._parts.history.points(request.query_params.get("of", ""))
         columns = {name: [getattr(point, name) for point in points] for name in ChartPoint._fields}
-        return Response(_json(columns), media_type="application/json", headers=HEADERS)
+        return Response(_json(columns), media_type="application/json")
 
 
 def _json(columns: dict[str, list[float]]) -> bytes:

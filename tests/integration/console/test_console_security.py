@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +19,8 @@ from qinfer.core.settings import Settings
 from qinfer.queue.entries import Lane
 from qinfer.tensors import from_numpy
 from qinfer_api.auth import Auth
-from qinfer_api.console.access import COOKIE, Access
+from qinfer_api.console import access as console_access
+from qinfer_api.console.access import COOKIE, Access, ConsoleUser
 from tests.e2e.console.scene import put
 from tests.integration.console.test_console_pages import PAGES, token_of
 from tests.support.gateway import Running, declare_more, running_gateway, settings_of
@@ -217,6 +219,21 @@ def _request(session: str) -> Any:
     return Request({"type": "http", "method": "GET", "path": "/", "headers": [(b"cookie", cookie)]})
 
 
+async def test_a_key_has_few_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one ends."""
+    monkeypatch.setattr(console_access, "MOST_SESSIONS", 2)
+    async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
+        client.follow_redirects = False
+        sessions = []
+        for name in ("root", "acme", "root", "root"):
+            await client.post("sign-in", data={"key": keys[name]})
+            sessions.append(client.cookies[COOKIE])
+        access = running.gateway._console._parts.access
+        users = [await access.user(_request(session)) for session in sessions]
+
+        assert [user.name if user else "" for user in users] == ["", "acme", "root", "root"]
+
+
 async def test_signing_out_ends_the_session(tmp_path: Path) -> None:
     async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
         page = await client.post("sign-in", data={"key": keys["root"]})
@@ -226,6 +243,63 @@ async def test_signing_out_ends_the_session(tmp_path: Path) -> None:
         client.cookies.set(COOKIE, session)
 
         assert "API key" in (await client.get("models")).text
+
+
+async def test_every_answer_forbids_frames(tmp_path: Path) -> None:
+    """Also files, errors, redirections, and what is refused."""
+    async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
+        client.follow_redirects = False
+        pages = ("", "models", "sign-in", "static/console.js", "static/nothing", "nothing", "live", "history")
+        replies = [await client.get(page) for page in pages]
+        replies.append(await client.post("sign-in", data={"key": keys["root"]}))
+        replies.append(await client.post("models"))
+
+        assert {reply.status_code for reply in replies} == {200, 303, 401, 404, 405}
+        for reply in replies:
+            assert "frame-ancestors 'none'" in reply.headers["content-security-policy"], reply.url
+            assert reply.headers["x-frame-options"] == "DENY"
+            assert reply.headers["x-content-type-options"] == "nosniff"
+        kept = [reply for reply in replies if reply.headers["cache-control"] != "no-store"]
+        assert [reply.url.path for reply in kept] == ["/console/static/console.js"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "http://OWN"}, 303),
+        ({"origin": "http://gpu.example", "x-forwarded-host": "gpu.example"}, 303),
+        ({"origin": "http://gpu.example:8080", "x-forwarded-host": "gpu.example"}, 303),
+        ({}, 303),
+    ],
+)
+async def test_another_site_signs_nobody_in(tmp_path: Path, headers: dict[str, str], status: int) -> None:
+    """Over plain HTTP too, where browsers send no Fetch Metadata."""
+    async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
+        own = running.url.partition("://")[2]
+        sent = {name: value.replace("OWN", own) for name, value in headers.items()}
+        client.follow_redirects = False
+
+        reply = await client.post("sign-in", data={"key": keys["root"]}, headers=sent)
+
+        assert reply.status_code == status
+        assert (COOKIE in client.cookies) == (status == 303)
+
+
+async def test_a_stream_ends_where_its_key_allows_less(tmp_path: Path) -> None:
+    async with with_keys(tmp_path) as (running, _, file):
+        auth = Auth(read_keys(file))
+        access = Access(settings_of(auth={"mode": "keys", "keys_file": str(file)}), auth, running.delivery.router)
+        (root,) = [one for one in auth.holders() if one.key_id == "root"]
+        context = auth.holder(root.sha256)
+        assert context is not None
+        user = ConsoleUser(context, "", is_anyone=False)
+
+        assert access.is_valid(user)
+        auth.replace_keys([msgspec.structs.replace(key, scopes=(Scope.VIEWER,)) for key in read_keys(file)])
+        assert not access.is_valid(user)
 
 
 async def test_a_key_without_a_scope_sees_and_does_less(tmp_path: Path) -> None:
