@@ -348,12 +348,8 @@ async def damage_a_sequence(chance: random.Random, store: ControlStore, key: byt
         )
     elif kind == b"stream":
         entries = await client.xrevrange(key, count=1)
-        fields = (
         of_bad = {name: value.replace(b"good-", b"bad-") for name, value in (entries[0][1] if entries else {}).items()}
         fields = of_bad or {b"s": b":n1", b"l": b"1", b"n": b"1", b"e": b"1-1", b"t": b"1"}
-            if entries
-            else {b"s": b":n1", b"l": b"1", b"n": b"1", b"e": b"1-1", b"t": b"1"}
-        )
         name = chance.choice(list(fields))
         changed = {**fields, name: chance.choice((damaged(chance, fields[name]), *NASTY, b"0", b"nan"))}
         if len(changed) > 1 and chance.random() < 0.3:

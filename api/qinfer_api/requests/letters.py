@@ -32,7 +32,7 @@ from qinfer_api.requests.listing import (
 from qinfer_api.requests.records import written
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import describe_response, errors, operation
-from qinfer_api.rest.services import OUTPUTS, Services, authorize, room_of_answer, send_json, send_outputs
+from qinfer_api.rest.services import OUTPUTS, Services, authorize_read, room_of_answer, send_json, send_outputs
 
 _NO_STATE = [one for one in LIST_QUERY if one["name"] != "state"]
 
@@ -165,7 +165,7 @@ def letter_routes(services: Services) -> APIRouter:
     @router.get("/v1/dead-letters", name="dead_letters", **_LIST)
     async def list_letters(request: Request) -> HttpResponse:
         """Lists the dead letters of the caller's tenant, with the scope `admin` all, by a filter."""
-        context, params = authorize(services, request, Scope.VIEWER), request.query_params
+        context, params = authorize_read(services, request, Scope.VIEWER), request.query_params
         limit = checked_limit(params.get("limit"))
         page = await letter_page(requests, context, filter_of(params), params.get("after", ""), limit)
         return send_json(LettersBody([_shown(letter, context) for letter in page.letters], page.next or None))
@@ -173,13 +173,13 @@ def letter_routes(services: Services) -> APIRouter:
     @router.get(one, name="dead_letter", **_SHOW)
     async def show_letter(model: str, letter_id: str, request: Request) -> HttpResponse:
         """Returns a dead letter without its tensors."""
-        context = authorize(services, request)
+        context = authorize_read(services, request)
         return send_json(_shown(await find_letter(requests, context, model, letter_id), context))
 
     @router.get(f"{one}/inputs", name="dead_letter_inputs", **_INPUTS)
     async def show_inputs(model: str, letter_id: str, request: Request) -> HttpResponse:
         """Returns the inputs of a dead letter, as `outputs`, in the form of an inference's answer."""
-        context, room = authorize(services, request), room_of_answer(services, request)
+        context, room = authorize_read(services, request), room_of_answer(services, request)
         letter = await read_letter(requests, context, model, letter_id, room)
         try:
             found = decode_request(letter.frame, letter.payload)

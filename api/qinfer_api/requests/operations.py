@@ -31,7 +31,7 @@ from qinfer_api.requests.listing import AT_ONCE, RequestFilter, checked_limit, l
 from qinfer_api.requests.records import failed_outcome, instant, made_by_server, shown_id, written
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import body, describe_response, errors, operation, query
-from qinfer_api.rest.services import Services, authorize, peer_of, read_json, send_json
+from qinfer_api.rest.services import Services, authorize_read, peer_of, read_json, send_json
 from qinfer_api.turns import SharedLimit
 
 audit = logging.getLogger(AUDIT)
@@ -399,25 +399,25 @@ def operation_routes(services: Services, operations: RequestOperations) -> APIRo
         The requests are those of the caller's tenant, with the scope `admin` of all tenants. A second operation with
         the same filter finds only what the first one has left: a dead letter that both replay becomes one request.
         """
-        context = authorize(services, request)
+        context = authorize_read(services, request)
         with administrative(context, request.method, request.scope["path"], peer_of(request)):
             return send_json(await operations.create(context, await read_json(services, request, NewOperation)), 202)
 
     @router.get("/v1/operations", name="operations", **_LIST)
     async def list_operations(request: Request) -> HttpResponse:
         """Lists the newest operations, of the caller's tenant unless it is an administrator."""
-        context, limit = authorize(services, request, Scope.VIEWER), checked_limit(request.query_params.get("limit"))
+        context, limit = authorize_read(services, request, Scope.VIEWER), checked_limit(request.query_params.get("limit"))
         return send_json(OperationsBody(await operations.newest(context, limit)))
 
     @router.get("/v1/operations/{operation_id}", name="operation", **_SHOW)
     async def show_operation(operation_id: str, request: Request) -> HttpResponse:
         """Returns an operation with its progress."""
-        return send_json(await operations.find(authorize(services, request, Scope.VIEWER), operation_id))
+        return send_json(await operations.find(authorize_read(services, request, Scope.VIEWER), operation_id))
 
     @router.delete("/v1/operations/{operation_id}", name="stop_operation", **_STOP)
     async def stop(operation_id: str, request: Request) -> HttpResponse:
         """Stops an operation after its present portion; its changes stay."""
-        context = authorize(services, request)
+        context = authorize_read(services, request)
         with administrative(context, request.method, request.scope["path"], peer_of(request)):
             return send_json(await operations.stop(context, operation_id))
 

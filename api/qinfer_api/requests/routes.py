@@ -51,6 +51,7 @@ from qinfer_api.rest.services import (
     Services,
     answers,
     authorize,
+    authorize_read,
     context_of,
     decoded_infer,
     encoded,
@@ -226,7 +227,7 @@ def list_routes(services: Services) -> APIRouter:
 
         Synchronous requests, such as those of `/v2/…/infer`, are not stored: metrics count them, and traces show them.
         """
-        context, params = authorize(services, request, Scope.VIEWER), request.query_params
+        context, params = authorize_read(services, request, Scope.VIEWER), request.query_params
         limit = checked_limit(params.get("limit"))
         found = await list_page(services.requests, context, filter_of(params), params.get("after", ""), limit)
         bodies = [shown_record(record, services.requests.now_s(), context) for record in found.records]

@@ -24,6 +24,7 @@ from qinfer.core.settings import Settings
 from qinfer.errors import DeliveryError, Forbidden, InvalidRequest, QinferError, Unauthorized
 from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.control import ModelControl
+from qinfer.queue import keys
 from qinfer.queue.entries import EntryAddress
 from qinfer.queue.values import Room
 from qinfer.tensors import Bytes
@@ -119,6 +120,13 @@ def authorize(
     """Authorizes a request's caller; `context` replaces the headers."""
     context = services.dispatcher.authorize(context or context_of(request), scope, peer_of(request))
     request.state.caller = context
+    return context
+
+
+def authorize_read(services: Services, request: Request, scope: Scope = Scope.INFER) -> CallerContext:
+    """As `authorize`, for what Redis knows: refuses at once while it is unreachable, where a read would wait for it."""
+    context = authorize(services, request, scope)
+    services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
     return context
 
 

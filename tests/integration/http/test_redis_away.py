@@ -48,8 +48,6 @@ PLACES = {
     "project": "12",
     "task": "1",
     "job_id": "01JX0000000000000000000000",
-    "letter_id": "01JX0000000000000000000000",
-    "operation_id": "01JX0000000000000000000000",
 }
 TEXTS = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}]}
 STEP = {**BODY, "parameters": {"sequence_id": 7, "sequence_start": True}}
@@ -58,6 +56,9 @@ LARGE = {"inputs": [{"name": "x", "shape": [600, 600], "datatype": "FP32", "data
 NEED_NO_REDIS = (
     "GET /v2/health/live",
     "GET /metrics",
+    "GET /ping",
+    "GET /v1/models/{model}",
+    "GET /v1/models/{model}/metadata",
     "GET /v2",
     "GET /v2/models/{model}",
     "GET /v2/models/{model}/config",
@@ -94,7 +95,7 @@ class Away:
     def __init__(self, running: Running, client: httpx.AsyncClient, bodies: dict[str, Any], request_id: str) -> None:
         self.running, self.client = running, client
         self._bodies = bodies
-        self._places = {**PLACES, "request_id": request_id}
+        self._places = {**PLACES, **dict.fromkeys(("request_id", "letter_id", "operation_id"), request_id)}
 
     async def operations(self) -> list[tuple[str, str]]:
         """Returns method and path of each."""
@@ -134,6 +135,10 @@ def bodies_of(data: Path, tasks: list[dict[str, Any]]) -> dict[str, Any]:
         "logging": {"log_verbose_level": 1},
         "setting": {"trace_level": ["TIMESTAMPS"]},
         "{endpoint}": split(),
+        "{version}": {"x": [[1, 2, 3, 4]]},
+        "operations": {"action": "cancel", "filter": {"model": "echo"}},
+        "{model}:predict": {"instances": [[1, 2, 3, 4]]},
+        "{version}:predict": {"instances": [[1, 2, 3, 4]]},
     }
 
 

@@ -168,7 +168,7 @@ def test_a_converter_that_fails_is_said_and_costs_the_speed_only(
     (broken / "__init__.py").touch()
     (broken / "float16.py").write_text("def convert_float_to_float16(*a, **k): raise TypeError('no such field')")
     monkeypatch.setenv("PYTHONPATH", str(broken.parent))
-    parameters.use_model_variables({"PYTHONPATH": str(broken.parent)})
+    monkeypatch.setattr(parameters, "_model_variables", {"PYTHONPATH": str(broken.parent)})
     version_dir = write(tmp_path / "m" / "1")
     exact = answer(OnnxBackend(), spec("onnxruntime", *PORTS), version_dir)
 
