@@ -95,7 +95,8 @@ class Scene:
     @contextmanager
     def without_workers(self) -> Iterator[None]:
         """Stops the inference worker; what is submitted is planned meanwhile, and waits."""
-        children = psutil.Process(self.stack.pid).children(recursive=True)
+        found = psutil.Process(self.stack.pid).children(recursive=True)
+        children = [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
         workers = [child.pid for child in children if "qinfer_workers.inference" in child.cmdline()]
         assert workers
         for pid in workers:

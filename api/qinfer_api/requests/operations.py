@@ -406,7 +406,8 @@ def operation_routes(services: Services, operations: RequestOperations) -> APIRo
     @router.get("/v1/operations", name="operations", **_LIST)
     async def list_operations(request: Request) -> HttpResponse:
         """Lists the newest operations, of the caller's tenant unless it is an administrator."""
-        context, limit = authorize_read(services, request, Scope.VIEWER), checked_limit(request.query_params.get("limit"))
+        context = authorize_read(services, request, Scope.VIEWER)
+        limit = checked_limit(request.query_params.get("limit"))
         return send_json(OperationsBody(await operations.newest(context, limit)))
 
     @router.get("/v1/operations/{operation_id}", name="operation", **_SHOW)

@@ -21,7 +21,7 @@ from tests.support.framework_scene import asked, framework_served, load
 from tests.support.python_models import ECHO, write_model
 from tests.support.served_models import ServedModels
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 LIMIT_S = 3
 CALLERS = 4
