@@ -195,14 +195,9 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
 
 def _calls(client: "GatewayClient", model: str, given: Mapping[str, Any]) -> list[RepeatedCall]:
     """Returns the calls that the load repeats, at least one."""
-    from qinfer.cli.client import fill, random, read_inputs
-    from qinfer.cli.request_data import read_requests
+    from qinfer.cli.request_data import requests_of
 
-    wanted = client.metadata(model, given["version"]).inputs
-    if given["data"] is not None:
-        each = read_requests(given["data"], wanted)
-    else:
-        each = [read_inputs(given["inputs"], wanted, model) if given["inputs"] else fill(wanted, random)]
+    each = requests_of(client, model, given["version"], given["inputs"], given["data"])
     return [{"model": model, "inputs": {t.name: t for t in one}, "version": given["version"]} for one in each]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qinfer.cli.client import Array, add_batch_dimension, concrete
+from qinfer.cli.client import Array, GatewayClient, add_batch_dimension, concrete, fill, random, read_inputs
 from qinfer.client import TensorMetadata
 from qinfer.client.model_flows import as_array
 from qinfer.errors import InvalidRequest
@@ -23,6 +23,20 @@ from qinfer.tensors import Tensor, from_numpy, numpy_dtype
 MOST = 10_000
 """Further requests of a file are not read."""
 MOST_BYTES = 512 * 2**20
+
+
+def requests_of(
+    client: GatewayClient, model: str, version: int, inputs: Sequence[str] | None, data: Path | None
+) -> list[list[Tensor]]:
+    """Returns the inputs of requests: of a file, of `--input` options, or one of random data.
+
+    Raises:
+        InvalidRequest: As `read_requests` and `read_inputs`.
+    """
+    wanted = client.metadata(model, version).inputs
+    if data is not None:
+        return read_requests(data, wanted)
+    return [read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)]
 
 
 def read_requests(path: Path, inputs: Sequence[TensorMetadata]) -> list[list[Tensor]]:

@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from qinfer.cli.analyze.search import Search, Wanted
     from qinfer.cli.analyze.space import Candidate, Space
     from qinfer.cli.analyze.stack import Stack
-    from qinfer.cli.load import LoadTarget
 
 EXAMPLE = "Example: qinfer analyze digits --model-repository ./models --p99-ms 20"
 LEVELS = "1,2,4,8,16,32,64,128"
@@ -60,7 +60,7 @@ OPTIONS: Options = {
         "The measure of the best: requests/s, p99, requests/s within --deadline-ms, or --price-per-hour.",
     ),
     "p99_ms": option(float, 0.0, "The largest p99; 0 = any.", min=0),
-    "memory_mb": option(float, 0.0, "The most memory of the worker, in MiB; 0 = any.", min=0),
+    "memory_mb": option(float, 0.0, "The most memory of the server, in MiB; 0 = any.", min=0),
     "deadline_ms": option(float, 0.0, "The deadline of goodput.", min=0),
     "price_per_hour": option(float, 0.0, "The price of a core and hour, for cost.", min=0),
     "instances": _list_of_numbers("Instances; default: 1 to the number of cores."),
@@ -156,16 +156,20 @@ def _search(asked: _Asked, stack: "Stack", config: dict[str, Any], directory: Pa
     from qinfer.cli.analyze.report import Facts
     from qinfer.cli.analyze.space import configured, today_of
     from qinfer.cli.analyze.stack import config_text
+    from qinfer.cli.load import LoadTarget
+    from qinfer.client.model_flows import model_path
 
     model, goal, mode = asked.model, asked.goal, asked.mode
     space = _space(today_of(config), **asked.values)
-    targets = _targets(stack, model, asked.inputs, asked.data)
-    sent = digest(asked.data) if asked.data is not None else repr(asked.inputs)
+    bodies = _bodies(stack, model, asked.inputs, asked.data)
+    path = f"{model_path(model, 0, 'v2')}/infer"
+    targets = [LoadTarget.for_url(stack.url, path, body, json_length) for body, json_length in bodies]
+    sent = sha256(b"".join(body for body, _ in bodies)).hexdigest()
     # an ensemble's steps, too
     steps = [step["model_name"] for step in (config.get("ensemble_scheduling") or {}).get("step", ())]
     files = " ".join(digest(asked.repository / name) for name in [model, *steps] if (asked.repository / name).exists())
     following = cycle([target.request for target in targets]).__next__
-    meter = Meter(stack.client, model, targets[0], following, goal, asked.rules, stack.memory_mb)
+    meter = Meter(stack.client, model, targets[0], following, goal, asked.rules, stack.use)
     journal = Journal(directory, Subject(model, files, space, goal, mode, asked.rules, sent))
     progress = _Progress(space, search.budget_of(space, mode), len(journal.known))
     plan: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[mode](space, goal)
@@ -291,22 +295,14 @@ def _parsed(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ..
     return values
 
 
-def _targets(stack: "Stack", model: str, inputs: Sequence[str], data: Path | None) -> "list[LoadTarget]":
-    from qinfer.cli.client import fill, random, read_inputs
-    from qinfer.cli.load import LoadTarget
-    from qinfer.cli.request_data import read_requests
-    from qinfer.client.model_flows import model_path
+def _bodies(stack: "Stack", model: str, inputs: Sequence[str], data: Path | None) -> list[tuple[bytes, int | None]]:
+    """Returns the bodies of the requests, with the lengths of their JSON, once the first one was answered."""
+    from qinfer.cli.request_data import requests_of
     from qinfer.wire.kserve_client import encode_request
 
-    wanted = stack.client.metadata(model, 0).inputs
-    if data is not None:
-        each = read_requests(data, wanted)
-    else:
-        each = [read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)]
+    each = requests_of(stack.client, model, 0, inputs, data)
     stack.client.infer(model, {one.name: one for one in each[0]})
-    encoded = [encode_request(tensors, parameters={}, binary=True) for tensors in each]
-    path = f"{model_path(model, 0, 'v2')}/infer"
-    return [LoadTarget.for_url(stack.url, path, body, json_length) for body, json_length in encoded]
+    return [encode_request(tensors, parameters={}, binary=True) for tensors in each]
 
 
 def _write(directory: Path, found: "Facts", journal: Any) -> None:
@@ -331,6 +327,7 @@ def _view(found: "Facts", directory: Path) -> Any:
         "times today's": gain,
         "requests per second": f"{best.throughput.mean:,.0f}",
         "p50, p99": f"{best.p50_ms:.2f} ms, {best.p99_ms:.2f} ms",
+        **({"price of a million": f"{found.goal.per_million(best):.3g}"} if found.goal.price_per_hour else {}),
         "limit": limit_of(outcome.winner, best) or "unknown",
         "files": f"{directory}/report.html, config.pbtxt, measurements.parquet",
     }
@@ -351,6 +348,7 @@ def _as_json(found: "Facts") -> dict[str, Any]:
         "requests_per_s": round(best.throughput.mean, 1),
         "p50_ms": round(best.p50_ms, 3),
         "p99_ms": round(best.p99_ms, 3),
+        **({"price_per_million": found.goal.per_million(best)} if found.goal.price_per_hour else {}),
         "config": found.config,
     }
 

@@ -50,6 +50,7 @@ class LoadWindow(NamedTuple):
         errors: Requests that failed.
         noise: The part of the machine's time that others took, between 0 and 1.
         first_error: The text of the first error.
+        cores: Cores that the server's processes used on average.
     """
 
     requests_per_s: float
@@ -59,6 +60,7 @@ class LoadWindow(NamedTuple):
     errors: int = 0
     noise: float = 0.0
     first_error: str = ""
+    cores: float = 0.0
 
 
 class MeterRules(NamedTuple):
@@ -79,7 +81,7 @@ class Figures(NamedTuple):
     Attributes:
         windows: Its windows, in order.
         mean_batch: Rows of a mean batch.
-        memory_mb: Resident memory of the workers and their models' processes, in MiB.
+        memory_mb: Resident memory of the server's processes, in MiB; shared memory counts in each.
         batches: Rows of a batch → milliseconds of an execution.
     """
 
@@ -134,9 +136,9 @@ class Goal(NamedTuple):
     Attributes:
         objective: `throughput`, `goodput`, `p99` (its reciprocal is the score) or `cost`.
         p99_ms: The largest p99.
-        memory_mb: The most memory of the workers.
-        price_per_hour: The price of a core, for `cost`: the score is requests per unit of money.
-        cores: The cores of a server.
+        memory_mb: The most memory of the server.
+        price_per_hour: The price of a core and hour, for `cost`: the score is requests for a unit of money.
+        cores: The cores of the machine.
     """
 
     objective: Objective = "throughput"
@@ -154,14 +156,16 @@ class Goal(NamedTuple):
             return Interval(1 / slow.high, 1 / slow.mean, 1 / slow.low if slow.low else math.inf)
         of = found.goodput if self.objective == "goodput" else found.throughput
         if self.objective == "cost":
-            hours = 3600 / (self.price_per_hour * self.cores)
-            return Interval(of.low * hours, of.mean * hours, of.high * hours)
+            return interval([one.requests_per_s / self._price_per_s(one) for one in found.windows])
         return of
 
+    def per_million(self, found: Figures) -> float:
+        """Returns the price of a million requests, by the cores that they used; infinite if none was answered."""
+        rate = found.throughput.mean
+        return 1e6 * fmean([self._price_per_s(one) for one in found.windows]) / rate if rate else math.inf
 
-def per_million(goal: Goal, found: Figures) -> float:
-    """Returns the price of a million requests."""
-    return 1e6 / found.throughput.mean / 3600 * goal.price_per_hour * goal.cores if found.throughput.mean else math.inf
+    def _price_per_s(self, window: LoadWindow) -> float:
+        return self.price_per_hour / 3600 * max(window.cores, 1e-6)
 
 
 class RowTimes(NamedTuple):

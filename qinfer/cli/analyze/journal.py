@@ -37,7 +37,7 @@ class Subject(msgspec.Struct, frozen=True):
     goal: Goal
     mode: str
     rules: MeterRules
-    data: str = ""
+    sent: str = ""
 
 
 def digest(path: Path) -> str:

@@ -24,6 +24,7 @@ from qinfer.cli.load import (
     mean_batch,
     run_load,
 )
+from qinfer.observe.host import ProcessUse
 
 LEAST_WINDOWS, MOST_WINDOWS = 3, 8
 NARROW = 0.03
@@ -41,7 +42,7 @@ class Meter(NamedTuple):
         following: Returns the next request.
         goal: The objective.
         rules: How long a measurement lasts.
-        memory_mb: Returns the memory of the workers.
+        use: Returns CPU time and memory of the server.
     """
 
     client: GatewayClient
@@ -50,7 +51,7 @@ class Meter(NamedTuple):
     following: NextRequest
     goal: Goal
     rules: MeterRules
-    memory_mb: Callable[[], float]
+    use: Callable[[], ProcessUse]
 
     def measure(self, wanted: Wanted) -> Figures:
         """Loads the model and returns what was found.
@@ -58,20 +59,45 @@ class Meter(NamedTuple):
         Raises:
             KeyboardInterrupt: Ctrl-C; nothing of the measurement is kept.
         """
-        window = partial(_window, self.target, self.following, wanted.point.level, self.rules)
-        window()  # connections, arenas and caches grow
+        level = wanted.point.level
+        self._window(level)  # connections, arenas and caches grow
         before, executed = self._batches(), _executions(self.client, self.model)
         found = Figures(())
         while not _is_enough(found, wanted, self.goal):
-            found = found._replace(windows=(*found.windows, window()))
+            found = found._replace(windows=(*found.windows, self._window(level)))
         return found._replace(
             mean_batch=mean_batch(before, self._batches()) or 0.0,
-            memory_mb=self.memory_mb(),
+            memory_mb=self.use().memory_bytes / 2**20,
             batches=_times(executed, _executions(self.client, self.model)),
         )
 
     def _batches(self) -> tuple[float, float]:
         return batch_counts(self.client.metrics(), self.model)
+
+    def _window(self, level: int) -> LoadWindow:
+        for left in reversed(range(REPEATS)):
+            clock, used = _Machine.now(), self.use().cpu_s
+            report = LoadReport(level, self.rules.deadline_ms / 1000)
+            run_load(self.target, report, self.rules.window_s, Load(partial(LoadConnection, self.following)))
+            if report.interrupted:
+                raise KeyboardInterrupt
+            noise = clock.noise_until(_Machine.now())
+            if noise <= MOST_NOISE or not left:
+                return _as_window(report, noise, self.use().cpu_s - used)
+        raise AssertionError("a window is measured at least once")
+
+
+def _as_window(report: LoadReport, noise: float, cpu_s: float) -> LoadWindow:
+    return LoadWindow(
+        report.requests_per_s,
+        report.percentile_s(50) * 1000,
+        report.percentile_s(99) * 1000,
+        report.goodput_per_s,
+        report.errors,
+        noise,
+        report.first_error,
+        cpu_s / report.duration_s,
+    )
 
 
 def _is_enough(found: Figures, wanted: Wanted, goal: Goal) -> bool:
@@ -82,31 +108,6 @@ def _is_enough(found: Figures, wanted: Wanted, goal: Goal) -> bool:
     if score.mean and score.high < wanted.to_beat:
         return True
     return count >= MOST_WINDOWS or (count >= LEAST_WINDOWS and (score.half_width <= NARROW or not score.mean))
-
-
-def _window(target: LoadTarget, following: NextRequest, level: int, rules: MeterRules) -> LoadWindow:
-    for left in reversed(range(REPEATS)):
-        clock = _Machine.now()
-        report = LoadReport(level, rules.deadline_ms / 1000)
-        run_load(target, report, rules.window_s, Load(partial(LoadConnection, following)))
-        if report.interrupted:
-            raise KeyboardInterrupt
-        noise = clock.noise_until(_Machine.now())
-        if noise <= MOST_NOISE or not left:
-            return _as_window(report, noise)
-    raise AssertionError("a window is measured at least once")
-
-
-def _as_window(report: LoadReport, noise: float) -> LoadWindow:
-    return LoadWindow(
-        report.requests_per_s,
-        report.percentile_s(50) * 1000,
-        report.percentile_s(99) * 1000,
-        report.goodput_per_s,
-        report.errors,
-        noise,
-        report.first_error,
-    )
 
 
 class _Machine(NamedTuple):

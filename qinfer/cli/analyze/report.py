@@ -131,7 +131,7 @@ def _row(point: Point, found: Figures, facts: Facts) -> tuple[str, ...]:
         one.backend,
         f"{point.level}",
         f"{found.throughput.mean:,.0f}",
-        "" if math.isinf(width) else f"{width:.1%}",
+        "" if math.isinf(width) else f"{width:.0%}",
         f"{found.p50_ms:.3g}",
         f"{found.p99_ms:.3g}",
         f"{found.mean_batch:.1f}",

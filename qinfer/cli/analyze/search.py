@@ -1,4 +1,4 @@
-"""Which point is measured next: searches are generators that yield what they want and are sent what was found; pure.
+"""Searches choose the point that is measured next: generators that yield what they want and are sent what was found.
 
     wanted = next(search)
     while True:
@@ -11,7 +11,7 @@ A search asks in the same order if it gets the same figures, so that a command t
     optuna    tree-structured Parzen estimators (`pip install optuna`)
 
 Each ends with *finals*: the best candidates and the present configuration are measured again by turns, so that a slow
-minute of the machine hits all of them.
+minute of the machine hits all of them. Pure.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence

@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 
 from qinfer.errors import InvalidRequest
 
-INSTANCES, BATCH, DELAY, THREADS, BACKEND = "instances", "max_batch_size", "delay_ms", "threads", "backend"
-
 THREAD_PARAMETERS = {
     "onnxruntime": "intra_op_thread_count",
     "openvino": "INFERENCE_NUM_THREADS",
     "pytorch": "INTRA_OP_THREAD_COUNT",
 }
 """Backend → the parameter with the threads of an instance."""
-
-Value = int | float | str
 
 
 class Candidate(NamedTuple):

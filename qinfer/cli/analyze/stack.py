@@ -1,7 +1,6 @@
 """A private server on which configurations are tried: `qinfer up` in a directory of its own, on free ports."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,10 +15,10 @@ from qinfer.cli.client import GatewayClient
 from qinfer.cli.console import CommandFailed
 from qinfer.cli.local.machine import read_run
 from qinfer.errors import QinferError
+from qinfer.observe.host import ProcessUse, read_use
 
 START_S = 120.0
 STOP_S = 20.0
-WORKER = b"qinfer_workers.inference"
 _LOG = "up.log"
 
 
@@ -44,9 +43,9 @@ class Stack:
         if self._process.poll() is not None:
             raise CommandFailed(f"the private server has ended; the same command goes on:\n{_end_of(self._log)}")
 
-    def memory_mb(self) -> float:
-        """Returns the memory of the workers and of their models' processes (PSS), in MiB."""
-        return sum(map(_pss, _workers(self._process.pid))) / 1024
+    def use(self) -> ProcessUse:
+        """Returns CPU time and memory of the server's processes."""
+        return read_use(pid=self._process.pid) or ProcessUse(0.0, 0)
 
 
 @contextmanager
@@ -101,37 +100,6 @@ def _started(process: "subprocess.Popen[bytes]", home: Path, log: Path, models: 
 
 def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-
-
-def _workers(up: int) -> list[int]:
-    """Returns the worker processes below `qinfer up`, and all processes below these."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with suppress(OSError):
-                # the name may have spaces
-                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry))
-
-    def below(pid: int) -> list[int]:
-        return [pid, *(each for child in children.get(pid, ()) for each in below(child))]
-
-    roots = [pid for pid in below(up) if WORKER in _command(pid)]
-    return sorted({pid for root in roots for pid in below(root)})
-
-
-def _command(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def _pss(pid: int) -> int:
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1])
-    return 0
 
 
 def config_text(config: Mapping[str, Any]) -> str:

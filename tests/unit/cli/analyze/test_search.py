@@ -181,3 +181,13 @@ def test_a_failed_request_refuses_a_point() -> None:
     board.figures[point] = Figures((LoadWindow(1000.0, 1.0, 2.0, 1000.0, errors=1),))
     assert board.score(point).mean == 0.0
     assert not math.isnan(board.score(point).half_width)
+
+
+def test_a_configuration_that_uses_fewer_cores_costs_less() -> None:
+    """The price is that of the cores in use, not of all that there are."""
+    goal = Goal("cost", price_per_hour=0.36, cores=8)
+    busy = Figures((LoadWindow(2000.0, 1.0, 2.0, 2000.0, cores=4.0),) * 3)
+    thrifty = Figures((LoadWindow(1500.0, 1.0, 2.0, 1500.0, cores=1.0),) * 3)
+
+    assert goal.score(thrifty).mean > goal.score(busy).mean
+    assert goal.per_million(busy) == pytest.approx(1e6 / 2000 * 4 * 0.36 / 3600)
