@@ -86,6 +86,7 @@ class Access:
         if self._auth is None:
             return ConsoleUser(ANONYMOUS, _token(session), is_anyone=True)
         key = keys.console_session(_hashed(session)).encode()
+        self._router.check_up(keys.slot(key))
         found = await self._router.call(keys.slot(key), b"GETEX", key, b"PX", self._ttl_ms)
         context = None if found is None else self._auth.holder(found.decode())
         return None if context is None else ConsoleUser(context, _token(session), is_anyone=False)
@@ -114,6 +115,7 @@ class Access:
     async def _open(self, session: str, holder: str) -> None:
         """Stores a session, and ends the key's oldest ones beyond `MOST_SESSIONS`."""
         name, known = keys.console_session(session).encode(), keys.console_sessions(holder).encode()
+        self._router.check_up(keys.slot(name))
         call = partial(self._router.call, keys.slot(name))
         await asyncio.gather(  # in one write
             call(b"SET", name, holder.encode(), b"PX", self._ttl_ms),

@@ -18,6 +18,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
+from qinfer.queue import keys
 from qinfer.queue.lanes import Queue
 from qinfer.scaling.work import VersionWork, read_work
 from qinfer_api.console.history import SLOT_S, TOTAL, ChartPoint, CountHistory, HistorySlot, Work, point_of, series_of
@@ -153,6 +154,7 @@ class Live:
             self._ticked.notify_all()
 
     async def _read(self) -> ConsoleState:
+        self._queue.router.check_up(keys.slot(keys.job_places()))
         async with asyncio.timeout(TICK_S * 2):
             work, jobs, (number, slot), letters = await asyncio.gather(
                 self._read_work(),

@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from qinfer.core.retry import OutageLog
+from qinfer.errors import QinferError
 from qinfer.models.store import ControlStore
 from qinfer_api.auth import Auth
 from qinfer_api.console.access import Access
@@ -27,6 +28,7 @@ from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.service import Labeling
 from qinfer_api.requests.operations import RequestOperations
 from qinfer_api.rest.services import Services
+from qinfer_api.status import http_status
 
 if TYPE_CHECKING:
     from qinfer_api.console.site import Site
@@ -89,6 +91,9 @@ class Console:
             await self._serve(scope, receive, send_guarded)
         except HTTPException as error:  # no page has this path or method
             answer = PlainTextResponse(error.detail, error.status_code, error.headers)
+            await answer(scope, receive, send_guarded)
+        except QinferError as error:  # the session can't be read
+            answer = PlainTextResponse(error.message, http_status(error.code, v1=True))
             await answer(scope, receive, send_guarded)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,7 +20,7 @@ from qinfer_api.console.pages.try_it import try_it_routes
 from qinfer_api.console.render import STATIC, Templates
 from qinfer_api.console.routes import PATH, ConsoleParts
 from qinfer_api.console.visit import Pages, path_of, place_after, read_form
-from qinfer_api.rest.services import peer_of
+from qinfer_api.rest.services import check_up, peer_of
 from qinfer_api.status import http_status
 
 PAGES = (
@@ -117,13 +117,14 @@ class Site:
         """Returns the columns of a chart: instants, then the figures of a series."""
         if await self._parts.access.user(request) is None:
             return Response(status_code=401)
+        check_up(self._parts.services)
         points = await self._parts.history.points(request.query_params.get("of", ""))
         columns = {name: [getattr(point, name) for point in points] for name in ChartPoint._fields}
         return Response(_json(columns), media_type="application/json")
 
 
 def _json(columns: dict[str, list[float]]) -> bytes:
-    """Encodes columns NaN becomes `null`."""
+    """Encodes columns; NaN becomes `null`."""
     return msgspec.json.encode(
         {name: [round(value, 0 if name == "at_s" else 6) for value in column] for name, column in columns.items()}
     )

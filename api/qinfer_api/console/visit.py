@@ -22,7 +22,7 @@ from qinfer_api.auth import CallerContext, administrative
 from qinfer_api.console.access import TOKEN_FIELD, ConsoleUser, check_same_site
 from qinfer_api.console.render import Templates, depth_root
 from qinfer_api.console.routes import ConsoleParts
-from qinfer_api.rest.services import Services, off_loop, peer_of, received, room_of_answer
+from qinfer_api.rest.services import Services, check_up, off_loop, peer_of, received, room_of_answer
 from qinfer_api.status import http_status
 
 MAX_FORM_BYTES = 16 * 2**20
@@ -141,8 +141,13 @@ class Pages:
         handler: PageHandler,
         scope: Scope = Scope.INFER,
         acts: PageActs = NO_ACTS,
+        *,
+        needs_redis: bool = True,
     ) -> Route:
-        """Returns the route of a page, with the acts of its forms and the scope that each needs."""
+        """Returns the route of a page, with the acts of its forms and the scope that each needs.
+
+        A page that `needs_redis` is refused at once while Redis is unreachable.
+        """
 
         async def serve(request: Request) -> Response:
             user = await self._parts.access.user(request)
@@ -152,6 +157,8 @@ class Pages:
             visit = Visit(parts=self._parts, templates=self._templates, request=request, user=user)
             try:
                 user.need(scope)
+                if needs_redis:
+                    check_up(self._parts.services)
                 if request.method == "POST":
                     await self._act(visit, acts)
                     if visit.go_to:

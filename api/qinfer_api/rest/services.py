@@ -124,10 +124,15 @@ def authorize(
 
 
 def authorize_read(services: Services, request: Request, scope: Scope = Scope.INFER) -> CallerContext:
-    """As `authorize`, for what Redis knows: refuses at once while it is unreachable, where a read would wait for it."""
+    """Authorizes a request's caller, and refuses at once while Redis is unreachable."""
     context = authorize(services, request, scope)
-    services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
+    check_up(services)
     return context
+
+
+def check_up(services: Services) -> None:
+    """Raises `BrokerUnavailable` while Redis is unreachable, where a read would wait for it."""
+    services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
 
 
 def recheck(services: Services, request: Request) -> None:

@@ -16,6 +16,7 @@ import pytest
 from qinfer.core.api_keys import Scope, add_key, read_keys
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import Settings
+from qinfer.errors import BrokerUnavailable
 from qinfer.queue.entries import Lane
 from qinfer.tensors import from_numpy
 from qinfer_api.auth import Auth
@@ -243,6 +244,22 @@ async def test_signing_out_ends_the_session(tmp_path: Path) -> None:
         client.cookies.set(COOKIE, session)
 
         assert "API key" in (await client.get("models")).text
+
+
+async def test_a_session_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_down(_: int) -> None:
+        raise BrokerUnavailable("down")
+
+    async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
+        await client.post("sign-in", data={"key": keys["root"]})
+        monkeypatch.setattr(running.gateway._delivery.router, "check_up", is_down)
+
+        replies = [await client.get(page) for page in ("", "history", "live")]
+        replies.append(await client.post("sign-in", data={"key": keys["root"]}))
+
+    assert [reply.status_code for reply in replies] == [503] * 4
+    assert {reply.headers["x-frame-options"] for reply in replies} == {"DENY"}
+    assert "down" in replies[-1].text
 
 
 async def test_every_answer_forbids_frames(tmp_path: Path) -> None:

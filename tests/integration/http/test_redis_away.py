@@ -29,6 +29,7 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import CachedResponses
 from qinfer.testing import eventually
+from tests.integration.console.test_console_pages import PAGES, token_of
 from tests.integration.labeling.test_label_studio_push import event, settings_for
 from tests.support.endpoints import BODY, declare, split
 from tests.support.gateway import Running, running_gateway
@@ -95,7 +96,7 @@ class Away:
     def __init__(self, running: Running, client: httpx.AsyncClient, bodies: dict[str, Any], request_id: str) -> None:
         self.running, self.client = running, client
         self._bodies = bodies
-        self._places = {**PLACES, **dict.fromkeys(("request_id", "letter_id", "operation_id"), request_id)}
+        self.places = {**PLACES, **dict.fromkeys(("request_id", "letter_id", "operation_id"), request_id)}
 
     async def operations(self) -> list[tuple[str, str]]:
         """Returns method and path of each."""
@@ -115,7 +116,7 @@ class Away:
             body = {"x": [1, 2, 3, 4]} if last.startswith("generate") else BODY
         model = "text" if "label-studio" in path else model
         model = "stuck" if "{request_id}" in path else model
-        target = path.format(model=model, **self._places)
+        target = path.format(model=model, **self.places)
         try:
             reply = await self.client.request(method, target, json=body or self._bodies.get(last), headers=headers)
         except httpx.TimeoutException:
@@ -207,6 +208,24 @@ async def test_each_kind_of_request_is_refused_at_once(away: Away) -> None:
     found = [await away.call("POST", route, model, body, **headers) for model, route, body, headers in KINDS]
 
     assert [kind[:2] for kind, status in zip(KINDS, found, strict=True) if status != "503 later"] == []
+
+
+async def test_pages_of_the_console_are_refused_at_once(away: Away) -> None:
+    """Other pages show what the gateway has seen last."""
+    request_id = away.places["request_id"]
+    browser = httpx.AsyncClient(base_url=f"{away.running.url}/console/", timeout=HANGS_S, follow_redirects=True)
+    async with browser:
+        overview = await browser.get("")
+        pages = [*PAGES, "history", "jobs/x", f"requests/{request_id}", f"operations/{request_id}", "letters/echo/1-0"]
+        found = dict(zip(pages, await asyncio.gather(*map(browser.get, pages)), strict=True))
+        form = {"csrf": token_of((await browser.get("try/echo")).text), "do": "run", "in:x": "1, 2, 3, 4"}
+        acted = [await browser.post(page, data=form) for page in ("try/echo", "jobs/x", "letters?model=echo")]
+
+    assert "Redis does not answer" in overview.text
+    shown = {page for page, reply in found.items() if reply.status_code == 200}
+    assert shown == {"", "try", "try/echo", "tenants"}
+    assert {reply.status_code for page, reply in found.items() if page not in shown} == {503}
+    assert [reply.status_code for reply in acted] == [503] * 3
 
 
 def message(method: Any) -> Any:

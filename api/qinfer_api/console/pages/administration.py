@@ -41,7 +41,7 @@ def administration_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     return [
         pages.route("/labeling", labeling),
-        pages.route("/tenants", tenants, Scope.ADMIN),
+        pages.route("/tenants", tenants, Scope.ADMIN, needs_redis=False),
         pages.route("/audit", audit, Scope.ADMIN),
     ]
 

@@ -33,7 +33,7 @@ class Change(NamedTuple):
 def system_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     return [
-        pages.route("/", overview, Scope.VIEWER),
+        pages.route("/", overview, Scope.VIEWER, needs_redis=False),
         pages.route("/workers", workers, Scope.VIEWER),
         pages.route("/queues", queues, Scope.VIEWER),
         pages.route("/sequences", sequences, Scope.VIEWER),
@@ -61,7 +61,7 @@ async def overview(visit: Visit) -> Response:
         gpus=[gpu for worker in live for gpu in worker.gpus],
         ready=sum(catalog.readiness().values()),
         versions=len(catalog.readiness()),
-        changes=await _changes(visit, state, live),
+        changes=await _changes(visit, state, live) if state.is_store_up else [],
     )
 
 

@@ -65,8 +65,8 @@ class Answer(NamedTuple):
 def try_it_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     return [
-        pages.route("/try", choose),
-        pages.route("/try/{model}", form, acts={"run": (_run_model, Scope.INFER)}),
+        pages.route("/try", choose, needs_redis=False),
+        pages.route("/try/{model}", form, acts={"run": (_run_model, Scope.INFER)}, needs_redis=False),
     ]
 
 
