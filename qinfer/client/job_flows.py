@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypedDict
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 from uuid import uuid4
 
 import httpx
 import msgspec
 
 from qinfer.client.flows import header_value
-from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object
+from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object, pages
 from qinfer.core.retry import Backoff
 from qinfer.errors import DeadlineExceeded, InputMissing, InvalidRequest, JobFailed, JobNotFound, QinferError
 from qinfer.wire.bodies import JobEstimate, JobLogLine
@@ -30,7 +30,6 @@ OnMissing = Callable[[str, float], object]
 
 INPUT_POLLS_S = (1.0, 5.0)
 POLLS_S = (0.1, 2.0)
-PAGE = 500
 LEAST_POLL_S = 1.0
 WAIT_RETRIES = 8
 
@@ -279,20 +278,14 @@ def newest_jobs(policy: Policy, limit: int, filters: JobFilters) -> Flow[list[Jo
     """Returns the newest jobs, page by page."""
     if unknown := sorted(filters.keys() - JobFilters.__annotations__.keys()):
         raise InvalidRequest(f"jobs can't be listed by '{unknown[0]}'; by {', '.join(JobFilters.__annotations__)}")
-    wanted = [(name, filters.get(name, "")) for name in ("state", "model")]
-    wanted.append(("output", as_url(filters.get("output", ""))))
-    wanted += [("metadata", f"{name}={text}") for name, text in filters.get("metadata", {}).items()]
-    found: list[JobStatus] = []
-    after = ""
-    while len(found) < limit:
-        query = [("limit", min(limit - len(found), PAGE)), *wanted, ("after", after)]
-        path = f"/v1/jobs?{urlencode([(name, value) for name, value in query if value])}"
-        fields = json_object(policy, (yield from call(policy, Send("GET", path, {}))))
-        found += [_status_of(policy, entry) for entry in fields.get("jobs", ())]
-        after = str(fields.get("next") or "")
-        if not after:
-            break
-    return found
+    wanted = {
+        "state": filters.get("state", ""),
+        "model": filters.get("model", ""),
+        "output": as_url(filters.get("output", "")),
+        "metadata": [f"{name}={text}" for name, text in filters.get("metadata", {}).items()],
+    }
+    query = {name: value for name, value in wanted.items() if value}
+    return [_status_of(policy, entry) for entry in (yield from pages(policy, "/v1/jobs", "jobs", query, limit))]
 
 
 def change_job(policy: Policy, job_id: str, what: str, **changes: float | None) -> Flow[JobStatus]:

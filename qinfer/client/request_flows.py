@@ -1,17 +1,26 @@
 """The client's calls about many stored requests as flows (`qinfer.client.steps`), without I/O."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
-from urllib.parse import urlencode
 
 from qinfer.client.flows import status_of
 from qinfer.client.results import RequestHandle, RequestStatus, path_part
-from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object
+from qinfer.client.steps import (
+    JSON,
+    Flow,
+    Pause,
+    Policy,
+    Send,
+    call,
+    converted,
+    encode_json,
+    json_object,
+    objects,
+    pages,
+)
 from qinfer.core.retry import Backoff
 from qinfer.errors import InvalidRequest, RequestNotFound
-
-PAGE = 500
 
 _OPERATIONS = "/v1/operations"
 _POLLS_S = (0.1, 2.0)
@@ -55,22 +64,14 @@ def given_filters(filters: RequestFilters) -> dict[str, Any]:
 
 def requests(policy: Policy, limit: int, filters: RequestFilters) -> Flow[list[RequestStatus]]:
     """Returns stored requests, page by page."""
-    given, found, after = given_filters(filters), list[RequestStatus](), ""
-    while len(found) < limit:
-        query = given | {"limit": min(limit - len(found), PAGE)} | ({"after": after} if after else {})
-        reply = yield from call(policy, Send("GET", f"/v1/requests?{urlencode(query, doseq=True)}", {}))
-        fields = json_object(policy, reply)
-        found += [status_of(entry, "") for entry in _objects(fields, "requests")]
-        after = str(fields.get("next") or "")
-        if not after:
-            break
-    return found
+    found = yield from pages(policy, "/v1/requests", "requests", given_filters(filters), limit)
+    return [status_of(entry, "") for entry in found]
 
 
 def timeline(policy: Policy, handle: RequestHandle) -> Flow[list[dict[str, Any]]]:
     """Returns the steps of a request."""
     reply = yield from call(policy, Send("GET", f"{handle.url}/timeline", {}), not_found=RequestNotFound)
-    return [dict(event) for event in _objects(json_object(policy, reply), "events")]
+    return objects(json_object(policy, reply), "events")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +115,17 @@ def operate(
         reply = yield from call(policy, send, not_found=RequestNotFound)
         status = _operation(policy, json_object(policy, reply))
         observe(status)
-        if status.state != "running" or policy.clock.monotonic_s() >= ends_s:
+        left_s = ends_s - policy.clock.monotonic_s()
+        if status.state != "running" or left_s <= 0:
             return status
-        yield Pause(pauses.next_s())
+        yield Pause(min(pauses.next_s(), left_s))
         send = Send("GET", f"{_OPERATIONS}/{path_part('the operation', status.id)}", {})
 
 
 def operations(policy: Policy, limit: int) -> Flow[list[OperationStatus]]:
     """Returns the newest operations."""
     reply = yield from call(policy, Send("GET", f"{_OPERATIONS}?limit={limit}", {}))
-    return [_operation(policy, one) for one in _objects(json_object(policy, reply), "operations")]
+    return [_operation(policy, one) for one in objects(json_object(policy, reply), "operations")]
 
 
 def stop_operation(policy: Policy, operation_id: str) -> Flow[OperationStatus]:
@@ -134,8 +136,3 @@ def stop_operation(policy: Policy, operation_id: str) -> Flow[OperationStatus]:
 
 def _operation(policy: Policy, fields: Mapping[str, Any]) -> OperationStatus:
     return converted(policy, {**fields, "fields": fields}, OperationStatus, "operation")
-
-
-def _objects(fields: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
-    entries = fields.get(name)
-    return (entry for entry in entries if isinstance(entry, Mapping)) if isinstance(entries, list) else iter(())

@@ -10,6 +10,7 @@ import random
 import ssl
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import urlencode
 
 import httpx
 import msgspec
@@ -20,6 +21,9 @@ from qinfer.core.retry import RetryBudget, pause_s
 from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, SequenceLost, Unreachable
 
 T = TypeVar("T")
+
+PAGE = 500
+"""The most entries of a list's page."""
 
 _GROUPS = (errors.RequestError, errors.Overloaded, errors.ModelError, errors.DeliveryError, errors.ResultError)
 """Replies do not name these classes, whose code belongs to others."""
@@ -391,6 +395,26 @@ def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
         return msgspec.json.decode(reply.content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise Unreachable(f"the server at {policy.url} sent no JSON object; is it a gateway?") from None
+
+
+def objects(fields: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the objects of a list in a reply."""
+    entries = fields.get(name)
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def pages(policy: Policy, path: str, name: str, query: Mapping[str, Any], limit: int) -> Flow[list[dict[str, Any]]]:
+    """Returns up to `limit` objects of a list, page by page."""
+    found, after = list[dict[str, Any]](), ""
+    while len(found) < limit:
+        asked = {"limit": min(limit - len(found), PAGE), **query} | ({"after": after} if after else {})
+        reply = yield from call(policy, Send("GET", f"{path}?{urlencode(asked, doseq=True)}", {}))
+        fields = json_object(policy, reply)
+        found += objects(fields, name)
+        after = str(fields.get("next") or "")
+        if not after:
+            break
+    return found
 
 
 def converted(policy: Policy, value: object, kind: type[T], what: str, *, strict: bool = True) -> T:

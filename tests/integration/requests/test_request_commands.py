@@ -85,7 +85,7 @@ async def test_a_model_is_paused_and_resumed() -> None:
 
 @pytest.mark.parametrize("limit", [1, 500])
 async def test_the_client_pages_through_requests(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qinfer.client.request_flows.PAGE", limit)
+    monkeypatch.setattr("qinfer.client.steps.PAGE", limit)
     async with running_gateway() as running, AsyncClient(running.url) as client:
         handles = [await client.submit("stuck", X) for _ in range(3)]
 
