@@ -16,12 +16,15 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 from unittest import mock
 
+import httpx
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qinfer.core import api_keys
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, RepositorySettings, Settings
 from qinfer.errors import BrokerUnavailable
@@ -207,6 +210,30 @@ async def running_gateway(
                 await asyncio.wait([serving])
                 for worker in workers:
                     worker.cancel()
+
+
+class TenantScene:
+    """A gateway with keys: of two tenants, of a viewer of the first, and of an administrator; `clients` send them."""
+
+    def __init__(self, running: Running, keys: dict[str, str]) -> None:
+        self.running, self.keys = running, keys
+        self.clients = {
+            name: httpx.AsyncClient(base_url=running.url, headers={"x-api-key": key}) for name, key in keys.items()
+        }
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def opened(cls, file: Path) -> AsyncIterator[Self]:
+        """Runs the gateway until the block ends; its keys are in `file`."""
+        scopes = api_keys.Scope
+        keys = {name: api_keys.add_key(file, name, (scopes.INFER,), name)[1] for name in ("acme", "other")}
+        keys["viewer"] = api_keys.add_key(file, "acme", (scopes.VIEWER,), "viewer")[1]
+        keys["admin"] = api_keys.add_key(file, "ops", (scopes.ADMIN,), "admin")[1]
+        async with running_gateway(settings_of(auth={"mode": "keys", "keys_file": str(file)})) as running:
+            scene = cls(running, keys)
+            yield scene
+            for client in scene.clients.values():
+                await client.aclose()
 
 
 async def declare_models(store: ControlStore, delivery: Queue) -> None:

@@ -1,24 +1,23 @@
 """`/v1/operations`: changes of many requests and dead letters by a filter, by which keys, and where a gateway dies."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.messages import InferRequest
 from qinfer.errors import BrokerUnavailable
 from qinfer.observe.logs import AUDIT
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Lane, RequestState, Settlement
+from qinfer.queue.operations import Operation, OperationProgress
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
 from qinfer_api.requests import operations
 from qinfer_api.requests.records import failed_outcome
-from tests.support.gateway import Running, declare_more, running_gateway, settings_of
+from tests.support.gateway import TenantScene, declare_more
 from tests.support.requests import acceptance
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -26,18 +25,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 
 
-class Scene:
-    """A gateway with keys, and models of which each test has its own."""
+class Scene(TenantScene):
+    """A gateway with models of which each test has its own."""
 
-    def __init__(self, running: Running, keys: dict[str, str]) -> None:
-        self.running, self.keys, self._number = running, keys, 0
-        self.clients = {
-            name: httpx.AsyncClient(base_url=running.url, headers={"x-api-key": key}) for name, key in keys.items()
-        }
+    _models = 0
 
     async def model(self, *, more: str = "") -> str:
-        self._number += 1
-        name = f"own{self._number}"
+        self._models += 1
+        name = f"own{self._models}"
         await declare_more(self.running, name, is_ready=True, more=more)
         await self.running.refresh()
         return name
@@ -94,15 +89,8 @@ class Scene:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
-    file = Path(tmp_path_factory.mktemp("keys")) / "keys.json"
-    keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "other")}
-    keys["viewer"] = add_key(file, "acme", (Scope.VIEWER,), "viewer")[1]
-    keys["admin"] = add_key(file, "ops", (Scope.ADMIN,), "admin")[1]
-    async with running_gateway(settings_of(auth={"mode": "keys", "keys_file": str(file)})) as running:
-        scene = Scene(running, keys)
+    async with Scene.opened(tmp_path_factory.mktemp("keys") / "keys.json") as scene:
         yield scene
-        for client in scene.clients.values():
-            await client.aclose()
 
 
 async def test_a_dry_run_counts_and_changes_nothing(scene: Scene) -> None:
@@ -187,44 +175,42 @@ async def _never(*_: Any) -> bool:
     return False
 
 
-async def test_an_operation_goes_on_where_its_gateway_died(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def deaths(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations at whose every other portion the gateway has died, before it noted the portion."""
+    operations, found, saved = scene.running.gateway._operations._operations, list[str](), 0
+    save = operations.save
+
+    async def dies(operation: Operation, progress: OperationProgress) -> bool:
+        nonlocal saved
+        saved += 1
+        if saved % 2:
+            found.append(operation.id)
+            raise BrokerUnavailable("killed")
+        return await save(operation, progress)
+
+    monkeypatch.setattr(operations, "save", dies)
+    return found
+
+
+async def test_an_operation_goes_on_where_its_gateway_died(scene: Scene, deaths: list[str]) -> None:
     """A portion that was changed and not noted is repeated, and counts once."""
     model = await scene.model()
     await scene.accept(model, 250)
-    operations, tries = scene.running.gateway._operations, 0
-    save = operations._operations.save
-
-    async def dies(*arguments: Any) -> bool:
-        nonlocal tries
-        tries += 1
-        if tries % 2:
-            raise BrokerUnavailable("killed")
-        return await save(*arguments)
-
-    monkeypatch.setattr(operations._operations, "save", dies)
 
     found = await scene.operate("acme", "cancel", model=model)
 
-    assert (found["changed"], tries > 3) == (250, True)
+    assert (found["changed"], deaths.count(found["id"]) > 1) == (250, True)
     assert await scene.states(model) == {"cancelled": 250}
 
 
-async def test_a_dry_run_counts_exactly_where_its_gateway_died(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dry_run_counts_exactly_where_its_gateway_died(scene: Scene, deaths: list[str]) -> None:
     model = await scene.model()
     await scene.accept(model, 250)
-    operations, tries = scene.running.gateway._operations, 0
-    save = operations._operations.save
 
-    async def dies(*arguments: Any) -> bool:
-        nonlocal tries
-        tries += 1
-        if tries % 2:
-            raise BrokerUnavailable("killed")
-        return await save(*arguments)
+    found = await scene.operate("acme", "cancel", dry_run=True, model=model)
 
-    monkeypatch.setattr(operations._operations, "save", dies)
-
-    assert (await scene.operate("acme", "cancel", dry_run=True, model=model))["found"] == 250
+    assert (found["found"], deaths.count(found["id"]) > 1) == (250, True)
 
 
 async def test_replays_wait_while_half_of_a_lane_is_full(scene: Scene) -> None:

@@ -1,7 +1,6 @@
 """`GET /v1/requests` and timelines: filters, pages, and what keys of each scope and tenant see."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,11 +8,10 @@ import pytest
 import pytest_asyncio
 
 from qinfer.client import AsyncClient
-from qinfer.core.api_keys import Scope, add_key
 from qinfer.errors import Forbidden, InvalidRequest
 from qinfer.queue.requests import ListPlace
 from qinfer_api.requests import listing
-from tests.support.gateway import Running, running_gateway, settings_of
+from tests.support.gateway import TenantScene
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -21,14 +19,8 @@ BODY: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "F
 OWN_ID = "secret-of-acme"
 
 
-class Scene:
-    """A gateway with keys, and the requests that two tenants have there."""
-
-    def __init__(self, running: Running, keys: dict[str, str]) -> None:
-        self.running, self.keys = running, keys
-        self.clients = {
-            name: httpx.AsyncClient(base_url=running.url, headers={"x-api-key": key}) for name, key in keys.items()
-        }
+class Scene(TenantScene):
+    """The requests that two tenants have at a gateway."""
 
     async def submit(self, name: str, model: str, **headers: str) -> dict[str, Any]:
         reply = await self.clients[name].post(f"/v1/models/{model}/requests", json=BODY, headers=headers)
@@ -53,12 +45,7 @@ class Scene:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
-    file = Path(tmp_path_factory.mktemp("keys")) / "keys.json"
-    keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "other")}
-    keys["viewer"] = add_key(file, "acme", (Scope.VIEWER,), "viewer")[1]
-    keys["admin"] = add_key(file, "ops", (Scope.ADMIN,), "admin")[1]
-    async with running_gateway(settings_of(auth={"mode": "keys", "keys_file": str(file)})) as running:
-        scene = Scene(running, keys)
+    async with Scene.opened(tmp_path_factory.mktemp("keys") / "keys.json") as scene:
         await scene.submit("acme", "stuck")
         await scene.submit("acme", "stuck", **{"request-id": OWN_ID})
         await scene.submit("other", "stuck")
@@ -66,8 +53,6 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
             record = await scene.submit(name, model)
             await scene.get(name, record["links"]["result"], wait=20)
         yield scene
-        for client in scene.clients.values():
-            await client.aclose()
 
 
 def seen(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
