@@ -90,18 +90,6 @@ def show_request(
     show(found, lambda: _details(status, events), as_json=as_json)
 
 
-def _operate(action: str, url: str, given: "Mapping[str, Any]", *, as_json: bool) -> None:
-    """Starts an operation, and shows its progress on stderr until it ends."""
-    dry_run, wait = given["dry_run"], given["wait"]
-    if action in ("purge", "discard") and not (given["yes"] or dry_run):
-        raise InvalidRequest(f"{action} can't be undone; look with --dry-run, then add --yes")
-    filters = read_filters({name: value for name, value in given.items() if name in FILTER_OPTIONS})
-    with gateway_client(url) as client:
-        wait_s = math.inf if wait else 0.0
-        status = client.operate(action, dry_run=dry_run, wait_s=wait_s, on_status=_progress(), **filters)
-    show(dict(status.fields), lambda: _operations([status]), as_json=as_json)
-
-
 def _progress() -> "Callable[[OperationStatus], None]":
     said = ""
 
@@ -125,32 +113,38 @@ OPERATION_OPTIONS: Options = {
 }
 
 
-@app.command("cancel", epilog="Example: qinfer requests cancel --model digits --older-than 3600 --dry-run")
-@with_options(OPERATION_OPTIONS)
-def cancel_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
-    """Cancel unfinished requests of a model."""
-    _operate("cancel", url, given, as_json=as_json)
+ACTIONS = {
+    "cancel": ("Cancel unfinished requests of a model.", "--older-than 3600 --dry-run"),
+    "purge": (
+        "Remove the results of ended requests of a model; their records stay until they expire.",
+        "--state failed --yes",
+    ),
+    "replay": (
+        "Execute dead letters of a model again; the answer to a synchronous request is dropped.",
+        "--error memory --dry-run",
+    ),
+    "discard": ("Remove dead letters of a model for good.", "--older-than 86400 --yes"),
+}
+"""The commands of operations: their help, and the options of an example."""
 
 
-@app.command("purge", epilog="Example: qinfer requests purge --model digits --state failed --yes")
-@with_options(OPERATION_OPTIONS)
-def purge_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
-    """Remove the results of ended requests of a model; their records stay until they expire."""
-    _operate("purge", url, given, as_json=as_json)
+def _add_operation(action: str, about: str, example: str) -> None:
+    """Adds a command that starts an operation, and shows its progress on stderr until it ends."""
+
+    @app.command(action, help=about, epilog=f"Example: qinfer requests {action} --model digits {example}")
+    @with_options(OPERATION_OPTIONS)
+    def operate(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
+        dry_run, wait_s = given["dry_run"], math.inf if given["wait"] else 0.0
+        if action in ("purge", "discard") and not (given["yes"] or dry_run):
+            raise InvalidRequest(f"{action} can't be undone; look with --dry-run, then add --yes")
+        filters = read_filters({name: value for name, value in given.items() if name in FILTER_OPTIONS})
+        with gateway_client(url) as client:
+            status = client.operate(action, dry_run=dry_run, wait_s=wait_s, on_status=_progress(), **filters)
+        show(dict(status.fields), lambda: _operations([status]), as_json=as_json)
 
 
-@app.command("replay", epilog="Example: qinfer requests replay --model digits --error memory --dry-run")
-@with_options(OPERATION_OPTIONS)
-def replay_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
-    """Execute dead letters of a model again; the answer to a synchronous request is dropped."""
-    _operate("replay", url, given, as_json=as_json)
-
-
-@app.command("discard", epilog="Example: qinfer requests discard --model digits --older-than 86400 --yes")
-@with_options(OPERATION_OPTIONS)
-def discard_requests(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False, **given: Any) -> None:
-    """Remove dead letters of a model for good."""
-    _operate("discard", url, given, as_json=as_json)
+for _action, _texts in ACTIONS.items():
+    _add_operation(_action, *_texts)
 
 
 @app.command("operations", epilog="Example: qinfer requests operations")
