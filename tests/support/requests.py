@@ -1,4 +1,4 @@
-"""What the suites about asynchronous requests share: how one is made, ended and taken."""
+"""Helpers of the suites about asynchronous requests: one is made, ended and taken."""
 
 import msgspec
 

@@ -188,7 +188,7 @@ class AsyncModelFunction:
 class AsyncSequence:
     """A sequence of requests to a stateful model, for one event loop; made by `AsyncClient.sequence`.
 
-    Its first step is sent with START. Without a step with `end=True`, the sequence ends after its model's idle time.
+    The first step is sent with START. Without a step with `end=True`, the sequence ends after its model's idle time.
     """
 
     def __init__(self, run: AsyncFlowRunner, steps: StepFlags) -> None:

@@ -187,7 +187,7 @@ class ModelFunction:
 class Sequence:
     """A sequence of requests to a stateful model; made by `Client.sequence`.
 
-    Its first step is sent with START. Without a step with `end=True`, the sequence ends after its model's idle time.
+    The first step is sent with START. Without a step with `end=True`, the sequence ends after its model's idle time.
     """
 
     def __init__(self, run: FlowRunner, steps: StepFlags) -> None:

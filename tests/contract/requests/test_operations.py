@@ -154,7 +154,7 @@ async def test_letters_are_discarded_and_counted_once(queue: RedisQueue) -> None
 
 
 async def test_an_expired_operation_counts_nothing(queue: RedisQueue) -> None:
-    """Its record would have no time to live."""
+    """A count alone would make a record without a time to live."""
     delivery = await queue.connect()
     operations, operation = await created(delivery)
     queue.on_owner("DEL", operation.key)

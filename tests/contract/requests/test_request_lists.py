@@ -73,7 +73,7 @@ async def test_a_listed_request_has_its_whole_record(queue: RedisQueue) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 7])
 async def test_pages_have_each_request_once(queue: RedisQueue, count: int) -> None:
-    """Also where many have the same deadline, or end in the same millisecond."""
+    """Many requests may have one deadline, or end in one millisecond."""
     delivery = await queue.connect()
     names = [f"r{number:02}" for number in range(20)]
     for name in names:

@@ -294,7 +294,7 @@ async def test_what_waits_to_be_told_is_not_told_twice(queue: RedisQueue) -> Non
 
 
 async def test_a_repetition_from_elsewhere_is_answered_there(queue: RedisQueue) -> None:
-    """Its notes differ: both are told, each with its own; a caller without an outbox gets it told as it was."""
+    """Both callers are told, each with its own notes; a caller without an outbox changes nothing."""
     delivery = await queue.connect()
     first = await told(delivery, notes=b"first")
 
@@ -308,7 +308,7 @@ async def test_a_repetition_from_elsewhere_is_answered_there(queue: RedisQueue) 
 
 
 async def test_a_repetition_of_a_request_without_an_outbox_is_not_told(queue: RedisQueue) -> None:
-    """What its first acceptance said counts."""
+    """The first acceptance counts."""
     delivery = await queue.connect()
     await accept(delivery, "r1")
     await accept(delivery, "r2", webhook=HOOK)
@@ -353,7 +353,7 @@ async def test_those_that_watch_later_are_told_beside_the_watcher(queue: RedisQu
 
 
 async def test_a_dead_letter_is_told_and_told_again_after_its_replay(queue: RedisQueue) -> None:
-    """Its first end is told only while it is one: put back, the request will have another."""
+    """The first end is told only until the letter is put back: then the request will have another end."""
     delivery = await queue.connect()
     await accept(delivery, frame=frame_of("r1"), outbox=BOX, notes=b"n")
     [lease] = await fetch(delivery)
@@ -410,7 +410,7 @@ async def test_the_outbox_lives_a_day_longer_than_the_records(redis_queue: Redis
 
 
 async def test_an_outbox_that_nobody_reads_does_not_grow_for_ever(redis_queue: RedisQueue) -> None:
-    """What is older than any record goes when others come, though a reader has it."""
+    """New entries drop those that are older than any record, although a reader holds them."""
     delivery = await redis_queue.connect()
     for number in range(400):  # as if they had ended in 1970; whole nodes of the stream go at once
         redis_queue.on_owner("XADD", QUEUE, f"{number + 1}-0", "i", "old", "n", "")

@@ -20,7 +20,7 @@ QUEUED, RUNNING, SUCCEEDED = RequestState.QUEUED, RequestState.RUNNING, RequestS
 
 
 async def test_an_accepted_request_is_fetched_and_known(queue: RedisQueue) -> None:
-    """Its frame waits in the lane, and its record tells what was given with it."""
+    """The frame waits in the lane, and the record tells what was given with it."""
     delivery = await queue.connect()
     before_s = delivery.clock.now_s()
 
@@ -50,7 +50,7 @@ async def test_nothing_is_known_of_a_request_that_never_was(queue: RedisQueue) -
 
 
 async def test_a_request_is_running_while_a_worker_holds_it(queue: RedisQueue) -> None:
-    """Its state and attempts follow its entry: fetched, released, reclaimed, given back as a suspect."""
+    """State and attempts follow the entry: fetched, released, reclaimed, given back as a suspect."""
     delivery = await queue.connect()
     await accept(delivery)
 
@@ -199,7 +199,7 @@ async def test_a_request_that_nobody_fetched_can_be_cancelled(queue: RedisQueue)
 
 
 async def test_a_request_that_another_holds_is_taken_from_it(queue: RedisQueue) -> None:
-    """Its holder learns it when it renews; the record keeps how often it was tried."""
+    """The holder learns it when it renews; the record keeps the number of attempts."""
     worker, gateway = await queue.connect(), await queue.connect()
     await accept(gateway)
     await fetch(worker, "a")
@@ -214,7 +214,7 @@ async def test_a_request_that_another_holds_is_taken_from_it(queue: RedisQueue) 
 
 
 async def test_a_request_that_was_moved_is_found_where_it_is(queue: RedisQueue) -> None:
-    """Its record follows the move; whoever ends it with the old entry removes the new one too."""
+    """The record follows the move; an end with the old entry removes the new one too."""
     delivery = await queue.connect()
     delayed = Lane("digits", 1, "p1.delayed")
     for name in ("r1", "r2"):
@@ -229,7 +229,7 @@ async def test_a_request_that_was_moved_is_found_where_it_is(queue: RedisQueue) 
 
 
 async def test_the_entry_of_an_unknown_request_is_removed(queue: RedisQueue) -> None:
-    """Its record is gone: nobody can ask for it any more, and it must not run for ever."""
+    """A request without a record can't be asked for, and must not run for ever."""
     delivery = await queue.connect()
     await accept(delivery)
     [lease] = await fetch(delivery)
@@ -359,7 +359,7 @@ async def test_a_key_is_forgotten_after_its_time(queue: RedisQueue) -> None:
 
 
 async def test_a_full_lane_takes_no_more(queue: RedisQueue) -> None:
-    """What waits counts, fetched or not, in its delayed lane too; what executes does not; a refusal leaves no trace."""
+    """Waiting requests count, fetched or not, also in the delayed lane; a refusal leaves no trace."""
     delivery = await queue.connect()
     for name in ("r1", "r2"):
         await accept(delivery, name, frame=frame_of(name), limit=2, reports_start=True)

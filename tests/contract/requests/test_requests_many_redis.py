@@ -1,4 +1,4 @@
-"""What many asynchronous requests in one script promise on Redis: one that can't be written stops no other."""
+"""Many asynchronous requests in one script on Redis: one that can't be written stops no other."""
 
 import pytest
 

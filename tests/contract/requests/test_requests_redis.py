@@ -1,4 +1,4 @@
-"""What asynchronous requests on Redis promise beyond the contract: lifetimes, large values, full memory, repair."""
+"""Asynchronous requests on Redis beyond the contract: lifetimes, large values, full memory, repair."""
 
 from collections.abc import Callable
 
@@ -202,7 +202,7 @@ async def test_the_ends_of_a_batch_leave_in_one_write(redis_queue: RedisQueue, m
 
 
 async def test_full_memory_refuses_requests_and_lets_them_end(redis_queue: RedisQueue) -> None:
-    """What ends gives memory back; of what was refused nothing is stored."""
+    """Requests that end give memory back; refused ones store nothing."""
     try:
         await _check_full_memory(redis_queue)
     finally:

@@ -104,7 +104,7 @@ async def test_who_watches_too_late_reads_the_end_at_once(queue: RedisQueue) -> 
 
 
 async def test_a_watcher_that_is_gone_is_no_trouble(queue: RedisQueue) -> None:
-    """Its hint goes nowhere, and makes no stream."""
+    """The watcher's hint goes nowhere, and makes no stream."""
     delivery = await queue.connect()
     await accept(delivery)
     await delivery.requests.record(address(), reply_address("gone"))

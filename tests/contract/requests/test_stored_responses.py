@@ -120,7 +120,7 @@ async def test_the_same_consumer_holds_a_later_delivery_under_another_number(que
 
 
 async def test_another_execution_breaks_the_stream(queue: RedisQueue) -> None:
-    """Its responses may be others: the caller is told after how many it ended."""
+    """The other execution may give other responses: the caller is told after how many the stream ended."""
     delivery = await queue.connect()
     await accept(delivery)
     [first] = await fetch(delivery)
@@ -172,7 +172,7 @@ async def test_nothing_is_appended_to_what_has_ended(queue: RedisQueue, state: R
 
 
 async def test_stored_bytes_are_bounded(queue: RedisQueue) -> None:
-    """Also over several calls; what was refused is not stored in part."""
+    """The bound holds over several calls, and no refused response is stored in part."""
     delivery = await queue.connect()
     await accept(delivery)
     [lease] = await fetch(delivery)
@@ -250,7 +250,7 @@ async def test_responses_live_as_long_as_their_result(redis_queue: RedisQueue) -
 
 
 async def test_a_dead_letter_that_is_put_back_begins_anew(queue: RedisQueue) -> None:
-    """Its next execution stores its own responses: none of the former ones stays before them."""
+    """The next execution stores its own responses, with no former ones before them."""
     delivery = await queue.connect()
     await accept(delivery, frame=frame_of("r1"))
     [lease] = await fetch(delivery)

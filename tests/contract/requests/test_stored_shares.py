@@ -68,7 +68,7 @@ async def fill(queue: Queue) -> int:
 
 
 async def test_results_take_as_much_as_is_free_at_most(small: RedisQueue) -> None:
-    """What executes then ends as a failure, and says why."""
+    """A request that executes then ends as a failure, with the reason."""
     queue = await small.connect()
 
     count = await fill(queue)

@@ -24,7 +24,7 @@ def noted(trail: AuditTrail, *paths: str) -> None:
 
 
 async def test_a_line_of_the_audit_log_is_copied_once(delivery: Queue) -> None:
-    """Also while the page of the audit log asks for what waits."""
+    """The page of the audit log, which copies waiting lines too, copies none twice."""
     trail = AuditTrail(delivery.router)
     noted(trail, "a", "b", "c")
 

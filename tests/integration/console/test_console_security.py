@@ -1,4 +1,4 @@
-"""What the console refuses: forged forms, strangers, keys without scopes, other tenants, and markup in texts."""
+"""Refusals of the console: forged forms, strangers, keys without scopes, other tenants, and markup in texts."""
 
 import re
 from collections.abc import AsyncIterator
@@ -50,7 +50,7 @@ HOSTILE = (
 
 
 class Elements(HTMLParser):
-    """What a browser would make of a page: its elements and their attributes."""
+    """The elements of a page as a browser reads them, with their attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ async def test_a_session_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_every_answer_forbids_frames(tmp_path: Path) -> None:
-    """Also files, errors, redirections, and what is refused."""
+    """Files, errors, redirections and refusals have the headers too."""
     async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
         client.follow_redirects = False
         pages = ("", "models", "sign-in", "static/console.js", "static/nothing", "nothing", "live", "history")

@@ -47,7 +47,7 @@ def states(text: str) -> list[str]:
 
 
 async def test_events_follow_a_request_to_its_end(client: httpx.AsyncClient, running: Running) -> None:
-    """Its state now, each change, and then the stream ends."""
+    """The stream has the state now and each change, and then ends."""
     record = await submitted(client, "stuck")
     seen: list[str] = []
 
@@ -155,7 +155,7 @@ async def test_respond_async(client: httpx.AsyncClient, url: str) -> None:
 @pytest.mark.parametrize("url", [INFER, REQUESTS])
 @pytest.mark.parametrize("prefer", ["wait=20", "respond-async, wait=20", 'foo; bar="a,b", Wait = 20'])
 async def test_a_result_in_time_is_the_answer(client: httpx.AsyncClient, url: str, prefer: str) -> None:
-    """As the synchronous call's, and it can be read again."""
+    """The answer is that of the synchronous call, and can be read again."""
     synchronous = await client.post(INFER.format("echo"), json=BODY)
 
     reply = await client.post(url.format("echo"), json=BODY, headers={"prefer": prefer})

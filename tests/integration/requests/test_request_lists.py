@@ -195,7 +195,7 @@ async def test_a_viewer_sees_states_and_no_contents(scene: Scene) -> None:
 
 
 async def test_other_tenants_requests_are_not_there(scene: Scene) -> None:
-    """Whether they are asked for by the filter, by their path, or with the name of their tenant."""
+    """The filter, the path and the name of the tenant lead to none of them."""
     [one] = await scene.listed("other", state="failed")
 
     for name in ("acme", "viewer"):

@@ -161,7 +161,7 @@ async def test_a_waiting_reader_is_told_of_the_end(client: httpx.AsyncClient, ru
 
 
 async def test_a_reader_that_leaves_is_forgotten(running: Running, client: httpx.AsyncClient) -> None:
-    """Its wait ends with its connection."""
+    """A reader's wait ends with its connection."""
     record = await submitted(client, STUCK)
     waits = running.gateway.requests.waits
 
@@ -250,7 +250,7 @@ async def test_an_id_of_ones_own(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_model_has_timeouts_of_its_own(client: httpx.AsyncClient) -> None:
-    """Its default and its maximum go before the settings."""
+    """The model's default and maximum take precedence over the settings."""
     url = "/v1/models/hasty/requests"
     record = await submitted(client, url)
     created, deadline = (datetime.fromisoformat(record[name]) for name in ("created_at", "deadline_at"))
@@ -304,7 +304,7 @@ async def test_wrong_headers_are_named(client: httpx.AsyncClient, headers: dict[
 async def test_what_is_wrong_is_said_at_once(
     client: httpx.AsyncClient, url: str, body: Any, status: int, text: str
 ) -> None:
-    """As by the synchronous call: nothing is accepted that can't be executed."""
+    """No request is accepted that can't be executed."""
     reply = await client.post(url, json=body)
 
     assert (reply.status_code, list(reply.json())) == (status, ["error"])
@@ -451,7 +451,7 @@ async def test_it_is_in_the_openapi_document(client: httpx.AsyncClient) -> None:
 
 
 async def test_requests_are_refused_at_once_while_redis_is_away(tmp_path: Path) -> None:
-    """As synchronous calls are: with when to try again, and before the time that a command may take."""
+    """The refusal says when to try again, and comes before the time that a command may take."""
     with RedisServer(system_redis(), tmp_path, "--appendonly", "yes") as server:
         queue = await Queue.connect(RedisSettings(url=SecretStr(server.url), command_timeout_s=3600))
         async with running_gateway(delivery=queue) as running, httpx.AsyncClient(base_url=running.url) as client:

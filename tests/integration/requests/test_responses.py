@@ -236,7 +236,7 @@ async def test_an_event_id_of_another_server_does_no_harm(
 
 
 async def test_binary_outputs_in_events(client: httpx.AsyncClient, running: Running) -> None:
-    """Their bytes are the second line of the data, in base64: exact, whatever they are."""
+    """The second line of the data has the outputs' bytes, in base64, exactly."""
     work = await begun(client, running, BINARY)
     await work.respond(0, THIRD)
     await work.end(1)
@@ -249,7 +249,7 @@ async def test_binary_outputs_in_events(client: httpx.AsyncClient, running: Runn
 
 
 async def test_the_record_counts_stored_responses(client: httpx.AsyncClient, running: Running) -> None:
-    """That of a model that gives one response has no such count."""
+    """The record of a model with a single response has no such count."""
     work = await begun(client, running)
     await work.respond(0, 0.5, 1.5)
     plain = (await client.post("/v1/models/echo/requests", json=BODY)).json()

@@ -166,7 +166,7 @@ def test_an_overloaded_gateway_is_asked_again_for_a_result() -> None:
 
 
 def test_asking_how_a_request_ended_takes_no_time_of_its_own() -> None:
-    """What was left of the call's time is what its second question has too."""
+    """The second question has the time that was left of the call's."""
     server = Server(reply(503, {"Retry-After": "7"}, error="busy"))
 
     with pytest.raises(errors.Overloaded):
@@ -201,7 +201,7 @@ def test_status_and_cancel() -> None:
 
 @pytest.mark.parametrize(("status", "ready"), [(200, True), (400, False), (404, False), (503, False)])
 def test_readiness_is_a_question_not_an_error(status: int, *, ready: bool) -> None:
-    """What is not ready yet is no failure, and is not asked twice."""
+    """A model that is not ready yet is no failure, and is not asked twice."""
     server = Server(httpx.Response(status))
 
     assert server.client().is_ready("m") is ready
@@ -222,7 +222,7 @@ def test_liveness(outcome: Scripted, *, live: bool) -> None:
 
 
 def test_metadata() -> None:
-    """What a model takes and gives."""
+    """The metadata names the inputs and outputs of a model."""
     x = {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
     metadata = Server(reply(200, name="m", versions=["1"], inputs=[x], outputs=[])).client().metadata("m")
 

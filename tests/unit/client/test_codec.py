@@ -86,7 +86,7 @@ def test_half_floats_have_no_json(datatype: str) -> None:
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
 @pytest.mark.parametrize("datatype", [d for d in DATATYPES if d not in ("FP16", "BF16")])
 def test_every_datatype_comes_back(datatype: str, *, binary: bool) -> None:
-    """What the server encodes is what the client hands out, whichever form it takes."""
+    """The client hands out the values that the server encodes, in each form."""
     sent = tensor(datatype)
     reply = encode_infer(
         Response(request_id="r", model="m", version=3, outputs=(sent,)), "7", OutputPlan(binary=binary)

@@ -1,4 +1,4 @@
-"""What the client raises: for each status, each error code, each broken connection and each wrong argument."""
+"""Errors that the client raises: for each status, each error code, each broken connection and each wrong argument."""
 
 import math
 import ssl

@@ -56,7 +56,7 @@ def status_of(state: str, **fields: Any) -> JobStatus:
 
 
 def test_a_job_is_submitted() -> None:
-    """What is said goes where the API has it; what is not is left to the server."""
+    """Given options go where the API has them; the server fills in the others."""
     server = Server(job("planning", 201))
 
     made = server.client().submit_job(
@@ -199,7 +199,7 @@ def test_a_refusal_is_raised(status: int, error: type[Exception]) -> None:
 
 
 def test_a_job_is_looked_at() -> None:
-    """What is not known yet is 0, or None."""
+    """An unknown figure is 0, or None."""
     status = status_of("planning", rows={"total": None, "done": 0, "failed": 0}, rows_per_s=None, eta_s=None)
 
     assert (status.rows, status.rows_done, status.rows_per_s, status.eta_s) == (0, 0, 0.0, None)
@@ -303,7 +303,7 @@ def test_a_wait_has_an_end_though_nobody_answers() -> None:
 
 
 def test_a_gateway_that_restarts_is_waited_for() -> None:
-    """Also by a client that repeats nothing else."""
+    """A client that repeats nothing else waits too."""
     server = Server(job(), httpx.ConnectError("refused"), reply(503, error="Server exiting"), job("completed"))
 
     assert server.client(max_retries=0).job("j1").wait().state == "completed"
@@ -342,7 +342,7 @@ async def test_the_asynchronous_client_does_the_same(tmp_path: Path) -> None:
 
 
 def test_progress_in_a_line() -> None:
-    """What is known, and no more."""
+    """The line has the known figures, and no others."""
     assert progress_line(status_of("running")) == (
         "j1: running, 50 of 100 rows, 2 of 4 shards, 10 rows failed, 5 rows/s, 0:01:30 left"
     )
@@ -495,7 +495,7 @@ def test_no_columns_can_be_read(tmp_path: Path) -> None:
 
 
 def test_a_job_that_runs_has_no_output() -> None:
-    """Also no part of it: there is no list of what is there."""
+    """No part can be read: there is no list of the parts."""
     made = Server(job("running")).client().job("j1")
 
     for partial in (False, True):

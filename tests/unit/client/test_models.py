@@ -172,7 +172,7 @@ def test_a_file_that_is_a_path_is_refused() -> None:
 
 
 def test_the_package_lists_all_that_it_has() -> None:
-    """Also before anything of it was used, as in a notebook's completion."""
+    """A notebook's completion lists the names before any is used."""
     source = "import qinfer; print(*dir(qinfer)); qinfer.errors.Overloaded, qinfer.tensors.from_numpy"
 
     shown = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""What the client sends again, how long, and to which of several gateways."""
+"""Repetitions of the client: the calls that it sends again, how long, and to which of several gateways."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_a_time_that_is_none(timeout_s: Any) -> None:
     ids=["cut", "late", "busy", "refused"],
 )
 def test_without_resend_only_what_was_not_accepted_is_repeated(outcome: Any, attempts: int) -> None:
-    """What may be executing is not sent again."""
+    """A request that may be executing is not sent again."""
     server = Server(outcome, answer())
 
     if attempts == 1:

@@ -99,7 +99,7 @@ def test_a_step_without_an_answer_can_only_be_sent_again() -> None:
 
 
 def test_a_step_that_was_refused_leaves_no_gap() -> None:
-    """What did not fit the model is corrected, and has the same number."""
+    """The corrected step has the number of the refused one."""
     server = Server(answer(), reply(400, error="unexpected shape for input 'x'"), answer())
     sequence = server.client().sequence("m", correlation_id=7)
     sequence.infer({"x": X})

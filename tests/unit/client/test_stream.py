@@ -143,7 +143,7 @@ async def test_leaving_a_stream_cancels_its_tasks() -> None:
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 async def test_broken_inputs_come_last_in_tasks(*, ordered: bool) -> None:
-    """What was asked before the inputs broke is answered; then their own error is raised."""
+    """Requests that were sent before the inputs broke are answered; then the inputs' own error is raised."""
     found: list[Any] = []
 
     async def collect() -> None:

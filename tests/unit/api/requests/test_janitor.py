@@ -122,7 +122,7 @@ async def test_several_janitors_end_each_request_once(bench: Bench) -> None:
 
 
 async def test_requests_of_a_model_that_is_no_longer_desired_end_too(bench: Bench) -> None:
-    """Also by a gateway that never saw it loaded."""
+    """A gateway that never saw the model loaded ends them."""
     await bench.accept("left over")
     await bench.store.set_desired(DesiredState("m", 2, load=False))
     await bench.catalog.refresh()
