@@ -212,7 +212,10 @@ class RequestOperations:
             await _within(self._give_back(), 1.0)
 
     async def round(self) -> bool:
-        """Works on a portion of each operation that no other gateway leads; returns whether there may be more."""
+        """Works on a portion of each operation that no other gateway leads; returns whether there may be more.
+
+        An error of one operation is raised once the others have no more.
+        """
         is_busy, failure = False, None
         for operation_id in await self._operations.open():
             try:
@@ -220,7 +223,7 @@ class RequestOperations:
                     is_busy |= await self._advance(operation_id)
             except (QinferError, TypeError, ValueError) as error:  # one model's node, or one damaged record
                 failure = error
-        if failure is not None:
+        if failure is not None and not is_busy:
             raise failure
         return is_busy
 

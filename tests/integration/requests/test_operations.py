@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from qinfer.core.messages import InferRequest
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, CorruptEntry
 from qinfer.observe.logs import AUDIT
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Lane, RequestState, Settlement
@@ -173,6 +173,10 @@ async def test_an_operation_leaves_later_requests_alone(scene: Scene, monkeypatc
 
 async def _never(*_: Any) -> bool:
     return False
+
+
+async def _always(*_: Any) -> bool:
+    return True
 
 
 @pytest.fixture
@@ -370,22 +374,45 @@ async def test_unknown_operations_are_not_found(scene: Scene) -> None:
         assert (await scene.clients["admin"].get(f"/v1/operations/{name}")).status_code == 404
 
 
-async def test_a_damaged_operation_stops_no_other(scene: Scene) -> None:
+@pytest_asyncio.fixture(loop_scope="module")
+async def damaged(scene: Scene) -> AsyncIterator[str]:
+    """The id of an open operation whose record is damaged."""
+    model = await scene.model()
+    operation_id: str = (await scene.ask("acme", "replay", dry_run=True, model=model)).json()["id"]
+    client, key = scene.running.store.client, f"qinfer:{{{model}#0}}:operation:{operation_id}"
+    await client.hset(key, mapping={"state": "running", "about": "{"})
+    await client.zadd("qinfer:operations:open", {operation_id: 0})
+    yield operation_id
+    await client.delete(key)
+
+
+async def test_a_damaged_operation_stops_no_other(scene: Scene, damaged: str) -> None:
     model = await scene.model()
     await scene.accept(model, 2)
-    damaged = (await scene.ask("acme", "replay", dry_run=True, model=model)).json()
-    client = scene.running.store.client
-    key = f"qinfer:{{{model}#0}}:operation:{damaged['id']}"
-    await client.hset(key, mapping={"state": "running", "about": "{"})
-    await client.zadd("qinfer:operations:open", {damaged["id"]: 0})
 
     found = await scene.operate("acme", "cancel", model=model)
     listed = (await scene.clients["acme"].get("/v1/operations")).json()["operations"]
 
-    await client.delete(key)
     assert found["changed"] == 2
     assert found["id"] in [one["id"] for one in listed]
-    assert damaged["id"] not in [one["id"] for one in listed]
+    assert damaged not in [one["id"] for one in listed]
+
+
+async def test_a_damaged_operation_delays_no_other(scene: Scene, damaged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next portion of another follows at once."""
+    model, own = await scene.model(), scene.running.gateway._operations
+    await scene.accept(model, 120)
+    second = operations.RequestOperations(own._requests, "second")
+    monkeypatch.setattr(own._operations, "lead", _never)
+    monkeypatch.setattr(second._operations, "lead", _always)
+    asked = (await scene.ask("acme", "cancel", model=model)).json()
+
+    busy = [await second.round() for _ in range(2)]
+
+    assert busy == [True, True]
+    assert (await scene.done("acme", asked))["changed"] == 120
+    with pytest.raises(CorruptEntry):
+        await second.round()
 
 
 async def test_operations_are_audited(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
