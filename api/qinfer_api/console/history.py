@@ -129,8 +129,10 @@ class CountHistory:
 
     async def _put(self, key: bytes, field: str, value: bytes) -> None:
         slot = keys.slot(key)
-        await self._router.call(slot, b"HSET", key, field.encode(), value)
-        await self._router.call(slot, b"PEXPIRE", key, _KEPT_MS)
+        await asyncio.gather(  # in one write
+            self._router.call(slot, b"HSET", key, field.encode(), value),
+            self._router.call(slot, b"PEXPIRE", key, _KEPT_MS),
+        )
 
     async def points(self, series: str, count: int = SLOTS) -> list[ChartPoint]:
         """Returns the last points of a series, oldest first."""

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from qinfer.core.retry import OutageLog
+from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.errors import QinferError
 from qinfer.models.store import ControlStore
 from qinfer_api.auth import Auth
@@ -128,7 +128,7 @@ class Console:
 
 async def _kept(run: Callable[[], Awaitable[None]]) -> None:
     """Runs a role of the console until cancelled, again after an error."""
-    outage = OutageLog(logger, "a part of the console failed")
+    outage = OutageLog(logger, "a part of the console failed", remind_s=REMIND_S)
     while True:
         try:
             await run()

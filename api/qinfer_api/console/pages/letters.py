@@ -1,7 +1,6 @@
 """Dead letters: lists by a filter, one with its tensors; replay and removal of some, or of all that fit."""
 
 import asyncio
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from starlette.responses import Response
@@ -14,7 +13,7 @@ from qinfer.queue.dead_letters import GONE, NOT_KEPT, DeadLetter, DeadLetters, h
 from qinfer.wire.frame import decode_request
 from qinfer_api.console.pages.requests import asked_filter, operate, query_of
 from qinfer_api.console.tensors import ShownTensor, view_of
-from qinfer_api.console.visit import PAGE_ROWS, PageAct, PageActs, Pages, Visit
+from qinfer_api.console.visit import PAGE_ROWS, PageActs, Pages, Visit
 from qinfer_api.requests.letters import find_letter, letter_page, read_letter
 from qinfer_api.requests.listing import letter_request
 
@@ -155,6 +154,3 @@ async def _purge_one(visit: Visit) -> str:
 
 def _told(count: int) -> str:
     return "1 dead letter was" if count == 1 else f"{count} dead letters were"
-
-
-_ACTS: Mapping[str, PageAct] = {"replay": _replay, "purge": _purge, "operate": operate}
