@@ -46,7 +46,7 @@ def letters_routes(pages: Pages) -> list[Route]:
 
 async def letters(visit: Visit) -> Response:
     """Lists dead letters, model by model, the oldest first."""
-    chosen = asked_filter(visit, {**visit.request.query_params, "state": ""})
+    chosen = asked_filter(visit, has_state=False)
     requests = visit.parts.services.requests
     try:
         rows, following = await letter_page(requests, visit.context, chosen, visit.query("after"), PAGE_ROWS)

@@ -1,7 +1,6 @@
 """Stored requests: lists by a filter, one with its timeline and outputs, and operations on many."""
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,21 +41,25 @@ def requests_routes(pages: Pages) -> list[Route]:
     ]
 
 
-def asked_filter(visit: Visit, values: Mapping[str, Any]) -> RequestFilter:
+def asked_filter(visit: Visit, *, has_state: bool = True) -> RequestFilter:
     """Reads the filter of a list's form; a wrong field becomes the page's problem, and chooses all."""
-    given = {name: values[name] for name in (*_FILTER, "state") if values.get(name)}
-    if isinstance(given.get("state"), str):
-        given["state"] = [given["state"]]
     try:
-        return read_filter(given, strict=False)
+        return _read_query(visit, has_state=has_state)
     except InvalidRequest as error:
         visit.problem = visit.problem or error.message
         return RequestFilter()
 
 
+def _read_query(visit: Visit, *, has_state: bool = True) -> RequestFilter:
+    given: dict[str, Any] = {name: visit.query(name) for name in _FILTER if visit.query(name)}
+    if has_state and visit.query("state"):
+        given["state"] = [visit.query("state")]
+    return read_filter(given, strict=False)
+
+
 async def requests(visit: Visit) -> Response:
     """Lists stored requests."""
-    chosen = asked_filter(visit, visit.request.query_params)
+    chosen = asked_filter(visit)
     try:
         records, following = await list_page(
             visit.parts.services.requests, visit.context, chosen, visit.query("after"), PAGE_ROWS
@@ -84,15 +87,14 @@ def query_of(visit: Visit) -> str:
 
 async def operate(visit: Visit) -> str:
     """Creates a dry run of an operation on all that fit the list's filter, and shows it."""
-    chosen = {name: visit.query(name) for name in _FILTER if visit.query(name)}
-    if visit.query("state"):
-        chosen["state"] = visit.query("state")
-    fields = asked_filter(visit, chosen)
-    values = {name: getattr(fields, name) for name in chosen}
     action = visit.value("action")
     if action not in list(OperationAction):
         raise InvalidRequest("the form asks for no action of this page; reload it")
-    new = NewOperation(action=OperationAction(action), filter=values, dry_run=True)
+    return await _create(visit, OperationAction(action), _read_query(visit), dry_run=True)
+
+
+async def _create(visit: Visit, action: OperationAction, chosen: RequestFilter, *, dry_run: bool) -> str:
+    new = NewOperation(action=action, filter=msgspec.to_builtins(chosen), dry_run=dry_run)
     created = await visit.parts.operations.create(visit.context, new)
     visit.go_to = f"operations/{created.id}"
     return ""
@@ -175,10 +177,7 @@ async def operation(visit: Visit) -> Response:
 async def _again(visit: Visit) -> str:
     """Does what a dry run has shown."""
     found = await visit.parts.operations.find(visit.context, visit.name("operation"))
-    values = msgspec.to_builtins(found.filter)
-    created = await visit.parts.operations.create(visit.context, NewOperation(action=found.action, filter=values))
-    visit.go_to = f"operations/{created.id}"
-    return ""
+    return await _create(visit, found.action, found.filter, dry_run=False)
 
 
 async def _stop(visit: Visit) -> str:
