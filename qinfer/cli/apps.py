@@ -80,10 +80,13 @@ def build(
     `qinfer up --model-repository FOLDER` serves it, and so does Triton, whose Python needs the app's packages and
     qinfer-ml.
     """
+    from qinfer.core.processes import model_environment
+    from qinfer.core.settings import load_settings
     from qinfer.functions.repository import build_repository
 
+    environment = model_environment(os.environ, load_settings().worker.model_env)
     try:
-        names = [model.options.name for model in build_repository(app, folder, os.environ)]
+        names = [model.options.name for model in build_repository(app, folder, environment)]
     except OSError as error:
         raise CommandFailed(f"{folder} can't be written: {error.strerror or error}") from None
     show({"built": names}, f"built {', '.join(names)} in {folder}", as_json=as_json)

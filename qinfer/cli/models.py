@@ -60,7 +60,8 @@ RepositoryOption = Annotated[
     typer.Option(
         "--model-repository",
         "-m",
-        help="Directory or URL of a model repository; repeatable. Default: QINFER_REPOSITORY__PATH, or models.",
+        help="Directory or URL of a model repository; repeatable. Default: QINFER_REPOSITORY__PATH, or "
+        "models unless an app is given.",
     ),
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from qinfer.core.processes import model_environment
+from qinfer.backends.python_host.errors import environment_remedy
 from qinfer.errors import ModelLoadFailed
 from qinfer.functions.app import import_app, models_of, short_trace
 from qinfer.functions.declare import ModelOptions
@@ -37,12 +37,13 @@ class Examined(msgspec.Struct, frozen=True, omit_defaults=True):
 def examine(app: str, environment: Mapping[str, str]) -> tuple[Declared, ...]:
     """Returns the models of `app.py`, `app.py:Embed` or a package; its output goes to stderr.
 
-    Raises `ModelLoadFailed`.
+    The app gets exactly this environment: `model_environment` makes that of its served models. Raises
+    `ModelLoadFailed`.
     """
     command = [sys.executable, "-P", "-B", "-m", "qinfer.functions.examine", app]
     try:
         done = subprocess.run(  # noqa: S603  our own interpreter and module
-            command, stdout=subprocess.PIPE, env=model_environment(environment), timeout=EXAMINE_S, check=False
+            command, stdout=subprocess.PIPE, env=environment, timeout=EXAMINE_S, check=False
         )
         examined = msgspec.json.decode(done.stdout, type=Examined)
     except subprocess.TimeoutExpired:
@@ -63,7 +64,8 @@ def examined_here(app: str) -> Examined:
     except ModelLoadFailed as error:
         return Examined(error=error.message)
     except BaseException as error:  # noqa: BLE001  the boundary to the app's code, which may even call `sys.exit`
-        return Examined(error=f"app '{app}' can't be imported:\n{short_trace(error).rstrip()}")
+        reason = short_trace(error).rstrip() + environment_remedy(error)
+        return Examined(error=f"app '{app}' can't be imported:\n{reason}")
     absolute = str(Path(path).absolute())
     return Examined(tuple(Declared(absolute, name, f.options, f.signature) for name, f in functions))
 

@@ -48,10 +48,7 @@ class FrameworkModel:
     """A model of a framework's object; the signature of `predict` shows its inputs and outputs."""
 
     is_named: ClassVar[bool] = False
-
-    def predict(self, *args: Any, **inputs: Any) -> dict[str, Any]:
-        """Returns the outputs of a batch by name."""
-        raise NotImplementedError
+    predict: ClassVar[Callable[..., dict[str, Any]]]
 
 
 def from_sklearn(
@@ -90,7 +87,7 @@ def from_sklearn(
 
     try:
         found = {name: getattr(estimator, name)(rows) for name in methods}
-    except Exception as error:
+    except Exception as error:  # the estimator's own code
         raise maker.error(f"it does not run on the example; fit it, and give example=X[:2]: {error}") from error
     if lists := [name for name, result in found.items() if isinstance(result, list)]:
         raise maker.error(f"'{lists[0]}' returns a list of arrays, one for each target; {_INSTEAD}")
@@ -134,14 +131,7 @@ def from_torch(
                 name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(place, dtypes[name])
                 for name, array in given.items()
             }
-            result = module(**tensors)
-        result = result._asdict() if hasattr(result, "_asdict") else result
-        if not isinstance(result, Mapping):
-            names = [output] if isinstance(output, str) else output
-            parts = result if isinstance(result, tuple | list) and not isinstance(output, str) else [result]
-            if len(parts) != len(names):
-                raise maker.error(f"its result has {len(parts)} parts, and output={output!r} names {len(names)}")
-            result = dict(zip(names, parts, strict=True))
+            result = _named(maker, module(**tensors), output)
         for part in result.values():
             if not isinstance(part, torch.Tensor):
                 what = f"its result has a {type(part).__name__} where a named tensor must be"
@@ -200,7 +190,7 @@ def from_transformers(
 
     try:
         outputs = maker.ports([computed({name: [item]}) for item in items], [{name: [item]} for item in items])
-    except Exception as error:
+    except Exception as error:  # the pipeline's own code
         raise maker.error(f"it does not run on the example; give example=[…], or {_INSTEAD}: {error}") from error
     if varied := [member for member, (_, dims) in outputs.items() if -1 in dims[1:]]:
         raise maker.error(f"'{varied[0]}' has another shape for each item; {_INSTEAD}")
@@ -263,7 +253,7 @@ def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fra
 
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    except Exception as error:
+    except Exception as error:  # onnxruntime raises a dozen classes
         raise maker.error(f"ONNX Runtime can't load '{path}': {error}") from error
 
     def ports(nodes: Sequence[Any]) -> dict[str, Port]:
@@ -413,6 +403,19 @@ def _arguments(maker: _Maker, module: Any, example: Any) -> dict[str, Any]:
         if not hasattr(tensor, "dim") or not tensor.dim():
             raise maker.error(f"'{name}' of the example is no tensor with a batch dimension, such as torch.zeros(1, 3)")
     return dict(found)
+
+
+def _named(maker: _Maker, result: Any, output: str | Sequence[str]) -> Values:
+    """Returns the parts of a module's result by their names."""
+    if hasattr(result, "_asdict"):
+        return result._asdict()  # type: ignore[no-any-return]
+    if isinstance(result, Mapping):
+        return result
+    names = [output] if isinstance(output, str) else output
+    parts = result if isinstance(result, tuple | list) and not isinstance(output, str) else [result]
+    if len(parts) != len(names):
+        raise maker.error(f"its result has {len(parts)} parts, and output={output!r} names {len(names)}")
+    return dict(zip(names, parts, strict=True))
 
 
 def _from_tensor(tensor: Any) -> Array:

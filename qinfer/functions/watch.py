@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from qinfer.core.processes import model_environment
 from qinfer.functions.app import sources_of
 
 EVERY_S = 0.3
@@ -31,7 +30,7 @@ class AppWatch:
     ) -> None:
         self._apps, self._say, self._since_ns = apps, say, since_ns
         self._command = [sys.executable, "-P", "-B", "-m", "qinfer.functions.repository", str(root), *apps]
-        self._environment = model_environment(environment)
+        self._environment = environment
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
 

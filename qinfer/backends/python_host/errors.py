@@ -100,22 +100,23 @@ def text(value: object, what: str) -> str:
 def message_of(error: BaseException) -> str:
     """Returns an exception's text for clients."""
     try:
-        message = text(str(error), "a message")
-        if isinstance(error, KeyError) and _is_of_environment(error):
-            message += (
-                " is not in the environment of the model, which has few of the worker's variables; set it there, and "
-                "name it in QINFER_WORKER__MODEL_ENV"
-            )
+        message = text(str(error), "a message") + environment_remedy(error)
     except Exception:  # noqa: BLE001  the model's own class
         message = ""
     return message if len(message) <= MESSAGE_CHARACTERS else f"{message[:MESSAGE_CHARACTERS]}…"
 
 
-def _is_of_environment(error: KeyError) -> bool:
+def environment_remedy(error: BaseException) -> str:
+    """Returns what to add to the text of an absent environment variable's error; empty for others."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "os"
+    if not isinstance(error, KeyError) or trace is None or trace.tb_frame.f_globals.get("__name__") != "os":
+        return ""
+    return (
+        " is not in the environment of the model, which has few of the worker's variables; set it there, and "
+        "name it in QINFER_WORKER__MODEL_ENV"
+    )
 
 
 class GivenParameters(dict[str, Scalar]):

@@ -18,6 +18,7 @@ from qinfer.errors import QinferError
 from qinfer.observe.host import ProcessUse, read_use
 
 START_S = 120.0
+AGAIN_S = 0.1
 STOP_S = 20.0
 _LOG = "up.log"
 
@@ -94,7 +95,8 @@ def _started(process: "subprocess.Popen[bytes]", home: Path, log: Path, models: 
             with GatewayClient(run.url) as client, suppress(QinferError):
                 if all(client.is_ready(model) for model in models):
                     return run.url
-        time.sleep(0.1)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(AGAIN_S)
     raise CommandFailed(f"the private server did not get ready with {', '.join(models)}:\n{_end_of(log)}")
 
 

@@ -33,15 +33,17 @@ class CheckedModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def check_place(place: str) -> list[CheckedModel]:
     """Returns the models of a repository or an app; raises `QinferError` if there are none, or it can't be read."""
-    use_model_variables(model_environment(os.environ))
+    settings = load_settings()
+    environment = model_environment(os.environ, settings.worker.model_env)
+    use_model_variables(environment)
     with tempfile.TemporaryDirectory(prefix="qinfer-check-") as home:
         if place.partition(":")[0].endswith(".py") or (Path(place) / "__init__.py").is_file():
-            write_repository([place], Path(home), os.environ)
+            write_repository([place], Path(home), environment)
             root = home
         else:
             check_repository(place)
             root = place
-        repositories = open_repositories(load_settings().repository.model_copy(update={"path": root}))
+        repositories = open_repositories(settings.repository.model_copy(update={"path": root}))
         found = repositories.scan()
         if not found:
             raise SettingsError(f"{place} has no model; {LAYOUT}")

@@ -155,6 +155,7 @@ class SupervisionPlan:
     addresses: Sequence[GatewayAddress]
     gateway_drain_s: float
     worker_drain_s: float
+    apps_environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +368,7 @@ class LocalDeployment:
                 supervisor.add(bulk, WORKER_POLICY, stop_s=self._plan.worker_drain_s + KILL_MARGIN_S)
             with self._watch():
                 supervisor.run(pool.step)
-            self._messages.say("stopping; accepted requests are answered first")
+            self._messages.say("stopping" if options.is_dev else "stopping; accepted requests are answered first")
         finally:
             # the last requests may need a new worker
             supervisor.stop([gateway], meanwhile=pool.step)
@@ -380,7 +381,8 @@ class LocalDeployment:
             return nullcontext()
         from qinfer.functions.watch import AppWatch
 
-        return AppWatch(options.apps, options.functions, os.environ, self._messages.say, options.began_ns)
+        environment, say = self._plan.apps_environment, self._messages.say
+        return AppWatch(options.apps, options.functions, environment, say, options.began_ns)
 
     def _worker_pool(self, env: Mapping[str, str], redis_url: str) -> WorkerPool:
         if self._options.autoscale is None:

@@ -27,7 +27,7 @@ from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.flows import sequence_parameters
 from qinfer.client.model_flows import model_path
 from qinfer.core.api_keys import check_exposure, why_no_console
-from qinfer.core.processes import BULK_WORKER, GATEWAY, PREFIX, WORKER, program_environment
+from qinfer.core.processes import BULK_WORKER, GATEWAY, PREFIX, WORKER, model_environment, program_environment
 from qinfer.core.settings import Settings, load_settings
 from qinfer.core.store_urls import normalised
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
@@ -53,11 +53,12 @@ class Preparation:
     def check_settings(self) -> SupervisionPlan:
         """Checks settings; returns those for supervision."""
         settings = self.settings
+        environment = model_environment(os.environ, settings.worker.model_env)
         if self._options.apps:
             from qinfer.functions.repository import write_repository
 
             options = self._options
-            write_repository(options.apps, options.functions, os.environ, is_dev=options.is_dev)
+            write_repository(options.apps, options.functions, environment, is_dev=options.is_dev)
         for place in settings.repository.path.split(","):
             check_repository(place)
         check_exposure(settings.auth, settings.http.host)
@@ -65,6 +66,7 @@ class Preparation:
             addresses=gateway_addresses(settings),
             gateway_drain_s=settings.http.drain_s,
             worker_drain_s=settings.worker.drain_s,
+            apps_environment=environment,
         )
 
     def write_desired(self, redis_url: str, *ports: int) -> Launch:
@@ -101,7 +103,8 @@ class Preparation:
 
     def summary(self, workers: str) -> list[str]:
         """Returns the lines that say what is running."""
-        models = self._overview.models
+        models, is_dev = self._overview.models, self._options.is_dev
+        stop = "stops at once" if is_dev else "answers accepted requests first; twice: ends at once"
         facts = [
             _fact("URL", (self._url, "bold cyan"), ("   /docs and /metrics too", "dim")),
             *self._other_ports(),
@@ -110,7 +113,7 @@ class Preparation:
             _fact("Workers", workers),
             _fact("Jobs", jobs_line(self.settings, self._no_bulk)),
             _fact("Data", self._where()),
-            _fact("Stop", "Ctrl-C", ("   answers accepted requests first; twice: ends at once", "dim")),
+            _fact("Stop", "Ctrl-C", (f"   {stop}", "dim")),
         ]
         ready = next((m.name for m in models if m.state is State.READY), None)
         # a missing example is no failure
@@ -167,9 +170,9 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     repository |= {name: value for name, value in options.settings["repository"].items() if value not in ("", ())}
     places = repository_places(repository["path"])
     if options.apps:
-        if repository["path"] == given.path and "path" not in given.model_fields_set:  # the default is none of theirs
-            places = [place for place in places if Path(place).is_dir()]
-        places = list(dict.fromkeys([*places, str(options.functions)]))
+        is_asked = options.settings["repository"].get("path") or "path" in given.model_fields_set
+        # `models` may be what `qinfer build` made of the app
+        places = list(dict.fromkeys([*(places if is_asked else ()), str(options.functions)]))
     repository["path"] = ",".join(places)
     if not repository["overlay"] and not options.redis_url and repository["control_mode"] == "explicit":
         repository["overlay"] = str((options.data_dir / "overlay").resolve())

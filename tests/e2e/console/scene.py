@@ -6,9 +6,9 @@ python -m tests.e2e.console.scene FOLDER     serves it until Ctrl-C, for a look 
 import asyncio
 import json
 import shutil
+import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -189,4 +189,4 @@ if __name__ == "__main__":
         sys.stdout.write(f"{shown.console}\n")
         sys.stdout.flush()
         with suppress(KeyboardInterrupt):
-            time.sleep(3600)
+            signal.pause()

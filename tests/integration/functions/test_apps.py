@@ -14,6 +14,7 @@ from qinfer.functions.repository import write_repository
 from qinfer.models.config.config import normalise, parse, to_spec
 from qinfer.testing import serve
 from tests.support import functions_app
+from tests.support.docs.doc_blocks import Block, blocks, guides
 
 APP = functions_app.__file__
 
@@ -30,6 +31,20 @@ def test_an_app_lists_its_models_and_a_name_selects_one() -> None:
 
     assert names == ["embed", "rate", "write", "write_later", "upper", "total", "calls", "size", "longest"]
     assert [model.name for model in examine(f"{APP}:Embed", os.environ)] == ["Embed"]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        block
+        for page in guides()
+        for block in blocks(page)
+        if block.saved_as.endswith(".py") and "@qinfer.model" in block.code
+    ],
+    ids=lambda block: Path(block.page).stem,
+)
+def test_an_app_of_the_documents_has_models(block: Block, tmp_path: Path) -> None:
+    assert examine(app_of(tmp_path, block.code, block.saved_as), os.environ)
 
 
 def test_a_package_may_import_its_own_modules(tmp_path: Path) -> None:

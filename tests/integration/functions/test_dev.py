@@ -18,7 +18,10 @@ import pytest
 from qinfer.testing import wait_until
 
 HI = """
+import os
 import qinfer
+
+os.environ["ACME_MARK"]
 
 
 @qinfer.model
@@ -69,6 +72,7 @@ class Terminal:
         command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
         command += ["--model-repository", f"{data}/functions"]
         variables = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+        variables |= {"ACME_MARK": "a", "QINFER_WORKER__MODEL_ENV": '["ACME_*"]'}
         self.process = subprocess.Popen(
             command,
             stdin=self._theirs,

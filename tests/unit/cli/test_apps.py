@@ -115,6 +115,22 @@ def test_a_mistake_in_hints_is_shown_with_its_line_and_the_remedy() -> None:
     assert "app.py:3: f: 'x' has no type; write x: list[str], or another type" in said
 
 
+@pytest.mark.parametrize("command", [("models", "check", "app.py"), ("build", "app.py", "models")])
+def test_an_app_sees_the_variables_that_its_models_see(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("app.py", 'import os, qinfer\nos.environ["ACME_X"]\n@qinfer.model\ndef f(x: str) -> str: ...\n')
+    monkeypatch.setenv("ACME_X", "x")
+
+    refused = run(*command)
+    monkeypatch.setenv("QINFER_WORKER__MODEL_ENV", '["ACME_*"]')
+
+    assert refused[0] == 1
+    assert "KeyError: 'ACME_X' is not in the environment of the model" in refused[2]
+    assert "name it in QINFER_WORKER__MODEL_ENV" in refused[2]
+    assert run(*command)[0] == 0
+
+
 def test_a_repository_is_checked_and_its_errors_have_lines() -> None:
     write("models/good/1/model.py", COMPLETES)
     write("models/bad/config.pbtxt", 'backend: "python"\nmax_batchsize: 4\n')

@@ -102,6 +102,29 @@ def test_the_limits_of_dev_replace_those_of_up_and_of_the_environment(
     assert completed(options, load_settings())["limits"].items() >= dev.items()
 
 
+def test_an_app_is_served_without_a_repository_that_nobody_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`models` may have been built of it, and has the same models then."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    sections = {
+        "repository": {"path": "", "control_mode": "none"},
+        "stores": {"allow": ()},
+        "rate_limit": {"resources": ()},
+    }
+    options = replace(options_of(tmp_path / "data"), settings=sections, apps=("app.py",))
+
+    def places(path: str = "") -> list[str]:
+        asked = {**sections, "repository": {**sections["repository"], "path": path}}
+        return completed(replace(options, settings=asked), load_settings())["repository"]["path"].split(",")
+
+    assert places() == [str(options.functions)]
+    assert places("models") == [str(tmp_path / "models"), str(options.functions)]
+    monkeypatch.setenv("QINFER_REPOSITORY__PATH", "models")
+    assert places() == [str(tmp_path / "models"), str(options.functions)]
+
+
 def test_other_programs_find_the_payload_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the run file, where they find Redis; a URL or a setting names another."""
     run = RunFile(os.getpid(), "http://127.0.0.1:1", "unix:///redis.sock", "file:///data/payloads", 7)
