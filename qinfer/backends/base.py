@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.core.messages import InferRequest, Response, Scalar
-from qinfer.errors import InferenceFailed, ModelNotFound, OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, ModelNotFound, OutputMismatch, QinferError, SequenceLost
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.exposition import ModelSeries
 from qinfer.observe.host import MemoryUse
@@ -63,6 +63,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 class AnsweredNotFound(ModelNotFound):
     """A called model exists, and answered with an error of Triton's code NOT_FOUND."""
+
+
+class MemoryLost(SequenceLost):
+    """The memory with the sequences' state was lost before it saw the batch, so that steps that begin may run again."""
 
 
 class Context(Protocol):

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from qinfer.backends.base import Batch, Context, ManagesModels, cut_rows, item_shapes
+from qinfer.backends.base import Batch, Context, ManagesModels, MemoryLost, cut_rows, item_shapes
 from qinfer.backends.python_host.channel import INLINE_BYTES, Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.messages import (
@@ -282,7 +282,7 @@ class PythonBackend:
                 return None
             memory, self._memory = self._memory, None
             if memory is not None and memory is not process:
-                raise SequenceLost(self._lost_text(memory.death()))
+                raise MemoryLost(self._lost_text(memory.death()))
             try:
                 outcome: tuple[Message, list[Buffer]]
                 if self._is_decoupled:
@@ -295,7 +295,7 @@ class PythonBackend:
                 how = process.death() if self._keeps_state else ""
                 self._instance.lost(process)
                 if self._keeps_state:
-                    raise SequenceLost(self._lost_text(how)) from None
+                    raise MemoryLost(self._lost_text(how)) from None
             except EOFError:
                 how = process.death()
                 self._instance.lost(process)

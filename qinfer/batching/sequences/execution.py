@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, Batch, Context, Wrapper
+from qinfer.backends.base import Array, Backend, Batch, Context, MemoryLost, Wrapper
 from qinfer.batching.assemble import KeyFunction, assemble, key_function, stack
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Answer, Execution, Responder, WorkItem
@@ -113,6 +113,11 @@ def _seeing(backend: Backend, rows: Rows) -> Backend:
     return _PaddedBackend(backend, [-1 if step is None else next(taken) for step in rows])
 
 
+def _unharmed(error: QinferError | None, batch: StepBatch[Any]) -> set[int]:
+    """Returns the positions of steps that may run again after an error: those that had no state in the lost memory."""
+    return {at for at, step in enumerate(batch.steps) if step.start} if isinstance(error, MemoryLost) else set()
+
+
 class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
     """A decoupled iterative model's batch: streams continue in the next execution."""
 
@@ -133,15 +138,18 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
         """Executes the batch; an error ends all streams."""
         super().run(_seeing(backend, self.steps.rows))
         open_ = {at for at, stream in enumerate(self.streams) if not (stream.has_ended or stream.is_over)}
-        self.again &= open_ if self.error is None else set()
+        if self.error is not None:
+            self.again = _unharmed(self.error, self.steps)
+        self.again &= open_
 
     def _open_streams(self) -> list[ItemStream]:
         steps = self.steps.steps
         return [(self.table.open if step.start else self.table.reopen_stream)(step.item, self) for step in steps]
 
-    def _ended_by(self, error: QinferError, stream: ItemStream) -> QinferError:
-        """Turns a lost sequence into a failure, since no item starts again."""
-        del stream
+    def _ended_by(self, error: QinferError, stream: ItemStream) -> QinferError | None:
+        """Turns a lost sequence into a failure; a stream of `_unharmed` begins anew."""
+        if self.streams.index(stream) in _unharmed(error, self.steps):
+            return None
         return InferenceFailed(error.message) if isinstance(error, SequenceLost) else error
 
 
@@ -173,6 +181,10 @@ class StepExecution(Execution, kw_only=True, eq=False):
         super().run(_seeing(backend, self.steps.rows))
         if self.error is not None:
             self.answers = [self.error if answer is None else answer for answer in self.answers]
+        if self.sequences.iterative and (unharmed := _unharmed(self.error, self.steps)):
+            self.again = unharmed
+            self.answers = [None if at in unharmed else answer for at, answer in enumerate(self.answers)]
+            return
         if self.sequences.states:
             self.answers = [self._split_states(position, answer) for position, answer in enumerate(self.answers)]
         self.again = {position for position in self.again if isinstance(self.answers[position], tuple)}

@@ -178,7 +178,9 @@ class Iterations(StepRunner[WorkItem]):
             if held is None:
                 continue
             held.iterations += 1
-            if position in execution.again:
+            if position in execution.again and execution.error is not None:
+                self._restart(step.item, held)
+            elif position in execution.again:
                 held.states = states
                 _mark(step)
                 step.item.key = self._batch_key(step.item.request, states)
@@ -206,9 +208,14 @@ class Iterations(StepRunner[WorkItem]):
                     self.model.streams.cancel(item, failure)
                     self.drop(item)
                     continue
-                held.states, held.step.start = self.model.initial_states, True
-                _mark(held.step)
-                self.classify(item)
+                self._restart(item, held)
+
+    def _restart(self, item: WorkItem, held: _HeldRequest) -> None:
+        if self.model.streams is not None:
+            self.model.streams.lose(item)
+        held.states, held.step.start, held.iterations, held.instance = self.model.initial_states, True, 0, -1
+        _mark(held.step)
+        self.classify(item)
 
 
 def _mark(step: SequenceStep[WorkItem]) -> None:

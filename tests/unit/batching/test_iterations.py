@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from qinfer.backends.base import Batch, Context
+from qinfer.backends.base import Batch, Context, MemoryLost
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.sequences.iterations import IterativeBatcher
@@ -336,6 +336,21 @@ async def test_requests_that_did_not_end_the_process_begin_anew() -> None:
     died = {item.request.id for item in begun}
     assert len(died) == 2
     assert scene.values == {name: "inference_failed" if name in died else 3 for name in "abc"}
+
+
+async def test_a_request_that_begins_outlives_a_process_that_died_before_its_batch() -> None:
+    scene = Scene(OLDEST)
+    scene.send("begun", 3)
+    scene.bench.end()
+    scene.send("new", 2)
+    scene.bench.model.error = MemoryLost("the process died")
+    scene.bench.end(2)  # the second iteration of the one, and the first of the other
+    scene.bench.model.error = None
+    while scene.bench.running:
+        scene.bench.end()
+
+    assert scene.values == {"begun": "inference_failed", "new": 2}
+    assert scene.bench.model.batches[-2:] == [(["new"], [1.0]), (["new"], [0.0])]
 
 
 async def test_a_pause_gives_back_what_has_not_begun_and_ends_the_rest() -> None:
