@@ -84,7 +84,7 @@ def test_bad_requests(stack: Stack, url: str, body: bytes, headers: Mapping[str,
 
 def test_not_a_number_is_a_number(stack: Stack) -> None:
     """NaN in JSON passes both ways, as Triton's parser and writer let it."""
-    reply = httpx.post(f"http://{stack.address}{URL}", content=NAN)
+    reply = httpx.post(f"http://{stack.address}{URL}", content=NAN, timeout=30)
 
     assert reply.status_code == 200
     assert b"NaN" in reply.content
@@ -95,7 +95,7 @@ def test_nothing_stays_in_the_queue(stack: Stack) -> None:
     for url, body, headers, _, _ in TABLE:
         httpx.post(f"http://{stack.address}{url}", content=body, headers=dict(headers), timeout=30)
 
-    good = httpx.post(f"http://{stack.address}{URL}", content=question())
+    good = httpx.post(f"http://{stack.address}{URL}", content=question(), timeout=30)
     metrics = httpx.get(f"http://{stack.address}/metrics").text
 
     assert good.json()["outputs"][0]["data"] == [2.0, 4.0, 6.0, 8.0]
