@@ -29,7 +29,7 @@ from benchmarks.connections import (
 )
 
 FIRST_ID = 10**9
-"""Of as many digits, and as many bytes in a varint, as those after it: all bodies have one length."""
+"""The first id has as many digits, and bytes in a varint, as those after it: all bodies have one length."""
 _FOR_EVER = 2**30
 """Requests of a connection: HTTP/2 has so many calls."""
 

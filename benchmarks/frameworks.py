@@ -37,7 +37,7 @@ from tests.e2e.conftest import Stack, running
 
 BATCHES = (1, 4, 16, 64)
 WIDTHS = (1024, 4096, 4096, 64)
-"""Of the dense layers: 42 MFLOP a row, so that the model takes most of the time."""
+"""The widths of the dense layers: with 42 MFLOP a row, the model takes most of the time."""
 
 FEATURES, TREES, DEPTH = 64, 1000, 10
 NEEDS = {"litert": ("tensorflow",), "forest": ("sklearn",)}

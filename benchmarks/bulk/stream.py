@@ -23,7 +23,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
 class Latencies(NamedTuple):
-    """Of one stream of requests, in milliseconds, and how many of them failed."""
+    """The latencies of one stream of requests, in milliseconds, and how many of them failed."""
 
     p50: float
     p99: float

@@ -23,7 +23,7 @@ from qinfer.core.settings import LogSettings
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
-"""Their own settings enable these loggers, at any level."""
+"""The loggers that settings of their own enable, at any level."""
 MODELS = "qinfer.models.output"
 """The logger of the models' own lines."""
 EXCEPTION = "exception"

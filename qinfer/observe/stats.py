@@ -129,7 +129,7 @@ PUT_OFF = "job_put_off:"
 JOB_ROWS_SCORED, JOB_SCORING_NS = "job_rows_scored", "job_scoring_ns"
 """The time includes waits, and counts once for each worker."""
 CACHE_HIT_COUNT, CACHE_HIT_NS = "cache_hit_count", "cache_hit_ns"
-"""These requests also count as answered with outputs."""
+"""Cache hits also count as requests answered with outputs."""
 CACHE_MISS_COUNT, CACHE_MISS_NS = "cache_miss_count", "cache_miss_ns"
 """The time includes storing."""
 REDELIVERIES = "redeliveries"
@@ -175,7 +175,7 @@ BY_CALLERS = frozenset(
         ErrorCode.STORE_REFUSED,
     )
 )
-"""These failures count for no objective."""
+"""Failures with these codes count for no objective."""
 
 
 class LabelFailure(StrEnum):

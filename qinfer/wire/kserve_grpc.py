@@ -313,7 +313,7 @@ _MAX_REMEMBERED = 1024
 _MOST_LEARNT_BYTES = 8 * 2**20
 _MAX_BEGIN_BYTES = 1024
 _MOST_LAYOUTS = 24
-"""Of messages of one size: as many as four parameters have orders."""
+"""The layouts that are kept of messages of one size: as many as four parameters have orders."""
 
 _PARAMETERS = pb.ModelInferRequest.PARAMETERS_FIELD_NUMBER << 3 | LENGTH
 _MAP_KEY, _MAP_VALUE = 1 << 3 | LENGTH, 2 << 3 | LENGTH

@@ -60,7 +60,7 @@ class BulkSteps:
         return self._caller.submit_step(step, request, sink, timeout_s, cached=False)
 
     async def look_again(self) -> None:
-        """As `WorkerCaller.look_again`."""
+        """Reads the catalog anew; see `WorkerCaller.look_again`."""
         await self._caller.look_again()
 
 

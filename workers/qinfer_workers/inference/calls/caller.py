@@ -506,7 +506,7 @@ class FarSteps(NamedTuple):
         return self.caller.submit_step(step, request, sink, timeout_s, near=False)
 
     async def look_again(self) -> None:
-        """As `WorkerCaller.look_again`."""
+        """Reads the catalog anew; see `WorkerCaller.look_again`."""
         await self.caller.look_again()
 
 
