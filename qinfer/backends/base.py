@@ -137,7 +137,7 @@ class Context(Protocol):
         Args:
             item: The item, of a decoupled model; other models have no window, and no calls.
             callback: Called from any thread; it must not block. The last call, with 0 bytes, comes when the item's
-                caller has left: `cancelled` is true by then.
+                caller has left (`cancelled` is true by then), or at once if its final response was sent before.
         """
         ...
 

@@ -210,7 +210,7 @@ class ItemStream:
         with self._changed:
             self._taken, untold = callback, self._untold_bytes
             self._untold_bytes = 0
-            is_over = self.is_over
+            is_over = self.is_over or self._has_ended  # an execution may begin just when a thread sends the last one
         if untold or is_over:
             callback(0 if is_over else untold)
 

@@ -179,6 +179,18 @@ async def test_what_was_taken_before_is_told_at_once() -> None:
     assert taken == [8]
 
 
+async def test_nothing_more_is_awaited_from_a_stream_that_has_ended() -> None:
+    """A thread of the model may send the final response just before the next execution of its request begins."""
+    bench = StreamBench()
+    execution = bench.execution()
+    execution.offer(0, outputs())
+    told: list[int] = []
+
+    execution.on_taken(0, told.append)
+
+    assert told == [0]
+
+
 async def test_a_thread_that_waits_is_told_of_a_cancelled_caller() -> None:
     bench = StreamBench(window_bytes=1)
     execution = bench.execution()
