@@ -42,10 +42,10 @@ class Use:
     def _make(self, levels: int, slower: float, change: float) -> None:
         means_s, spread = 10 ** self._random.uniform(-3, 0.3, max(levels, 1)), self._random.uniform(0, 1)
         used, most = self._random.uniform(0.05, 0.5), self._random.integers(1, 13)
-        count = self._random.integers(20, 120)
+        count = self._random.integers(20, 120) + (0 if change == 1.0 else 2 * NEWS)  # a phase has requests of all levels
         now_s = 0.0
         while len(self.callers) < count:
-            is_cold, is_changed = len(self.callers) < COLD, len(self.callers) > count // 2
+            is_cold, is_changed = len(self.callers) < COLD, change != 1.0 and len(self.callers) > count // 2
             level = int(self._random.integers(max(levels, 1)))
             mean_s = means_s[level] * (slower if is_cold else change if is_changed else 1.0)
             size = 1 if is_cold else int(self._random.integers(1, most + 1))
