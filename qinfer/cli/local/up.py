@@ -114,6 +114,13 @@ UP_OPTIONS: Options = {
         "--model-output/--no-model-output",
         envvar="QINFER_LOG__MODEL_OUTPUT",
     ),
+    "edge": option(
+        bool,
+        False,
+        "For a small device: all processes share one core and allocate sparingly, there is no bulk worker, and the "
+        "private Redis takes 64 MB unless --redis-memory says otherwise.",
+        "--edge",
+    ),
     "open_console": option(bool, False, "Open the console in a browser once the models are loaded.", "--open"),
     "ready_timeout": option(float, 120.0, "Seconds to wait until the models are loaded.", min=1),
 }
@@ -127,7 +134,25 @@ def up(**given: Any) -> None:
     A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
     ends at once. The queue survives both, and kill -9.
     """
-    _deploy(given, {})
+    _deploy(given, _small(given) if given["edge"] else {})
+
+
+_EDGE_REDIS_MB = 64
+_EDGE_RECEIVING_BYTES = 32 * 2**20
+_ONE_ARENA = "MALLOC_ARENA_MAX"
+
+
+def _small(given: dict[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Prepares this process and its children for a small device; returns further settings."""
+    import os
+
+    from qinfer.cli.local.machine import usable_cpus
+
+    if cpus := usable_cpus():
+        os.sched_setaffinity(0, cpus[:1])
+    os.environ.setdefault(_ONE_ARENA, "1")  # threads of one core gain nothing by heaps of their own
+    given["redis_memory"] = given["redis_memory"] or _EDGE_REDIS_MB
+    return {"bulk": {"enabled": False}, "limits": {"max_receiving_bytes": _EDGE_RECEIVING_BYTES}}
 
 
 _DEV: Mapping[str, Any] = {
@@ -139,7 +164,7 @@ _DEV: Mapping[str, Any] = {
 }
 _DAY_S = 86400.0
 _DEV_DRAIN_S = 1.0
-DEV_OPTIONS: Options = {name: of for name, of in UP_OPTIONS.items() if name not in _DEV}
+DEV_OPTIONS: Options = {name: of for name, of in UP_OPTIONS.items() if name not in {*_DEV, "edge"}}
 
 
 @with_options(DEV_OPTIONS)

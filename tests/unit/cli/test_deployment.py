@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from qinfer import errors
 from qinfer.cli.console import CommandFailed
@@ -20,6 +21,7 @@ from qinfer.cli.local.preparation import (
     payload_store,
     why_no_bulk_worker,
 )
+from qinfer.cli.main import app
 from qinfer.cli.overview import payload_limits, program_variables
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings, StoreSettings, load_settings
 from qinfer.errors import SettingsError
@@ -172,3 +174,21 @@ def test_an_error_of_another_module_arrives_as_the_nearest_that_is_known() -> No
     raised = _Answer.from_error(CommandFailed("it failed")).raised()
 
     assert (type(raised), str(raised)) == (errors.QinferError, "it failed")
+
+
+@pytest.mark.parametrize(("given", "redis_mb"), [((), 64), (("--redis-memory", "8"), 8)])
+def test_a_small_device_has_one_core_and_no_bulk_worker(
+    given: tuple[str, ...], redis_mb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed: list[UpOptions] = []
+    pinned: list[list[int]] = []
+    monkeypatch.setattr("qinfer.cli.local.deployment.run_deployment", deployed.append)
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: pinned.append(cpus))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+
+    result = CliRunner().invoke(app, ["up", "--edge", *given])
+
+    assert (result.exit_code, [len(cpus) for cpus in pinned]) == (0, [1])
+    (options,) = deployed
+    assert options.redis_memory_bytes == redis_mb * 2**20
+    assert not completed(options, load_settings())["bulk"]["enabled"]
