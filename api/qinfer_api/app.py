@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI
-from starlette.routing import Route
 
 import qinfer
 from qinfer.core.api_keys import check_exposure
@@ -53,8 +52,8 @@ from qinfer_api.console.access import Access
 from qinfer_api.console.audit import AuditTrail
 from qinfer_api.console.history import CountHistory
 from qinfer_api.console.live import Live
-from qinfer_api.console.routes import PATH as CONSOLE
-from qinfer_api.console.routes import Console, ConsoleParts
+from qinfer_api.console.prometheus import LongHistory
+from qinfer_api.console.routes import Console, ConsoleParts, console_app, mount_console
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.endpoints.routes import EndpointFiles, EndpointService, declared_here, endpoint_routes
 from qinfer_api.endpoints.shadows import OnlineShadows, StoredEnds
@@ -66,7 +65,6 @@ from qinfer_api.jobs.routes import job_routes
 from qinfer_api.jobs.service import BulkJobs, JobJanitor
 from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.labeling.service import Labeling, check_labeling
-from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import TraceStage, Tracing
 from qinfer_api.quotas import Quota
@@ -91,6 +89,7 @@ from qinfer_api.rest.management import (
 from qinfer_api.rest.openapi import docs_routes, document_of
 from qinfer_api.rest.plain import PlainCodec, plain_routes, with_models
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
+from qinfer_api.rest.side_ports import MetricsPort, SidePort, console_port, open_console_port, open_metrics_port
 from qinfer_api.rest.tf_serving import tf_serving_routes
 from qinfer_api.rest.torchserve import torchserve_routes
 from qinfer_api.scaling import backlog_routes
@@ -124,6 +123,9 @@ async def build(settings: Settings) -> "Gateway":
         metrics_listener = open_metrics_port(settings)
         if metrics_listener is not None:
             opened.enter_context(metrics_listener)
+        console_listener = open_console_port(settings)
+        if console_listener is not None:
+            opened.enter_context(console_listener)
         rpc = None
         if settings.grpc.enabled:
             from qinfer_api.rpc.server import open_port
@@ -140,6 +142,8 @@ async def build(settings: Settings) -> "Gateway":
         gateway = Gateway(settings, delivery, store, listener, source, rpc)
         if metrics_listener is not None:
             gateway.serve_metrics(metrics_listener)
+        if console_listener is not None:
+            gateway.serve_console(console_listener, settings)
         opened.pop_all()
     return gateway
 
@@ -205,6 +209,7 @@ class Gateway:
         if rpc is not None:
             rpc.set_services(services)
         self.metrics: MetricsPort | None = None
+        self.console: SidePort | None = None
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 
@@ -320,11 +325,13 @@ class Gateway:
             auth=auth,
             access=Access(settings, auth, queue.router),
             history=history,
+            long=LongHistory(settings.console, queue.clock.now_s),
             live=Live(self.catalog, self._store, queue, history),
             audit=AuditTrail(queue.router),
         )
         self._console = Console(parts)
-        return Features(self.jobs, self._labeling, endpoints, self._operations, self._console)
+        shared = self._console if settings.console.port is None else None
+        return Features(self.jobs, self._labeling, endpoints, self._operations, shared)
 
     def _bulk_jobs(self, settings: Settings) -> BulkJobs:
         return BulkJobs(
@@ -361,6 +368,12 @@ class Gateway:
         """Lets `serve` serve metrics on their own port."""
         self.metrics = MetricsPort(listener, self._reporting.metrics, self._server.port.visitors)
 
+    def serve_console(self, listener: socket.socket, settings: Settings) -> None:
+        """Lets `serve` serve the console on its own port."""
+        self.console = console_port(listener, console_app(self._console), settings)
+        if settings.http.tls_certfile:
+            self._reloading.certificates.append(self.console.show_certificate)
+
     async def serve(self) -> None:
         """Serves until `stop`, then drains for at most `http.drain_s`."""
         try:
@@ -384,8 +397,7 @@ class Gateway:
                 ]
                 more = (self._segments, self._quotas, self._watch)
                 tasks += [group.create_task(one.run()) for one in more if one is not None]
-                if self.metrics is not None:
-                    tasks.append(group.create_task(self.metrics.serve()))
+                tasks += [group.create_task(port.serve()) for port in self._side_ports()]
                 if self._labeling.pusher is not None:
                     tasks.append(group.create_task(self._labeling.pusher.run()))
                 await self._until_replies()
@@ -399,8 +411,8 @@ class Gateway:
             self._give_up()
             self._server.turn_away()
             self._listener.close()
-            if self.metrics is not None:
-                self.metrics.close()
+            for port in self._side_ports():
+                port.close()
             if self.rpc is not None:
                 await self.rpc.close()
             self.memory.close()
@@ -412,6 +424,9 @@ class Gateway:
             await self._labeling.close()
             await self._delivery.close()
             await self._store.close()
+
+    def _side_ports(self) -> list[SidePort]:
+        return [port for port in (self.metrics, self.console) if port is not None]
 
     async def _load_models(self) -> None:
         await self.catalog.refresh()
@@ -479,6 +494,8 @@ class Gateway:
         where = {"url": self.url} if self.rpc is None else {"url": self.url, "grpc": self.rpc.url}
         if self.metrics is not None:
             where["metrics"] = self.metrics.url
+        if self.console is not None:
+            where["console"] = self.console.url
         logger.info("gateway serving", extra=where)
         self.started.set()
 
@@ -586,8 +603,7 @@ def build_app(services: Services, features: Features, specs: Callable[[], Mappin
         app.include_router(router, dependencies=dependencies)
     app.include_router(docs_routes())
     if features.console is not None:
-        app.mount(CONSOLE, features.console)
-        app.router.routes.append(Route(CONSOLE, features.console, include_in_schema=False))
+        mount_console(app, features.console)
     document = document_of(app, [router for router, _ in routers])
     app.openapi = with_models(document, specs)  # type: ignore[method-assign]  # as FastAPI documents it
     return app

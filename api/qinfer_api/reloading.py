@@ -5,7 +5,7 @@ An unusable file changes nothing, and an ERROR names it. Messages contain no key
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from qinfer.core.api_keys import ApiKey, parse_keys, read_key_file
@@ -54,9 +54,9 @@ class KeyFile:
 class Reloading:
     """Checks the file of API keys, and reloads all files on request."""
 
-    def __init__(self, keys: KeyFile | None, certificates: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    def __init__(self, keys: KeyFile | None, certificates: Iterable[Callable[[], Awaitable[None]]]) -> None:
         self._keys = keys
-        self._certificates = certificates
+        self.certificates = list(certificates)
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
@@ -75,7 +75,7 @@ class Reloading:
                 continue
             self._asked.clear()
             logger.info("files are read again")
-            for show in self._certificates:
+            for show in self.certificates:
                 await self._show_certificate(show)
 
     async def _show_certificate(self, show: Callable[[], Awaitable[None]]) -> None:

@@ -311,13 +311,21 @@ def is_local(settings: Settings) -> bool:
     return all(map(is_loopback, hosts))
 
 
+def own_console_host(settings: Settings) -> str:
+    """Returns the address of the console's own port; empty where it shares the port of HTTP."""
+    return "" if settings.console.port is None else settings.console.host or settings.http.host
+
+
 def why_no_console(settings: Settings) -> str:
     """Returns why the console is not served, or empty."""
     if not settings.console.enabled:
         return "the console is off: QINFER_CONSOLE__ENABLED"
-    if settings.auth.mode == "keys" or (is_local(settings) and ANY not in settings.http.allow_hosts):
+    host = own_console_host(settings)
+    is_near = is_loopback(host) if host else is_local(settings)
+    if settings.auth.mode == "keys" or (is_near and ANY not in settings.http.allow_hosts):
         return ""
+    where = "its own port" if host else "all ports, or by QINFER_CONSOLE__PORT and QINFER_CONSOLE__HOST its own port,"
     return (
-        "the console is off: other machines reach this gateway, and it asks for no API keys; set QINFER_AUTH__MODE="
-        "keys, or bind all ports to loopback addresses without QINFER_HTTP__ALLOW_HOSTS=*"
+        "the console is off: other machines reach it, and it asks for no API keys; set QINFER_AUTH__MODE=keys, or bind "
+        f"{where} to loopback addresses without QINFER_HTTP__ALLOW_HOSTS=*"
     )

@@ -4,7 +4,7 @@ import re
 from typing import Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 _OPTIONS = {"local": ("size",), "redis": ("size", "ttl")}
 _SIZE_BYTES, _TTL_S = 256 * 2**20, 3600
@@ -86,12 +86,43 @@ class ConsoleSettings(Section):
 
     enabled: bool = Field(
         True,
-        description="Serve the console where API keys are required, and without keys where all ports are on loopback "
-        "addresses and `QINFER_HTTP__ALLOW_HOSTS` is not `*`.",
+        description="Serve the console where API keys are required, and without keys where all ports, or its own port, "
+        "are on loopback addresses and `QINFER_HTTP__ALLOW_HOSTS` is not `*`.",
+    )
+    host: str = Field("", description="Address of the console's own port; empty = that of HTTP.")
+    port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of the console alone, which that of HTTP then does not serve; with the certificate of HTTP if "
+        "there is one. 0 picks a free one and prints it; unset = the port of HTTP.",
+    )
+    prometheus_url: SecretStr = Field(
+        SecretStr(""),
+        description="Prometheus that scrapes this installation, such as http://prometheus:9090, with user and password "
+        "if it asks for them; charts then go back a week. No other address is asked. Never logged.",
+    )
+    prometheus_match: str = Field(
+        "",
+        description='Label matchers that tell this installation from others in that Prometheus: `namespace="ml"`.',
     )
     session_s: float = Field(
         3600.0, gt=0, description="Seconds after a browser's last request after which it must sign in again."
     )
+
+    @field_validator("prometheus_url")
+    @classmethod
+    def _check_prometheus(cls, url: SecretStr) -> SecretStr:
+        parts = urlsplit(text := url.get_secret_value())
+        if text and (parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment):
+            raise ValueError("QINFER_CONSOLE__PROMETHEUS_URL must be http://host:port or https://host/path")
+        return url
+
+    @model_validator(mode="after")
+    def _check_port(self) -> Self:
+        if self.host and self.port is None:
+            raise ValueError("QINFER_CONSOLE__HOST needs QINFER_CONSOLE__PORT: the console has no port of its own")
+        return self
 
 
 class CorsSettings(Section):

@@ -35,7 +35,7 @@ from qinfer.core.settings import (
 )
 from qinfer.core.settings_sections import MetricsSettings
 from qinfer.observe import logs
-from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
+from qinfer_api.rest.side_ports import MetricsPort, open_metrics_port
 from tests.support.gateway import MODELS, running_gateway, settings_of
 from tests.support.servers.servers import RedisServer, embedded_server, redis_6_2
 

@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from qinfer.core.retry import REMIND_S, OutageLog
@@ -23,11 +25,12 @@ from qinfer_api.console.access import Access
 from qinfer_api.console.audit import AuditTrail
 from qinfer_api.console.history import CountHistory
 from qinfer_api.console.live import Live
+from qinfer_api.console.prometheus import LongHistory
 from qinfer_api.endpoints.routes import EndpointService
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.service import Labeling
 from qinfer_api.requests.operations import RequestOperations
-from qinfer_api.rest.services import Services
+from qinfer_api.rest.services import ERROR_HANDLERS, Services
 from qinfer_api.status import http_status
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ class ConsoleParts:
     auth: Auth | None
     access: Access
     history: CountHistory
+    long: LongHistory
     live: Live
     audit: AuditTrail
 
@@ -121,9 +125,26 @@ class Console:
         """Keeps the history, the audit trail and the live state until cancelled; nothing where the console is off."""
         if self._parts.access.why_off:
             return
-        async with asyncio.TaskGroup() as group:
-            for role in (self._parts.history, self._parts.audit, self._parts.live):
-                group.create_task(_kept(role.run))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for role in (self._parts.history, self._parts.audit, self._parts.live):
+                    group.create_task(_kept(role.run))
+        finally:
+            await self._parts.long.close()
+
+
+def mount_console(app: FastAPI, console: Console) -> None:
+    """Serves the console at `/console` of an application."""
+    app.mount(PATH, console)
+    app.router.routes.append(Route(PATH, console, include_in_schema=False))
+
+
+def console_app(console: Console) -> FastAPI:
+    """Returns an application that serves only the console, to which its first page leads."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=ERROR_HANDLERS)
+    app.router.routes.append(Route("/", RedirectResponse("console/", 307)))
+    mount_console(app, console)
+    return app
 
 
 async def _kept(run: Callable[[], Awaitable[None]]) -> None:

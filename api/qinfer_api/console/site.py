@@ -17,6 +17,7 @@ from qinfer_api.console.pages.models import models_routes
 from qinfer_api.console.pages.requests import requests_routes
 from qinfer_api.console.pages.system import system_routes
 from qinfer_api.console.pages.try_it import try_it_routes
+from qinfer_api.console.prometheus import HOUR, Columns, PrometheusFailed
 from qinfer_api.console.render import STATIC, Templates
 from qinfer_api.console.routes import PATH, ConsoleParts
 from qinfer_api.console.visit import Pages, path_of, place_after, read_form
@@ -114,16 +115,24 @@ class Site:
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def _history(self, request: Request) -> Response:
-        """Returns the columns of a chart: instants, then the figures of a series."""
+        """Returns the columns of a chart: instants, then the figures of a series; or a note why there are none."""
         if await self._parts.access.user(request) is None:
             return Response(status_code=401)
         check_up(self._parts.services)
-        points = await self._parts.history.points(request.query_params.get("of", ""))
-        columns = {name: [getattr(point, name) for point in points] for name in ChartPoint._fields}
-        return Response(_json(columns), media_type="application/json")
+        series, long = request.query_params.get("of", ""), self._parts.long
+        chosen = long.chosen(request.query_params.get("range", ""))
+        try:
+            body = _json(await (long.columns(series, chosen) if chosen is not HOUR else self._hour(series)))
+        except PrometheusFailed as error:
+            body = msgspec.json.encode({"note": error.message})
+        return Response(body, media_type="application/json")
+
+    async def _hour(self, series: str) -> Columns:
+        points = await self._parts.history.points(series)
+        return {name: [getattr(point, name) for point in points] for name in ChartPoint._fields}
 
 
-def _json(columns: dict[str, list[float]]) -> bytes:
+def _json(columns: Columns) -> bytes:
     """Encodes columns; NaN becomes `null`."""
     return msgspec.json.encode(
         {name: [round(value, 0 if name == "at_s" else 6) for value in column] for name, column in columns.items()}

@@ -89,6 +89,7 @@ class Visit:
             "problem": self.problem,
             "q": self.query("q"),
             "sees_all": self.user.is_admin,
+            "has_api": self.parts.services.settings.console.port is None,
         }
         return self.templates.page(self.request, template, {**common, **values}, self.status)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from qinfer.core.api_keys import is_local
+from qinfer.core.api_keys import is_local, is_loopback
 from qinfer.core.settings import Settings
 from qinfer.core.settings_sections import ANY
 from qinfer.errors import InvalidRequest
@@ -251,12 +251,13 @@ class Visitors:
         self._hosts = None if hosts is None else frozenset(hosts)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> "Visitors | None":
-        """Returns the rules of the settings; `None` allows every request."""
-        cors, named = settings.cors.allow_origins, settings.http.allow_hosts
+    def from_settings(cls, settings: Settings, own_host: str = "") -> "Visitors | None":
+        """Returns the rules of the settings, for the address `own_host` alone if given; `None` allows every request."""
+        cors, named = () if own_host else settings.cors.allow_origins, settings.http.allow_hosts
         has_keys = settings.auth.mode == "keys"
         origins = None if has_keys or ANY in cors else cors
-        is_checked = bool(named) or (not has_keys and is_local(settings))
+        is_near = is_loopback(own_host) if own_host else is_local(settings)
+        is_checked = bool(named) or (not has_keys and is_near)
         hosts = (*map(str.lower, named), *_LOCAL_NAMES) if is_checked else None
         if ANY in named:
             hosts = None

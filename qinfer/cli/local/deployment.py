@@ -146,6 +146,7 @@ class Ports(NamedTuple):
     http: int
     grpc: int
     metrics: int
+    console: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,4 +420,4 @@ class LocalDeployment:
         addresses = self._plan.addresses
         claimed = claim_ports(addresses, try_again)
         ports = {address.option: port for address, port in zip(addresses, claimed, strict=True)}
-        return Ports(ports["--http-port"], ports.get("--grpc-port", 0), ports.get("--metrics-port", 0))
+        return Ports(*(ports.get(f"--{name}-port", 0) for name in Ports._fields))

@@ -58,13 +58,15 @@ class GatewayAddress(NamedTuple):
 
 
 def gateway_addresses(settings: "Settings") -> list[GatewayAddress]:
-    """Returns the enabled addresses of HTTP, gRPC and metrics."""
+    """Returns the enabled addresses of HTTP, gRPC, metrics and a console apart."""
     host = settings.http.host
     found = [GatewayAddress(host, settings.http.port, "--http-port")]
     if settings.grpc.enabled:
         found.append(GatewayAddress(settings.grpc.host or host, settings.grpc.port, "--grpc-port"))
     if settings.metrics.enabled:
         found.append(GatewayAddress(settings.metrics.host or host, settings.metrics.port, "--metrics-port"))
+    if settings.console.port is not None and settings.console.enabled:
+        found.append(GatewayAddress(settings.console.host or host, settings.console.port, "--console-port"))
     return found
 
 

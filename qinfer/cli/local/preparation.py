@@ -26,7 +26,7 @@ from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, wit
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.flows import sequence_parameters
 from qinfer.client.model_flows import model_path
-from qinfer.core.api_keys import check_exposure, why_no_console
+from qinfer.core.api_keys import check_exposure, own_console_host, why_no_console
 from qinfer.core.processes import BULK_WORKER, GATEWAY, PREFIX, WORKER, model_environment, program_environment
 from qinfer.core.settings import Settings, load_settings
 from qinfer.core.store_urls import normalised
@@ -126,7 +126,10 @@ class Preparation:
 
     def console_url(self) -> str:
         """Returns the console's address; empty where it is off."""
-        return "" if why_no_console(self.settings) else f"{self._url}/console/"
+        settings, url = self.settings, self._url
+        if host := own_console_host(settings):
+            url = local_url(host, self._ports.console, tls=bool(settings.http.tls_certfile))
+        return "" if why_no_console(settings) else f"{url}/console/"
 
     def _other_ports(self) -> Iterator[Text]:
         settings, ports = self.settings, self._ports
@@ -141,7 +144,8 @@ class Preparation:
         sections = {name: dict(of) for name, of in self._options.settings.items()}
         sections["redis"]["url"] = redis_url
         for name, port in self._ports._asdict().items():
-            sections[name]["port"] = port
+            if name != "console" or own_console_host(self.settings):
+                sections[name]["port"] = port
         values = {f"{section}__{name}": value for section, of in sections.items() for name, value in of.items()}
         values["allow_client_shm"] = self._options.allow_client_shm
         return {

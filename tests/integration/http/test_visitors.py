@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from qinfer.core.settings_sections import CorsSettings, MetricsSettings
-from qinfer_api.observe.metrics_port import open_metrics_port
+from qinfer_api.rest.side_ports import open_metrics_port
 from tests.support.gateway import Running, running_gateway, settings_of
 
 INFER = "/v2/models/echo/infer"

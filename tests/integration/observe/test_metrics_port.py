@@ -12,7 +12,7 @@ from qinfer.core.settings_sections import MetricsSettings
 from qinfer.errors import SettingsError
 from qinfer.observe.exposition import OPENMETRICS
 from qinfer_api.observe.metrics import scopes_of
-from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
+from qinfer_api.rest.side_ports import MetricsPort, open_metrics_port
 
 
 def settings_of(port: int = 0, **metrics: object) -> Settings:

@@ -19,7 +19,7 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
-from qinfer_api.observe.metrics_port import open_metrics_port
+from qinfer_api.rest.side_ports import open_metrics_port
 from tests.support.faulty_backend import write_model
 from tests.support.gateway import lean_gateway, settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers

@@ -100,6 +100,8 @@ async def model(visit: Visit) -> Response:
         name,
         "models",
         state=state,
+        charts=visit.parts.long,
+        chosen=visit.parts.long.chosen(visit.query("range")),
         name=name,
         rows=_versions(visit, entries),
         spec=services.catalog.spec(name),

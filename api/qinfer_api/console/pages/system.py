@@ -53,6 +53,8 @@ async def overview(visit: Visit) -> Response:
         "Overview",
         "",
         state=state,
+        charts=parts.long,
+        chosen=parts.long.chosen(visit.query("range")),
         findings=found,
         busiest=[(one, series_of(one.model, one.version)) for one in busiest[:BUSIEST]],
         more=max(len(busiest) - BUSIEST, 0),

@@ -105,11 +105,18 @@ class Charts {
   }
 
   async load() {
-    if (!this.element.isConnected || this.isLoading) return;
+    const { charts: series, range } = this.element.dataset;
+    const isDue = range === "1h" || !(Date.now() - this.loadedAt < 60000); // longer ranges have a point a minute
+    if (!this.element.isConnected || this.isLoading || !isDue) return;
     this.isLoading = true;
+    this.loadedAt = Date.now();
     try {
-      const reply = await fetch(`${root.dataset.root}history?of=${encodeURIComponent(this.element.dataset.charts)}`);
-      if (reply.ok) this.show(await reply.json());
+      const reply = await fetch(`${root.dataset.root}history?of=${encodeURIComponent(series)}&range=${range}`);
+      const columns = reply.ok ? await reply.json() : {};
+      const note = find("[data-chart-note]", this.element);
+      note.textContent = columns.note || "";
+      note.hidden = !columns.note;
+      if (columns.at_s) this.show(columns);
     } catch { /* the connection's mark says so */ } finally {
       this.isLoading = false;
     }
@@ -117,6 +124,7 @@ class Charts {
 
   show(columns) {
     this.columns = columns = recent(columns);
+    this.isLong = columns.at_s.at(-1) - columns.at_s[0] > 86400;
     const places = all("[data-chart]", this.element);
     places.forEach((place, at) => {
       const names = place.dataset.chart.split(",");
@@ -138,7 +146,7 @@ class Charts {
       padding: [8, 8, 0, 0],
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
       axes: [
-        { ...axis, space: 60, size: 28, values: (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
+        { ...axis, space: 60, size: 28, values: (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleString([], this.isLong ? { weekday: "short", hour: "2-digit" } : { hour: "2-digit", minute: "2-digit" })) },
         { ...axis, size: 58, space: 32, values: (_, splits) => splits.map(format) },
       ],
       series: [
