@@ -3,7 +3,7 @@
     QinferError(code, retryable)
     ├─ RequestError    InvalidRequest (InputMissing · InvalidStep) · MalformedJson · UnsupportedDatatype
     │                  UnsupportedFeature · PayloadTooLarge · ModelNotFound · RequestNotFound · JobNotFound
-    │                  EndpointNotFound · Conflict · AlreadyExists · RegionNotFound · RegionUnavailable
+    │                  EndpointNotFound · WorkerNotFound · Conflict · AlreadyExists · RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
     ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable · LoadOverdue · VersionsFailed)
@@ -35,6 +35,7 @@ class ErrorCode(StrEnum):
     REQUEST_NOT_FOUND = "request_not_found"
     JOB_NOT_FOUND = "job_not_found"
     ENDPOINT_NOT_FOUND = "endpoint_not_found"
+    WORKER_NOT_FOUND = "worker_not_found"
     CONFLICT = "conflict"
     ALREADY_EXISTS = "already_exists"
     REGION_NOT_FOUND = "region_not_found"
@@ -153,6 +154,12 @@ class EndpointNotFound(RequestError):
     """No endpoint has this name."""
 
     code = ErrorCode.ENDPOINT_NOT_FOUND
+
+
+class WorkerNotFound(RequestError):
+    """No worker with this id is alive."""
+
+    code = ErrorCode.WORKER_NOT_FOUND
 
 
 class Conflict(RequestError):

@@ -92,6 +92,7 @@ from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.rest.side_ports import MetricsPort, SidePort, console_port, open_console_port, open_metrics_port
 from qinfer_api.rest.tf_serving import tf_serving_routes
 from qinfer_api.rest.torchserve import torchserve_routes
+from qinfer_api.rest.workers import worker_routes
 from qinfer_api.scaling import backlog_routes
 from qinfer_api.shared_memory import SharedMemory
 from qinfer_api.stages import AccessLog, TenantStage, TenantTally
@@ -589,6 +590,7 @@ def build_app(services: Services, features: Features, specs: Callable[[], Mappin
         repository_routes,
         pause_routes,
         settings_routes,
+        worker_routes,
     )
     routers = [(routes(services), inference) for routes in busiest_first]
     routers.append((operation_routes(services, features.operations), inference))

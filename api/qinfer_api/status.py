@@ -46,6 +46,7 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.REQUEST_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.JOB_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.ENDPOINT_NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.WORKER_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.CONFLICT: Status(409, "ALREADY_EXISTS"),
     ErrorCode.ALREADY_EXISTS: Status(400, "ALREADY_EXISTS"),
     ErrorCode.REGION_NOT_FOUND: Status(404, "NOT_FOUND"),

@@ -19,7 +19,7 @@ from qinfer.client.flows import sequence_parameters
 from qinfer.client.model_flows import as_array
 from qinfer.client.steps import Send, call
 from qinfer.core.messages import Scalar
-from qinfer.errors import EndpointNotFound, InvalidRequest, Unreachable
+from qinfer.errors import EndpointNotFound, InvalidRequest, Unreachable, WorkerNotFound
 from qinfer.tensors import Tensor, from_numpy, numpy_dtype, to_numpy
 
 T = TypeVar("T")
@@ -55,6 +55,17 @@ class GatewayClient(Client):
         body = json.dumps({"reason": reason}).encode() if reason else b""
         reply = self._run_flow(call(self._policy, Send("POST", path, {"content-type": "application/json"}, body)))
         return decode_json(reply.content, list[dict[str, Any]])
+
+    def worker_log(self, worker: str) -> list[dict[str, Any]]:
+        """Returns the last warnings and errors of a worker, newest first."""
+        send = Send("GET", f"/v1/workers/{quote(worker, safe='')}/log", {})
+        reply = self._run_flow(call(self._policy, send, not_found=WorkerNotFound))
+        return decode_json(reply.content, list[dict[str, Any]])
+
+    def drain_worker(self, worker: str) -> None:
+        """Asks a worker to drain."""
+        send = Send("POST", f"/v1/workers/{quote(worker, safe='')}/drain", {})
+        self._run_flow(call(self._policy, send, not_found=WorkerNotFound))
 
     def endpoints(self) -> list[dict[str, Any]]:
         """Returns the endpoints and their states."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import apps, backends, bridge, dlq, endpoints, example, infer, keys, models, requests, status
+from qinfer.cli import apps, backends, bridge, dlq, endpoints, example, infer, keys, models, requests, status, workers
 from qinfer.cli.analyze import command as analyze
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
@@ -44,7 +44,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (bridge.bridge, bridge.EXAMPLE, "Move messages from a queue to a model, and predictions back."),
     (status.status, status.STATUS_EXAMPLE, "Show models, lanes, workers and gateways."),
     (status.queues, status.QUEUES_EXAMPLE, "Show the lanes and their work."),
-    (status.workers, status.WORKERS_EXAMPLE, None),
+    (workers.app, "workers", "Workers: show, drain, and the end of a worker's log."),
     (doctor.doctor, doctor.EXAMPLE, "Check the installation, and show remedies for problems."),
     (models.app, "models", "Manage models: check, sync with a repository, list, load, unload."),
     (backends.app, "backends", None),

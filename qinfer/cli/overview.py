@@ -400,15 +400,7 @@ def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:
         worker,
         ready=tuple(f"{one.model}:{one.version}" for one in models if one.state is State.READY),
         up_s=max(0.0, now_s - worker.started_at),
-        state=_state(worker, {one.state for one in models}),
+        state=worker.condition,
         models=models,
         long=tuple(_row(ExecutingRow, one) for one in worker.long),
     )
-
-
-def _state(worker: WorkerRecord, states: set[State]) -> str:
-    if worker.draining:
-        return "draining"
-    if State.LOADING in states:
-        return "loading"
-    return "trouble" if State.UNAVAILABLE in states else "ready"

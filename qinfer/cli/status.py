@@ -1,4 +1,4 @@
-"""`qinfer status`, `qinfer queues`, `qinfer workers`: models, lanes and workers, read from Redis."""
+"""`qinfer status`, `qinfer queues`: models, lanes and workers, read from Redis."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,6 @@ from qinfer.errors import ModelNotFound
 
 STATUS_EXAMPLE = "Example: qinfer status --watch   or   qinfer status --redis redis://queue:6379/0"
 QUEUES_EXAMPLE = "Example: qinfer queues   or   qinfer queues --model digits --json"
-WORKERS_EXAMPLE = "Example: qinfer workers --json"
 
 
 def status(
@@ -76,22 +75,3 @@ def queues(
         of_version.setdefault((fields.pop("model"), fields.pop("version")), []).append(fields)
     versions = [msgspec.to_builtins(row) | {"lanes": of_version.get((row.model, row.version), [])} for row in work]
     show(versions, lambda: queues_tables(lanes, work), as_json=as_json)
-
-
-def workers(
-    *,
-    redis: RedisOption = "",
-    data_dir: DataDirOption = Path(".qinfer"),
-    as_json: JsonOption = False,
-) -> None:
-    """Show the live workers and bulk workers.
-
-    State is ready, loading, draining, or trouble if a model could not be loaded. Clock is Redis' time minus the
-    worker's time. The rows below show executions that have lasted for more than a second, with their start.
-    """
-    from qinfer.cli.overview import redis_settings, run_overview
-    from qinfer.cli.tables import workers_tables
-
-    overview = run_overview(redis_settings(redis, data_dir))
-    found = {"workers": overview.workers, "bulk_workers": overview.bulk_workers}
-    show(found, lambda: workers_tables(overview.workers, overview.bulk_workers), as_json=as_json)

@@ -94,8 +94,8 @@ class ConsoleSettings(Section):
         None,
         ge=0,
         le=65535,
-        description="Port of the console alone, which that of HTTP then does not serve; with the certificate of HTTP if "
-        "there is one. 0 picks a free one and prints it; unset = the port of HTTP.",
+        description="Port of the console alone, which that of HTTP then does not serve; with HTTP's certificate, if it "
+        "has one. 0 picks a free one and prints it; unset = the port of HTTP.",
     )
     prometheus_url: SecretStr = Field(
         SecretStr(""),

@@ -1,4 +1,4 @@
-"""The model repository extension: index, load and unload (reference §1.14, §6).
+"""The model repository extension: index, load and unload (reference §1.14, §6); pauses of models; drains of workers.
 
 It writes desired state and watches the workers' reports, so that workers that join later find the same state.
 """
@@ -21,6 +21,7 @@ from qinfer.errors import (
     Overloaded,
     QinferError,
     VersionsFailed,
+    WorkerNotFound,
 )
 from qinfer.models.dependents import in_order, missing_uses, renew_users, unneeded, wanted_for_another
 from qinfer.models.installation import has_same_content, refuse_lost, write_model
@@ -28,6 +29,7 @@ from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
 from qinfer.models.repository.open import Repositories, is_model_name
 from qinfer.models.state import DesiredState, ErrorKind, ModelPause, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
+from qinfer.observe.logs import RecentLine
 from qinfer.queue.lanes import Queue
 from qinfer.wire.bodies import ModelIndexEntry
 
@@ -140,6 +142,19 @@ class ModelControl:
         """Returns the pauses of a model, or all, by model and version."""
         found = await self._store.pauses()
         return [found[key] for key in sorted(found) if model in ("", key[0])]
+
+    async def drain_worker(self, worker_id: str, by: str) -> None:
+        """Asks a worker to drain and end, as SIGTERM does; `by` is the id of the API key, for the worker's log."""
+        if not await self._store.ask_drain(worker_id, by):
+            raise WorkerNotFound(f"no worker '{worker_id[:200]}' is alive; GET /v1/workers lists those that are")
+        logger.info("worker drain requested", extra={"worker": worker_id, "by": by})
+
+    async def worker_log(self, worker_id: str) -> list[RecentLine]:
+        """Returns the last warnings and errors of a worker, newest first, up to an hour after its end."""
+        lines = await self._store.worker_log(worker_id)
+        if not lines and all(worker.id != worker_id for worker in await self._store.workers()):
+            raise WorkerNotFound(f"no worker '{worker_id[:200]}' is alive, and no log of it is left")
+        return lines
 
     def cancel_loads(self) -> None:
         """Ends the waits for loads; the models stay desired."""

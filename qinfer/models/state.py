@@ -230,6 +230,16 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         ]
         return ", ".join(waiting + [one.text for one in self.late])
 
+    @property
+    def condition(self) -> str:
+        """`draining`, `loading`, `trouble` if a model could not be loaded, else `ready`."""
+        states = {state.state for versions in self.models.values() for state in versions.values()}
+        if self.draining:
+            return "draining"
+        if State.LOADING in states:
+            return "loading"
+        return "trouble" if State.UNAVAILABLE in states else "ready"
+
     def state_of(self, model: str, version: int) -> VersionState | None:
         """Returns the state of a version in this worker, if known."""
         return self.models.get(model, {}).get(version)

@@ -25,7 +25,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.readiness import Pin
 from qinfer.models.state import DesiredState, ModelPause, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe import logs
-from qinfer.observe.logs import Switches
+from qinfer.observe.logs import RecentLine, Switches, UnsentLines
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.router import load_script
@@ -41,11 +41,12 @@ LIVENESS_HOLDS_S = 15.0
 """Longer than a failover of Redis, or a delay of the event loop."""
 
 _LEAVE_S = 1.0
-_METRICS = "metrics"
+_METRICS, _DRAIN = "metrics", "drain"
 _TENSORS = "tensors"
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
 _SET_DESIRED = load_script("set_desired", package="qinfer.models").text
+_ASK_DRAIN = load_script("ask_drain", package="qinfer.models").text
 _EXCHANGE = load_script("exchange", package="qinfer.models").text
 _ADD_STATS = load_script("add_stats", package="qinfer.models").text
 _LIVENESS = load_script("liveness", "now_ms", package="qinfer.models").text
@@ -115,15 +116,37 @@ class ControlStore:
         words = (stored.generation, encode_document(stored))
         return bool(await _reply(self.client.eval(_PUT_MODEL, 1, keys.config(stored.model), *words)))
 
-    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Writes a worker's record."""
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> str | None:
+        """Writes a worker's record; returns the key that has asked the worker to drain, `None` = no one has."""
         key = keys.worker(record.id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
                 pipe.hset(key, "record", encode_document(record))
                 pipe.pexpire(key, int(ttl_s * 1000))
                 pipe.zadd(keys.workers(), {record.id: time.time()})
+                pipe.hget(key, _DRAIN)
+                asked = (await pipe.execute())[-1]
+        return None if asked is None else decode_text(asked)
+
+    async def ask_drain(self, worker_id: str, by: str) -> bool:
+        """Asks a worker to drain, as SIGTERM does, at its next heartbeat; returns false unless it is alive."""
+        return bool(await _reply(self.client.eval(_ASK_DRAIN, 1, keys.worker(worker_id), by)))
+
+    async def put_worker_log(self, worker_id: str, unsent: UnsentLines, ttl_s: float) -> None:
+        """Adds lines to a worker's log, which keeps the last `unsent.kept`, and outlives the worker by `ttl_s`."""
+        key = keys.worker_log(worker_id)
+        with translated():
+            async with self.client.pipeline(transaction=False) as pipe:
+                if unsent.lines:
+                    pipe.lpush(key, *map(encode_document, unsent.lines))
+                pipe.ltrim(key, 0, unsent.kept - 1)
+                pipe.pexpire(key, int(ttl_s * 1000))
                 await pipe.execute()
+
+    async def worker_log(self, worker_id: str) -> list[RecentLine]:
+        """Returns a worker's last warnings and errors, newest first; none of a worker that is unknown."""
+        found = await _reply(self.client.lrange(keys.worker_log(worker_id), 0, -1))
+        return list(self._records.all(dict(enumerate(found)), RecentLine).values())
 
     async def put_model_metrics(self, worker_id: str, record: bytes, ttl_s: float) -> None:
         """Writes the custom metrics of a worker's models."""

@@ -8,13 +8,15 @@ at the start.
 """
 
 import logging
+import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import msgspec
 
@@ -244,3 +246,101 @@ class ErrorLogger:
             self._logger.warning(self._event, exc_info=error, extra={"errors": self._untold})
             self._untold = 0
         return True
+
+
+MOST_LINES, MOST_BYTES = 50, 64 * 1024
+"""The most lines of a `LogRing`, and their bytes in JSON."""
+_MOST_TEXT, _MOST_TRACE, _MOST_FIELDS = 500, 8000, 30
+_SECRET = re.compile(
+    r"(://[^\s/@:]{0,200}:)[^\s@]{1,500}(?=@)"
+    r"|((?i:\b(?:bearer\s|(?:api[_-]?key|passwd|password|secret|token)[\"']?\s?[=:]))\s?)[^\s,;]{1,500}"
+)
+
+
+class RecentLine(msgspec.Struct, frozen=True):
+    """A warning or an error of a worker's log.
+
+    Attributes:
+        at: The time, RFC 3339 in UTC.
+        about: The data of the event, as texts.
+        exception: The end of the traceback.
+
+    Example:
+        {"at": "2026-01-31T09:00:00.123Z", "level": "ERROR", "logger": "qinfer_workers.inference.models",
+         "event": "load failed", "about": {"model": "digits"}, "exception": ""}
+    """
+
+    at: str
+    level: str
+    logger: str
+    event: str
+    about: dict[str, str] = {}
+    exception: str = ""
+
+
+class UnsentLines(NamedTuple):
+    """The lines that were not sent yet, oldest first; how many the ring has; and the `LogRing.sent` once they are."""
+
+    lines: list[RecentLine]
+    kept: int
+    number: int
+
+
+class LogRing(logging.Handler):
+    """Keeps the last warnings and errors of a process, bounded in lines and bytes, for readers elsewhere.
+
+    Long texts are cut, and passwords are left out. Of the models' own lines it keeps only tracebacks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[tuple[RecentLine, int]] = deque()
+        self._nbytes = self._number = 0
+        self.sent = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a line, in the thread that logs."""
+        if record.name == MODELS and EXCEPTION not in vars(record):
+            return
+        try:
+            line = recent_line(record)
+            nbytes = len(msgspec.json.encode(line))
+        except Exception:  # noqa: BLE001 - the boundary: a line that can't be shown must not fail its work
+            self.handleError(record)
+            return
+        self._lines.append((line, nbytes))
+        self._nbytes += nbytes
+        self._number += 1
+        while len(self._lines) > MOST_LINES or self._nbytes > MOST_BYTES:
+            self._nbytes -= self._lines.popleft()[1]
+
+    def unsent(self) -> UnsentLines:
+        """Returns the lines after the first `sent` ones."""
+        self.acquire()
+        try:
+            new = min(self._number - self.sent, len(self._lines))
+            lines = [line for line, _ in self._lines][len(self._lines) - new :]
+            return UnsentLines(lines, len(self._lines), self._number)
+        finally:
+            self.release()
+
+
+def recent_line(record: logging.LogRecord) -> RecentLine:
+    """Returns a record as it is shown, without secrets and cut to some kilobytes."""
+    extra = _extra(record)
+    trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else str(extra.get(EXCEPTION, ""))
+    about = {key: _shown(value) for key, value in list(extra.items())[:_MOST_FIELDS] if key != EXCEPTION}
+    rows = trace[-_MOST_TRACE:].splitlines()[len(trace) > _MOST_TRACE :]  # without the rest of a cut one
+    return RecentLine(
+        at=_instant(record),
+        level=record.levelname,
+        logger=record.name,
+        event=_shown(record.getMessage()),
+        about=about,
+        exception="\n".join(map(_shown, rows)),
+    )
+
+
+def _shown(value: object) -> str:
+    text = _utf8(str(value)[: 4 * _MOST_TEXT])  # a password is left out before the text is cut
+    return _SECRET.sub(lambda found: f"{found[1] or found[2]}…", text)[:_MOST_TEXT]

@@ -277,6 +277,11 @@ def worker(worker_id: str) -> str:
     return f"qinfer:worker:{worker_id}"
 
 
+def worker_log(worker_id: str) -> str:
+    """List of a worker's last warnings and errors."""
+    return f"qinfer:worker-log:{worker_id}"
+
+
 def workers() -> str:
     """Sorted set of workers, by heartbeat."""
     return "qinfer:workers"

@@ -17,6 +17,7 @@ from qinfer_api.console.pages.models import models_routes
 from qinfer_api.console.pages.requests import requests_routes
 from qinfer_api.console.pages.system import system_routes
 from qinfer_api.console.pages.try_it import try_it_routes
+from qinfer_api.console.pages.workers import workers_routes
 from qinfer_api.console.prometheus import HOUR, Columns, PrometheusFailed
 from qinfer_api.console.render import STATIC, Templates
 from qinfer_api.console.routes import PATH, ConsoleParts
@@ -26,6 +27,7 @@ from qinfer_api.status import http_status
 
 PAGES = (
     system_routes,
+    workers_routes,
     models_routes,
     try_it_routes,
     letters_routes,

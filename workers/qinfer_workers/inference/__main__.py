@@ -85,6 +85,8 @@ async def serve(settings: Settings) -> None:
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
     worker.catalog = catalog
+    logging.getLogger().addHandler(ring := logs.LogRing())
+    worker.keep_log(ring)
     if health is not None:
         worker.follow_heartbeats(health.beaten)
     following = loop.create_task(follow_log_settings(store, logs.Switches.from_settings(settings.log)))

@@ -20,6 +20,7 @@ from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore, CountPushes, Underway, concerns
 from qinfer.observe import exposition, stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
+from qinfer.observe.logs import LogRing
 from qinfer.submission.memory import TensorMemory
 from qinfer.wire.frame import FRAME_VERSION, OLDEST_READABLE
 from qinfer_workers.inference.devices import named
@@ -32,6 +33,8 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 SPEEDS_EVERY_S = 10.0
+LOG_TTL_S = 3600.0
+"""Seconds that the last lines of a worker's log outlive it."""
 _SPEEDS_AGAIN = 20
 """Each beat writes as many unchanged speeds again."""
 _NO_METRICS = exposition.record_of(())
@@ -85,6 +88,9 @@ class Heartbeat:
         self.missed: Callable[[float], None] = lambda _: None
         self.unready: Callable[[], dict[Key, str]] = dict
         self.long: Callable[[float], Sequence[Executing]] = lambda _: ()
+        self.drain_asked: Callable[[], None] = lambda: None
+        self.log: LogRing | None = None
+        self._log_put_at_s = self._started_at
         self._draining = False
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
@@ -176,9 +182,13 @@ class Heartbeat:
             tensor_bytes=self.tensors.held_bytes if self.tensors else 0,
             tensor_ways=dict(self.tensors.ways) if self.tensors else {},
         )
-        await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
+        asked_by = await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
+        if asked_by is not None and not self._draining:
+            logger.info("drain asked", extra={"by": asked_by})
+            self.drain_asked()
         self.beaten(record)
         await self.add_counts()
+        await self.put_log()
         await self._put_speeds({_batcher_key(batcher) for batcher in batchers}, now_s)
 
     async def add_counts(self) -> None:
@@ -191,6 +201,16 @@ class Heartbeat:
                     stats.add(self._unsent.setdefault(key, {}), deltas)
             await self._tell_metrics()
             await self.flush()
+
+    async def put_log(self) -> None:
+        """Writes new lines of the log, if there are any, and lets no known ones expire."""
+        now_s = self._clock.now_s()
+        if self.log is None:
+            return
+        unsent = self.log.unsent()
+        if unsent.lines or (unsent.kept and now_s - self._log_put_at_s > LOG_TTL_S / 2):
+            await self._store.put_worker_log(self._worker_id, unsent, LOG_TTL_S)
+            self.log.sent, self._log_put_at_s = unsent.number, now_s
 
     async def _tell_metrics(self) -> None:
         """Writes changed model metrics, and sometimes all metrics; a thread reads them, since there may be many."""

@@ -29,6 +29,7 @@ from qinfer.jobs.examiner_pool import READ_SHARES, READERS, ExaminerPool
 from qinfer.models.catalog import Catalog
 from qinfer.models.state import WorkerRecord
 from qinfer.models.store import ControlStore
+from qinfer.observe.logs import LogRing
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease, worker_owner
 from qinfer.queue.lanes import Queue
@@ -117,8 +118,13 @@ class Worker:
         """Sends each written heartbeat to `beaten`."""
         self._heartbeat.beaten = beaten
 
+    def keep_log(self, log: LogRing) -> None:
+        """Lets gateways show the last lines of the worker's log."""
+        self._heartbeat.log = log
+
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains."""
+        """Serves until `stop` is set, or a gateway asks for it, then drains."""
+        self._heartbeat.drain_asked = stop.set
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
@@ -586,6 +592,7 @@ class Worker:
 
     async def _retire(self) -> None:
         await self._heartbeat.add_counts()
+        await self._heartbeat.put_log()
         await self._store.retire(self._id)
 
     async def _end_batches(self) -> None:

@@ -1,4 +1,4 @@
-"""The overview, workers, queues and sequences."""
+"""The overview, queues and sequences."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from starlette.routing import Route
 from qinfer.core.api_keys import Scope
 from qinfer.errors import ModelNotFound
 from qinfer.models.readiness import ModelStatus
-from qinfer.models.state import State, WorkerRecord, pause_of
+from qinfer.models.state import WorkerRecord, pause_of
 from qinfer.queue.entries import Lane
 from qinfer.scaling.work import VersionWork, read_sequences
 from qinfer_api.console.attention import findings
@@ -34,7 +34,6 @@ def system_routes(pages: Pages) -> list[Route]:
     """Returns the routes of these pages."""
     return [
         pages.route("/", overview, Scope.VIEWER, needs_redis=False),
-        pages.route("/workers", workers, Scope.VIEWER),
         pages.route("/queues", queues, Scope.VIEWER),
         pages.route("/sequences", sequences, Scope.VIEWER),
     ]
@@ -101,40 +100,6 @@ async def _changes(visit: Visit, state: ConsoleState, live: list[WorkerRecord]) 
             found.append(Change(line.at_s, f"{about.get('act', line.event)} {about.get('path', '')}{who}", "audit"))
     recent = [one for one in found if state.at_s - one.at_s < LATELY_S]
     return sorted(recent, reverse=True)[:LATELY]
-
-
-async def workers(visit: Visit) -> Response:
-    """Shows live workers, their models, memory and long executions."""
-    state = await visit.parts.live.now()
-    rows = [one for one in visit.parts.services.catalog.workers() if visit.query("q").lower() in _words(one)]
-    return visit.render(
-        "workers.html",
-        "Workers",
-        "workers",
-        state=state,
-        rows=[(worker, _state_of(worker), _memory_of(worker)) for worker in rows[:PAGE_ROWS]],
-        total=len(rows),
-        gateways=await visit.parts.store.live_processes("gateway"),
-        bulk_workers=await visit.parts.store.live_processes("bulk"),
-    )
-
-
-def _words(worker: WorkerRecord) -> str:
-    return " ".join((worker.id, worker.host, worker.device, *worker.models)).lower()
-
-
-def _state_of(worker: WorkerRecord) -> str:
-    states = {state.state for versions in worker.models.values() for state in versions.values()}
-    if worker.draining:
-        return "draining"
-    return "trouble" if State.UNAVAILABLE in states else "loading" if State.LOADING in states else "ready"
-
-
-def _memory_of(worker: WorkerRecord) -> dict[str, dict[int, int]]:
-    return {
-        model: {version: sum(use.nbytes for use in uses) for version, uses in versions.items()}
-        for model, versions in worker.memory.items()
-    }
 
 
 async def queues(visit: Visit) -> Response:
