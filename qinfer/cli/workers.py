@@ -54,9 +54,9 @@ def list_live_workers(
 
 @app.command("log", epilog=LOG_EXAMPLE, short_help="Show the last warnings and errors of a worker.")
 def show_worker_log(worker: WorkerArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Show the last warnings and errors of a worker with their tracebacks, up to an hour after its end; the newest last.
+    """Show the last warnings and errors of a worker with their tracebacks, the newest last.
 
-    Requires the scope admin.
+    They are kept for an hour after its end. Requires the scope admin.
     """
     with gateway_client(url) as client:
         lines = client.worker_log(worker)

@@ -66,6 +66,6 @@ def _memory_of(record: WorkerRecord) -> dict[str, dict[int, int]]:
 async def _drain_worker(visit: Visit) -> str:
     await visit.parts.services.models.drain_worker(visit.name("worker"), visit.user.name)
     return (
-        "The worker drains: it takes no more work, finishes what executes, and ends. A supervisor starts another one in "
-        "its place."
+        "The worker drains: it takes no more work, finishes what executes, and ends. "
+        "A supervisor starts another one in its place."
     )
