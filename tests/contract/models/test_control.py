@@ -25,6 +25,7 @@ from qinfer.models.state import (
 )
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
+from qinfer.observe.logs import RecentLine, UnsentLines
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane
@@ -114,6 +115,28 @@ async def test_a_silent_worker_disappears(stores: ControlPair) -> None:
             await asyncio.sleep(0)  # the server ends it, and announces nothing
 
     assert [worker.id for worker in live] == ["w2"]
+
+
+async def test_only_a_live_worker_is_asked_to_drain(stores: ControlPair) -> None:
+    """Its next heartbeat says by which key; no trace is left of a worker that is dead."""
+    assert await stores.one.heartbeat(WORKER, LONG_S) is None
+    assert await stores.other.ask_drain("w1", "root")
+    assert not await stores.other.ask_drain("gone", "root")
+
+    assert await stores.one.heartbeat(WORKER, LONG_S) == "root"
+    assert not await stores.one.client.exists(keys.worker("gone"))
+
+
+async def test_a_log_outlives_its_worker_and_is_bounded(stores: ControlPair) -> None:
+    """The newest line is the first; the worker says how many are kept."""
+    lines = [RecentLine(at="", level="WARNING", logger="", event=f"é\n{number}") for number in range(5)]
+    await stores.one.put_worker_log("w1", UnsentLines(lines[:3], 3, 3), LONG_S)
+    await stores.one.put_worker_log("w1", UnsentLines(lines[3:], 4, 5), LONG_S)
+    await stores.one.retire("w1")
+
+    assert await stores.other.worker_log("w1") == lines[:0:-1]
+    assert await stores.other.worker_log("w2") == []
+    assert 0 < await stores.one.client.pttl(keys.worker_log("w1")) <= LONG_S * 1000
 
 
 async def test_a_speed_outlives_its_worker(stores: ControlPair) -> None:

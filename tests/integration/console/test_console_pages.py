@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from qinfer.observe.logs import AUDIT
+from qinfer.models.state import Executing, State, VersionState, WorkerRecord
+from qinfer.observe.host import MemoryUse
+from qinfer.observe.logs import AUDIT, RecentLine, UnsentLines
 from tests.support.gateway import Running, running_gateway
 
 PAGES = (
     "", "models", "try", "workers", "queues", "letters", "jobs", "requests", "endpoints", "sequences", "labeling",
     "tenants", "audit", "operations", "models/echo", "try/echo", "letters?model=echo", "models/sp%C3%A4te%20modelle",
+    "workers/w1",
 )  # fmt: skip
 
 
@@ -114,6 +117,38 @@ async def test_an_act_is_in_the_audit_trail(client: httpx.AsyncClient, caplog: p
 
     assert "/console/letters purge" in page
     assert "done" in page
+
+
+async def test_a_worker_shows_what_executes_its_memory_and_its_log(client: httpx.AsyncClient, running: Running) -> None:
+    record = WorkerRecord(
+        id="w2", started_at=0.0, models={"echo": {1: VersionState(State.READY, 1)}}, memory_bytes=3 * 2**20,
+        memory={"echo": {1: (MemoryUse("cpu", 0, 2 * 2**20),)}}, long=(Executing("echo", 1, 60.0, 7.5, 10.0),),
+    )  # fmt: skip
+    await running.store.heartbeat(record, 3600)
+    line = RecentLine("2026-01-31T09:00:00.123Z", "ERROR", "qinfer", "load failed", {"model": "m"}, "Traceback: of m")
+    for worker in ("w2", "ended"):
+        await running.store.put_worker_log(worker, UnsentLines([line], 1, 1), 60.0)
+    await running.refresh()
+
+    page, ended = (await client.get("workers/w2")).text, (await client.get("workers/ended")).text
+
+    for text in ("3 MiB", "2 MiB", "1970-01-01 00:01:00 UTC", "7.50 s", "load failed", "model=m", "Traceback: of m"):
+        assert text in page
+    assert "not alive any more" in ended
+    assert "Traceback: of m" in ended
+    assert (await client.get("workers/gone")).status_code == 404
+
+
+async def test_a_worker_is_drained(client: httpx.AsyncClient, running: Running) -> None:
+    token = token_of((await client.get("workers/w1")).text)
+
+    reply = await client.post("workers/w1", data={"csrf": token, "do": "drain"})
+    gone = await client.post("workers/gone", data={"csrf": token, "do": "drain"})
+
+    assert "The worker drains" in reply.text
+    assert gone.status_code == 404
+    (record,) = await running.store.workers()
+    assert await running.store.heartbeat(record, 3600) == ""
 
 
 async def test_an_error_of_an_act_is_told_on_its_page(client: httpx.AsyncClient) -> None:

@@ -17,6 +17,7 @@ from qinfer.core.api_keys import Scope, add_key, read_keys
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable
+from qinfer.observe.logs import RecentLine, UnsentLines
 from qinfer.queue.entries import Lane
 from qinfer.tensors import from_numpy
 from qinfer_api.auth import Auth
@@ -172,6 +173,32 @@ async def test_markup_in_texts_stays_text(running: Running) -> None:
             check_page((await client.get(pages[number % 3], params={"q": text, "state": text, "page": text})).text)
 
     assert len(letters) == len(HOSTILE) >= 40
+
+
+async def test_markup_in_a_workers_log_stays_text(running: Running) -> None:
+    lines = [RecentLine(text, text, text, text, {text: text}, text) for text in HOSTILE]
+    await running.store.put_worker_log("w1", UnsentLines(lines, len(lines), len(lines)), 60.0)
+
+    async with browser(running) as client:
+        check_page((await client.get("workers/w1")).text)
+        for text in HOSTILE:
+            check_page((await client.get(f"workers/{quote(text, safe='')}")).text)
+
+
+async def test_only_administrators_read_a_workers_log_and_drain_it(tmp_path: Path) -> None:
+    async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
+        line = RecentLine("", "ERROR", "qinfer", "load failed", {}, "Traceback: of m")
+        await running.store.put_worker_log("w1", UnsentLines([line], 1, 1), 60.0)
+        await running.store.put_worker_log("ended", UnsentLines([line], 1, 1), 60.0)
+        await client.post("sign-in", data={"key": keys["acme"]})
+
+        page = await client.get("workers/w1")
+        ended = await client.get("workers/ended")
+        drained = await client.post("workers/w1", data={"csrf": token_of(page.text), "do": "drain"})
+
+    assert (page.status_code, ended.status_code, drained.status_code) == (200, 404, 403)
+    assert "Traceback: of m" not in page.text
+    assert ">Drain<" not in page.text
 
 
 @asynccontextmanager

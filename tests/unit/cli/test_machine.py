@@ -12,9 +12,12 @@ from qinfer.cli.local.machine import (
     check_repository,
     child_environment,
     claim_ports,
+    gateway_addresses,
     local_url,
     share_cpus,
 )
+from qinfer.core.settings import GrpcSettings, Settings
+from qinfer.core.settings_sections import ConsoleSettings, MetricsSettings
 from qinfer.errors import SettingsError
 
 
@@ -104,6 +107,18 @@ def test_url_can_be_pasted(host: str, url: str) -> None:
 def test_cores_are_shared(cpus: list[int], processes: int, shares: list[tuple[int, ...]]) -> None:
     """Several workers with a thread per core each would only disturb one another."""
     assert share_cpus(cpus, processes) == shares
+
+
+def test_a_console_of_its_own_has_an_address() -> None:
+    console = ConsoleSettings(host="127.0.0.2", port=8003)
+    settings = Settings(grpc=GrpcSettings(enabled=False), metrics=MetricsSettings(enabled=False), console=console)
+
+    assert gateway_addresses(settings) == [
+        GatewayAddress("127.0.0.1", 8000),
+        GatewayAddress("127.0.0.2", 8003, "--console-port"),
+    ]
+    off = settings.model_copy(update={"console": ConsoleSettings(enabled=False, port=8003)})
+    assert gateway_addresses(off) == [GatewayAddress("127.0.0.1", 8000)]
 
 
 def test_child_settings_replace_variables_of_any_case() -> None:

@@ -1,6 +1,7 @@
-"""The worker's record: how fast it finds its models to be, and what of that outlives it."""
+"""The worker's record: how fast it finds its models to be, and what of that outlives it; its log, and asked drains."""
 
 import asyncio
+import logging
 import threading
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,10 @@ from qinfer.models.state import Speed, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import exposition
 from qinfer.observe.exposition import ModelSeries
+from qinfer.observe.logs import LogRing, UnsentLines
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.heartbeat import SPEEDS_EVERY_S, Heartbeat
+from qinfer_workers.inference.heartbeat import LOG_TTL_S, SPEEDS_EVERY_S, Heartbeat
 from tests.support.batching import Bench, Scene
 from tests.support.servers.servers import Database
 
@@ -176,6 +178,64 @@ async def test_news_wake_their_readers_though_the_store_was_away(database: Datab
     await asyncio.wait([beating])
 
     assert store.wakes == 1
+
+
+async def test_an_asked_drain_begins_once(database: Database) -> None:
+    setup, asked = Setup(database, Scene(Bench())), 0
+
+    def drain() -> None:
+        nonlocal asked
+        asked += 1
+        setup.heartbeat.drains()
+
+    setup.heartbeat.drain_asked = drain
+    await setup.heartbeat.beat()
+    before = asked
+    assert await setup.store.ask_drain("w", "root")
+    await setup.heartbeat.beat()
+    await setup.heartbeat.beat()
+
+    assert (before, asked) == (0, 1)
+    (record,) = await setup.store.workers()
+    assert record.condition == "draining"
+
+
+class LogStore(ControlStore):
+    """Counts the writes of logs, of which it may refuse some."""
+
+    writes, failures = 0, 0
+
+    async def put_worker_log(self, worker_id: str, unsent: UnsentLines, ttl_s: float) -> None:
+        self.writes += 1
+        if self.failures:
+            self.failures -= 1
+            raise BrokerUnavailable("Redis can't be reached")
+        await super().put_worker_log(worker_id, unsent, ttl_s)
+
+
+async def test_the_log_is_written_on_change_and_kept_while_the_worker_lives(database: Database) -> None:
+    """A beat without news writes nothing; a line that could not be written comes with the next one."""
+    setup = Setup(database, Scene(Bench()))
+    store = database.store(LogStore)
+    setup.heartbeat._store, setup.heartbeat.log = store, (ring := LogRing())
+
+    def note(event: str) -> None:
+        ring.handle(logging.LogRecord("qinfer", logging.WARNING, "", 0, event, (), None))
+
+    await setup.heartbeat.put_log()
+    note("one")
+    store.failures = 1
+    with pytest.raises(BrokerUnavailable):
+        await setup.heartbeat.put_log()
+    note("two")
+    for _ in range(3):
+        await setup.heartbeat.put_log()
+    written = store.writes
+    setup.time.advance(LOG_TTL_S / 2 + 1)
+    await setup.heartbeat.put_log()
+
+    assert [line.event for line in await store.worker_log("w")] == ["two", "one"]
+    assert (written, store.writes) == (2, 3)
 
 
 class Metered(StubBackend):
