@@ -480,7 +480,7 @@ ROWS = (
     ),
     Row(
         keys.worker_log,
-        "list",
+        "string",
         "an hour after the worker's end",
         "a worker's last warnings and errors, newest first, at most 50 and 64 KiB",
         ({"worker_id": "<id>"},),

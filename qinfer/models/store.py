@@ -23,9 +23,9 @@ from redis.exceptions import ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.readiness import Pin
-from qinfer.models.state import DesiredState, ModelPause, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, ModelPause, ScalerRecord, Speed, StoredModel, WorkerLog, WorkerRecord
 from qinfer.observe import logs
-from qinfer.observe.logs import RecentLine, Switches, UnsentLines
+from qinfer.observe.logs import RecentLine, Switches
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.router import load_script
@@ -132,21 +132,15 @@ class ControlStore:
         """Asks a worker to drain, as SIGTERM does, at its next heartbeat; returns false unless it is alive."""
         return bool(await _reply(self.client.eval(_ASK_DRAIN, 1, keys.worker(worker_id), by)))
 
-    async def put_worker_log(self, worker_id: str, unsent: UnsentLines, ttl_s: float) -> None:
-        """Adds lines to a worker's log, which keeps the last `unsent.kept`, and outlives the worker by `ttl_s`."""
-        key = keys.worker_log(worker_id)
-        with translated():
-            async with self.client.pipeline(transaction=False) as pipe:
-                if unsent.lines:
-                    pipe.lpush(key, *map(encode_document, unsent.lines))
-                pipe.ltrim(key, 0, unsent.kept - 1)
-                pipe.pexpire(key, int(ttl_s * 1000))
-                await pipe.execute()
+    async def put_worker_log(self, worker_id: str, log: WorkerLog, ttl_s: float) -> None:
+        """Writes the last lines of a worker's log, which outlive it by `ttl_s`."""
+        await _reply(self.client.set(keys.worker_log(worker_id), encode_document(log), px=int(ttl_s * 1000)))
 
     async def worker_log(self, worker_id: str) -> list[RecentLine]:
         """Returns a worker's last warnings and errors, newest first; none of a worker that is unknown."""
-        found = await _reply(self.client.lrange(keys.worker_log(worker_id), 0, -1))
-        return list(self._records.all(dict(enumerate(found)), RecentLine).values())
+        found = await _reply(self.client.get(keys.worker_log(worker_id)))
+        log = None if found is None else self._records.one(found, WorkerLog, worker_id)
+        return [] if log is None else log.lines
 
     async def put_model_metrics(self, worker_id: str, record: bytes, ttl_s: float) -> None:
         """Writes the custom metrics of a worker's models."""

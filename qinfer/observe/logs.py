@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import msgspec
 
@@ -258,12 +258,7 @@ _SECRET = re.compile(
 
 
 class RecentLine(msgspec.Struct, frozen=True):
-    """A warning or an error of a worker's log.
-
-    Attributes:
-        at: The time, RFC 3339 in UTC.
-        about: The data of the event, as texts.
-        exception: The end of the traceback.
+    """A warning or an error of a worker's log; `at` is RFC 3339, `about` the event's data as texts.
 
     Example:
         {"at": "2026-01-31T09:00:00.123Z", "level": "ERROR", "logger": "qinfer_workers.inference.models",
@@ -278,25 +273,17 @@ class RecentLine(msgspec.Struct, frozen=True):
     exception: str = ""
 
 
-class UnsentLines(NamedTuple):
-    """The lines that were not sent yet, oldest first; how many the ring has; and the `LogRing.sent` once they are."""
-
-    lines: list[RecentLine]
-    kept: int
-    number: int
-
-
 class LogRing(logging.Handler):
     """Keeps the last warnings and errors of a process, bounded in lines and bytes, for readers elsewhere.
 
-    Long texts are cut, and passwords are left out. Of the models' own lines it keeps only tracebacks.
+    Long texts are cut, and passwords are left out. Of the models' own lines it keeps only tracebacks. `number` counts
+    all lines.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._lines: deque[tuple[RecentLine, int]] = deque()
-        self._nbytes = self._number = 0
-        self.sent = 0
+        self._nbytes = self.number = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps a line, in the thread that logs."""
@@ -310,33 +297,26 @@ class LogRing(logging.Handler):
             return
         self._lines.append((line, nbytes))
         self._nbytes += nbytes
-        self._number += 1
+        self.number += 1
         while len(self._lines) > MOST_LINES or self._nbytes > MOST_BYTES:
             self._nbytes -= self._lines.popleft()[1]
 
-    def unsent(self) -> UnsentLines:
-        """Returns the lines after the first `sent` ones."""
-        self.acquire()
-        try:
-            new = min(self._number - self.sent, len(self._lines))
-            lines = [line for line, _ in self._lines][len(self._lines) - new :]
-            return UnsentLines(lines, len(self._lines), self._number)
-        finally:
-            self.release()
+    def lines(self) -> list[RecentLine]:
+        """Returns the lines, newest first."""
+        return [line for line, _ in reversed(self._lines.copy())]
 
 
 def recent_line(record: logging.LogRecord) -> RecentLine:
     """Returns a record as it is shown, without secrets and cut to some kilobytes."""
     extra = _extra(record)
     trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else str(extra.get(EXCEPTION, ""))
-    about = {key: _shown(value) for key, value in list(extra.items())[:_MOST_FIELDS] if key != EXCEPTION}
     rows = trace[-_MOST_TRACE:].splitlines()[len(trace) > _MOST_TRACE :]  # without the rest of a cut one
     return RecentLine(
         at=_instant(record),
         level=record.levelname,
         logger=record.name,
         event=_shown(record.getMessage()),
-        about=about,
+        about={key: _shown(value) for key, value in list(extra.items())[:_MOST_FIELDS] if key != EXCEPTION},
         exception="\n".join(map(_shown, rows)),
     )
 

@@ -278,7 +278,7 @@ def worker(worker_id: str) -> str:
 
 
 def worker_log(worker_id: str) -> str:
-    """List of a worker's last warnings and errors."""
+    """String with a worker's last warnings and errors."""
     return f"qinfer:worker-log:{worker_id}"
 
 

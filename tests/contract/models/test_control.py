@@ -21,11 +21,12 @@ from qinfer.models.state import (
     State,
     StoredModel,
     VersionState,
+    WorkerLog,
     WorkerRecord,
 )
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
-from qinfer.observe.logs import RecentLine, UnsentLines
+from qinfer.observe.logs import RecentLine
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane
@@ -127,14 +128,12 @@ async def test_only_a_live_worker_is_asked_to_drain(stores: ControlPair) -> None
     assert not await stores.one.client.exists(keys.worker("gone"))
 
 
-async def test_a_log_outlives_its_worker_and_is_bounded(stores: ControlPair) -> None:
-    """The newest line is the first; the worker says how many are kept."""
-    lines = [RecentLine(at="", level="WARNING", logger="", event=f"é\n{number}") for number in range(5)]
-    await stores.one.put_worker_log("w1", UnsentLines(lines[:3], 3, 3), LONG_S)
-    await stores.one.put_worker_log("w1", UnsentLines(lines[3:], 4, 5), LONG_S)
+async def test_a_log_outlives_its_worker(stores: ControlPair) -> None:
+    log = WorkerLog([RecentLine(at="", level="WARNING", logger="", event="é\n", about={"a": "b"})] * 2)
+    await stores.one.put_worker_log("w1", log, LONG_S)
     await stores.one.retire("w1")
 
-    assert await stores.other.worker_log("w1") == lines[:0:-1]
+    assert await stores.other.worker_log("w1") == log.lines
     assert await stores.other.worker_log("w2") == []
     assert 0 < await stores.one.client.pttl(keys.worker_log("w1")) <= LONG_S * 1000
 

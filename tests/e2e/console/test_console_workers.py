@@ -39,7 +39,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     tool("chromium", "usr/bin/chromium")
     folder = tmp_path_factory.mktemp("workers")
     models = folder / "models"
-    add_sub(models / "addsub")
+    add_sub(models)
     broken = models / "broken"
     (broken / "1").mkdir(parents=True)
     (broken / "1" / "model.onnx").write_bytes(b"no model")
@@ -97,7 +97,7 @@ def test_a_worker_is_looked_at_and_drained_and_replaced(page: "sync_api.Page", s
     name = worker.inner_text()
     worker.click()
     page.wait_for_url("**/console/workers/*")
-    sync_api.expect(page.locator("#rows")).to_contain_text("addsub")
+    sync_api.expect(page.locator("#rows")).to_contain_text("add_sub")
     sync_api.expect(page.locator("#rows")).to_contain_text("MiB")
     line = page.locator(".lines li").filter(has_text="load failed").first
     sync_api.expect(line).to_contain_text("model=broken")

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from qinfer.models.state import Executing, State, VersionState, WorkerRecord
+from qinfer.models.state import Executing, State, VersionState, WorkerLog, WorkerRecord
 from qinfer.observe.host import MemoryUse
-from qinfer.observe.logs import AUDIT, RecentLine, UnsentLines
+from qinfer.observe.logs import AUDIT, RecentLine
 from tests.support.gateway import Running, running_gateway
 
 PAGES = (
@@ -127,7 +127,7 @@ async def test_a_worker_shows_what_executes_its_memory_and_its_log(client: httpx
     await running.store.heartbeat(record, 3600)
     line = RecentLine("2026-01-31T09:00:00.123Z", "ERROR", "qinfer", "load failed", {"model": "m"}, "Traceback: of m")
     for worker in ("w2", "ended"):
-        await running.store.put_worker_log(worker, UnsentLines([line], 1, 1), 60.0)
+        await running.store.put_worker_log(worker, WorkerLog([line]), 60.0)
     await running.refresh()
 
     page, ended = (await client.get("workers/w2")).text, (await client.get("workers/ended")).text

@@ -17,7 +17,8 @@ from qinfer.core.api_keys import Scope, add_key, read_keys
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable
-from qinfer.observe.logs import RecentLine, UnsentLines
+from qinfer.models.state import WorkerLog
+from qinfer.observe.logs import RecentLine
 from qinfer.queue.entries import Lane
 from qinfer.tensors import from_numpy
 from qinfer_api.auth import Auth
@@ -177,7 +178,7 @@ async def test_markup_in_texts_stays_text(running: Running) -> None:
 
 async def test_markup_in_a_workers_log_stays_text(running: Running) -> None:
     lines = [RecentLine(text, text, text, text, {text: text}, text) for text in HOSTILE]
-    await running.store.put_worker_log("w1", UnsentLines(lines, len(lines), len(lines)), 60.0)
+    await running.store.put_worker_log("w1", WorkerLog(lines), 60.0)
 
     async with browser(running) as client:
         check_page((await client.get("workers/w1")).text)
@@ -188,8 +189,8 @@ async def test_markup_in_a_workers_log_stays_text(running: Running) -> None:
 async def test_only_administrators_read_a_workers_log_and_drain_it(tmp_path: Path) -> None:
     async with with_keys(tmp_path) as (running, keys, _), browser(running) as client:
         line = RecentLine("", "ERROR", "qinfer", "load failed", {}, "Traceback: of m")
-        await running.store.put_worker_log("w1", UnsentLines([line], 1, 1), 60.0)
-        await running.store.put_worker_log("ended", UnsentLines([line], 1, 1), 60.0)
+        await running.store.put_worker_log("w1", WorkerLog([line]), 60.0)
+        await running.store.put_worker_log("ended", WorkerLog([line]), 60.0)
         await client.post("sign-in", data={"key": keys["acme"]})
 
         page = await client.get("workers/w1")

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qinfer.models.state import State, VersionState, WorkerRecord
-from qinfer.observe.logs import AUDIT, RecentLine, UnsentLines
+from qinfer.models.state import State, VersionState, WorkerLog, WorkerRecord
+from qinfer.observe.logs import AUDIT, RecentLine
 from tests.integration.cli.test_operator import run as run_command
 from tests.support.gateway import Running, TenantScene, running_gateway
 
@@ -23,8 +23,8 @@ DRAIN, LOG = "/v1/workers/w1/drain", "/v1/workers/w1/log"
 @pytest.fixture
 async def running() -> AsyncIterator[Running]:
     async with running_gateway() as one:
-        await one.store.put_worker_log("w1", UnsentLines([LINE], 1, 1), 60.0)
-        await one.store.put_worker_log("ended", UnsentLines([LINE], 1, 1), 60.0)
+        await one.store.put_worker_log("w1", WorkerLog([LINE]), 60.0)
+        await one.store.put_worker_log("ended", WorkerLog([LINE]), 60.0)
         yield one
 
 

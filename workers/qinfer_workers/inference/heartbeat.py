@@ -16,7 +16,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
+from qinfer.models.state import Executing, Speed, VersionState, WorkerLog, WorkerRecord
 from qinfer.models.store import ControlStore, CountPushes, Underway, concerns
 from qinfer.observe import exposition, stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
@@ -90,7 +90,7 @@ class Heartbeat:
         self.long: Callable[[float], Sequence[Executing]] = lambda _: ()
         self.drain_asked: Callable[[], None] = lambda: None
         self.log: LogRing | None = None
-        self._log_put_at_s = self._started_at
+        self._log_put = (0, self._started_at)
         self._draining = False
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
@@ -203,14 +203,12 @@ class Heartbeat:
             await self.flush()
 
     async def put_log(self) -> None:
-        """Writes new lines of the log, if there are any, and lets no known ones expire."""
-        now_s = self._clock.now_s()
-        if self.log is None:
-            return
-        unsent = self.log.unsent()
-        if unsent.lines or (unsent.kept and now_s - self._log_put_at_s > LOG_TTL_S / 2):
-            await self._store.put_worker_log(self._worker_id, unsent, LOG_TTL_S)
-            self.log.sent, self._log_put_at_s = unsent.number, now_s
+        """Writes the end of the log if it has new lines, and lets no known ones expire."""
+        number, now_s = 0 if self.log is None else self.log.number, self._clock.now_s()
+        known, put_at_s = self._log_put
+        if self.log is not None and number and (number != known or now_s - put_at_s > LOG_TTL_S / 2):
+            await self._store.put_worker_log(self._worker_id, WorkerLog(self.log.lines()), LOG_TTL_S)
+            self._log_put = number, now_s
 
     async def _tell_metrics(self) -> None:
         """Writes changed model metrics, and sometimes all metrics; a thread reads them, since there may be many."""

@@ -13,11 +13,11 @@ from qinfer.batching.batcher import Batcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import Speed, State, VersionState, WorkerRecord
+from qinfer.models.state import Speed, State, VersionState, WorkerLog, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import exposition
 from qinfer.observe.exposition import ModelSeries
-from qinfer.observe.logs import LogRing, UnsentLines
+from qinfer.observe.logs import LogRing
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import LOG_TTL_S, SPEEDS_EVERY_S, Heartbeat
@@ -205,12 +205,12 @@ class LogStore(ControlStore):
 
     writes, failures = 0, 0
 
-    async def put_worker_log(self, worker_id: str, unsent: UnsentLines, ttl_s: float) -> None:
+    async def put_worker_log(self, worker_id: str, log: WorkerLog, ttl_s: float) -> None:
         self.writes += 1
         if self.failures:
             self.failures -= 1
             raise BrokerUnavailable("Redis can't be reached")
-        await super().put_worker_log(worker_id, unsent, ttl_s)
+        await super().put_worker_log(worker_id, log, ttl_s)
 
 
 async def test_the_log_is_written_on_change_and_kept_while_the_worker_lives(database: Database) -> None:
