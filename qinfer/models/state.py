@@ -7,7 +7,6 @@ from enum import StrEnum
 import msgspec
 
 from qinfer.observe.host import GpuUse, MemoryUse
-from qinfer.observe.logs import RecentLine
 
 GATEWAY, BULK, BRIDGE = "gateway", "bulk", "bridge"
 """The programs whose processes report liveness, as `<name>@<host>`."""
@@ -258,12 +257,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     def serves(self, model: str) -> bool:
         """Tells whether any version of a model is READY."""
         return any(state.state is State.READY for state in self.models.get(model, {}).values())
-
-
-class WorkerLog(msgspec.Struct, frozen=True):
-    """The last warnings and errors of a worker, newest first."""
-
-    lines: list[RecentLine]
 
 
 class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,9 +23,9 @@ from redis.exceptions import ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.readiness import Pin
-from qinfer.models.state import DesiredState, ModelPause, ScalerRecord, Speed, StoredModel, WorkerLog, WorkerRecord
+from qinfer.models.state import DesiredState, ModelPause, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe import logs
-from qinfer.observe.logs import RecentLine, Switches
+from qinfer.observe.logs import RecentLine, Switches, WorkerLog
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.router import load_script

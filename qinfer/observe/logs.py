@@ -273,6 +273,12 @@ class RecentLine(msgspec.Struct, frozen=True):
     exception: str = ""
 
 
+class WorkerLog(msgspec.Struct, frozen=True):
+    """The last warnings and errors of a worker, newest first."""
+
+    lines: list[RecentLine]
+
+
 class LogRing(logging.Handler):
     """Keeps the last warnings and errors of a process, bounded in lines and bytes, for readers elsewhere.
 
@@ -301,9 +307,9 @@ class LogRing(logging.Handler):
         while len(self._lines) > MOST_LINES or self._nbytes > MOST_BYTES:
             self._nbytes -= self._lines.popleft()[1]
 
-    def lines(self) -> list[RecentLine]:
-        """Returns the lines, newest first."""
-        return [line for line, _ in reversed(self._lines.copy())]
+    def log(self) -> WorkerLog:
+        """Returns the lines."""
+        return WorkerLog([line for line, _ in reversed(self._lines.copy())])
 
 
 def recent_line(record: logging.LogRecord) -> RecentLine:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-import qinfer
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.core.settings_sections import ConsoleSettings
 from qinfer.errors import InvalidRequest, QinferError
@@ -30,8 +29,7 @@ WITHIN_S = 10.0
 MOST_BYTES = 2**20
 MOST_KEPT = 64
 KEPT_S, FAILURE_KEPT_S = 30.0, 5.0
-_MOST_REASON = 200
-_LEAST_WINDOW_S = 240.0
+_LEAST_WINDOW_S = 240
 """The window of rates: Prometheus needs two scrapes in it, and scrapes once a minute at least."""
 _URL = "QINFER_CONSOLE__PROMETHEUS_URL"
 _SERIES = re.compile(r"(.{1,1000}):([0-9]{1,18})", re.DOTALL)
@@ -44,18 +42,12 @@ class ChartRange(NamedTuple):
     """A range of the charts, and the seconds between their points; the hour comes from `CountHistory`."""
 
     name: str
-    title: str
     span_s: int
     step_s: int
 
 
-HOUR = ChartRange("1h", "1 h", 3600, 5)
-RANGES = (
-    HOUR,
-    ChartRange("6h", "6 h", 6 * 3600, 60),
-    ChartRange("24h", "24 h", 24 * 3600, 300),
-    ChartRange("7d", "7 d", 7 * 86_400, 1800),
-)
+HOUR = ChartRange("1h", 3600, 5)
+RANGES = (HOUR, ChartRange("6h", 21_600, 60), ChartRange("24h", 86_400, 300), ChartRange("7d", 604_800, 1800))
 
 
 class PrometheusFailed(QinferError):
@@ -83,7 +75,7 @@ class LongHistory:
         self._now_s = now_s
         self.ranges = RANGES if self._url else (HOUR,)
         self._asking = asyncio.Lock()
-        self._kept: dict[tuple[str, str], tuple[float, Columns | PrometheusFailed]] = {}
+        self._kept: dict[tuple[str, ChartRange], tuple[float, Columns | PrometheusFailed]] = {}
         self._http: httpx.AsyncClient | None = None
         self._outage = OutageLog(logger, "prometheus gives no charts", remind_s=REMIND_S)
 
@@ -93,14 +85,14 @@ class LongHistory:
 
     async def columns(self, series: str, chosen: ChartRange) -> Columns:
         """Returns the columns of a chart; raises `PrometheusFailed`."""
-        labels = self._labels(series)
+        labels, key = self._labels(series), (series, chosen)
         try:
             async with asyncio.timeout(WITHIN_S), self._asking:
-                kept = self._kept.pop((series, chosen.name), None)
+                kept = self._kept.pop(key, None)
                 if kept is None or kept[0] < time.monotonic():
                     kept = await self._asked(labels, chosen)
-                self._kept[series, chosen.name] = kept
-                while len(self._kept) > MOST_KEPT:
+                self._kept[key] = kept
+                if len(self._kept) > MOST_KEPT:
                     del self._kept[next(iter(self._kept))]
         except TimeoutError:
             raise PrometheusFailed(f"Prometheus has not answered within {WITHIN_S:g} s") from None
@@ -119,12 +111,16 @@ class LongHistory:
         return ",".join(matchers)
 
     async def _asked(self, labels: str, chosen: ChartRange) -> tuple[float, Columns | PrometheusFailed]:
+        """Returns a chart or a failure, and until when it is kept."""
+        import httpx
+
         end_s = int(self._now_s()) // chosen.step_s * chosen.step_s
         grid = range(end_s - chosen.span_s, end_s + 1, chosen.step_s)
         asked = queries(labels, max(chosen.step_s, _LEAST_WINDOW_S))
         try:
             if self._http is None:
-                self._http = await asyncio.to_thread(open_client)
+                headers = {"accept-encoding": "identity"}  # so that its bytes are those that are counted
+                self._http = await asyncio.to_thread(httpx.AsyncClient, trust_env=False, headers=headers)
             found = await asyncio.gather(*(self._values(query, grid) for query in asked.values()))
         except PrometheusFailed as error:
             self._outage.failed(error.message)
@@ -135,39 +131,41 @@ class LongHistory:
 
     async def _values(self, query: str, grid: range) -> list[float]:
         """Returns the values of a query's only series at the instants of a grid."""
-        words = {"query": query, "start": grid[0], "end": grid[-1], "step": grid.step}
-        answer = await self._get({name: str(word) for name, word in words.items()})
         values = [math.nan] * len(grid)
-        for at_s, text in answer.data.result[0].values if answer.data.result else ():
-            at = round((at_s - grid[0]) / grid.step) if math.isfinite(at_s) else -1
-            if 0 <= at < len(values):
-                values[at] = number_of(text)
+        words = {"query": query, "start": str(grid[0]), "end": str(grid[-1]), "step": str(grid.step)}
+        status, text = await self._get(words)
+        try:
+            answer = msgspec.json.decode(text, type=_QueryAnswer)
+            for at_s, value in answer.data.result[0].values if answer.data.result else ():
+                at, rest = divmod(at_s - grid[0], grid.step)
+                if 0 <= at < len(values) and not rest:
+                    values[int(at)] = float(value)
+        except (ValueError, RecursionError):  # msgspec's errors, too
+            raise PrometheusFailed(
+                f"the server at {_URL} answered with status {status}, and not as Prometheus"
+            ) from None
+        if status != 200 or answer.error:
+            raise PrometheusFailed(f"Prometheus answered with status {status}: {answer.error[:200]}")
         return values
 
-    async def _get(self, words: Mapping[str, str]) -> _QueryAnswer:
+    async def _get(self, words: Mapping[str, str]) -> tuple[int, bytes]:
+        """Returns status and body of an answer."""
         import httpx
 
         assert self._http is not None
         text = bytearray()
         try:
-            async with self._http.stream("GET", f"{self._url}/api/v1/query_range", params=words) as reply:
+            url = f"{self._url}/api/v1/query_range"
+            async with self._http.stream("GET", url, params=words, timeout=WITHIN_S, follow_redirects=False) as reply:
                 async for piece in reply.aiter_raw():
                     text += piece
                     if len(text) > MOST_BYTES:
                         raise PrometheusFailed(f"Prometheus sent more than {MOST_BYTES} bytes")
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, OSError) as error:
             raise PrometheusFailed(f"Prometheus can't be reached ({type(error).__name__})") from None
         if reply.is_redirect:
             raise PrometheusFailed(f"Prometheus answered with a redirect, which is not followed; correct {_URL}")
-        try:
-            answer = msgspec.json.decode(text, type=_QueryAnswer)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            status = f"status {reply.status_code}, and no JSON of Prometheus"
-            raise PrometheusFailed(f"the server at {_URL} answered with {status}") from None
-        if not reply.is_success or answer.error:
-            why = f": {answer.error[:_MOST_REASON]}" if answer.error else ""
-            raise PrometheusFailed(f"Prometheus answered with status {reply.status_code}{why}")
-        return answer
+        return reply.status_code, bytes(text)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -176,20 +174,12 @@ class LongHistory:
             self._http = None
 
 
-def open_client() -> "httpx.AsyncClient":
-    """Returns a client that follows no redirect, and takes no proxy of the environment."""
-    import httpx
-
-    headers = {"user-agent": f"qinfer/{qinfer.__version__}", "accept-encoding": "identity"}
-    return httpx.AsyncClient(timeout=WITHIN_S, trust_env=False, follow_redirects=False, headers=headers)
-
-
-def queries(labels: str, window_s: float) -> dict[str, str]:
+def queries(labels: str, window_s: int) -> dict[str, str]:
     """Returns the queries of a chart's figures, each of which has one series at most.
 
     Gauges of the cluster may have been scraped from several gateways, which show the same.
     """
-    of, window = f"{{{labels}}}", f"[{window_s:.0f}s]"
+    of, window = f"{{{labels}}}", f"[{window_s}s]"
     rate = f"sum(rate(qinfer_requests_total{of}{window}))"
     buckets = f"sum by (le) (rate(qinfer_request_duration_seconds_bucket{of}{window}))"
     return {
@@ -199,12 +189,3 @@ def queries(labels: str, window_s: float) -> dict[str, str]:
         "p99_s": f"histogram_quantile(0.99, {buckets})",
         "work_s": f"sum(max by (model, version) (qinfer_backlog_work_seconds{of}))",
     }
-
-
-def number_of(text: str) -> float:
-    """Returns a sample; NaN for what is not finite, as a quantile of no requests."""
-    try:
-        value = float(text)
-    except ValueError:
-        return math.nan
-    return value if math.isfinite(value) else math.nan

@@ -20,9 +20,6 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
         executing: Requests in its batches.
         memory_bytes: Resident memory, with that of its child processes; 0 = unknown.
 
-    Example:
-        {"id": "gpu1-4711-0a1b2c3d", "host": "gpu1", "device": "gpu", "state": "ready", "executing": 3,
-         "started_at": "2026-01-31T09:00:00.123Z", "memory_bytes": 734003200}
     """
 
     id: str

@@ -21,12 +21,11 @@ from qinfer.models.state import (
     State,
     StoredModel,
     VersionState,
-    WorkerLog,
     WorkerRecord,
 )
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
-from qinfer.observe.logs import RecentLine
+from qinfer.observe.logs import RecentLine, WorkerLog
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane

@@ -82,10 +82,10 @@ def test_the_charts_say_why_prometheus_gives_none(page: "sync_api.Page") -> None
     sync_api.expect(page.locator("[data-connection]")).to_have_text("live")
     sync_api.expect(page.locator(".charts canvas")).to_have_count(4)
     sync_api.expect(page.locator("[data-chart-note]")).to_be_hidden()
-    page.get_by_role("link", name="7 d").click()
+    page.get_by_role("link", name="7d").click()
     page.wait_for_url("**/?range=7d")
     sync_api.expect(page.locator("[data-chart-note]")).to_contain_text("Prometheus can't be reached")
-    page.get_by_role("link", name="1 h").click()
+    page.get_by_role("link", name="1h").click()
     sync_api.expect(page.locator(".charts canvas")).to_have_count(4)
 
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from qinfer.models.state import Executing, State, VersionState, WorkerLog, WorkerRecord
+from qinfer.models.state import Executing, State, VersionState, WorkerRecord
 from qinfer.observe.host import MemoryUse
-from qinfer.observe.logs import AUDIT, RecentLine
+from qinfer.observe.logs import AUDIT, RecentLine, WorkerLog
 from tests.support.gateway import Running, running_gateway
 
 PAGES = (

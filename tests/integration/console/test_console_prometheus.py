@@ -76,7 +76,7 @@ async def history(url: str, match: str = "", now_s: float = END_S + 10.0) -> Asy
 async def test_points_are_put_on_the_grid_of_a_range() -> None:
     """Gaps, NaN and what lies outside of it are unknown."""
     start_s = END_S - SIX_HOURS.span_s
-    values = [(start_s, "1.5"), (start_s + 120, "NaN"), (start_s + 180, "+Inf"), (END_S, "3"), (END_S + 9999, "7")]
+    values = [(start_s, "1.5"), (start_s + 120, "NaN"), (start_s + 130, "5"), (END_S, "3"), (END_S + 600, "7")]
     async with FakePrometheus(matrix(*values)).serving() as url, history(url) as long:
         columns = await long.columns(TOTAL, SIX_HOURS)
 
@@ -120,9 +120,10 @@ async def test_another_series_is_refused(series: str) -> None:
         (FakePrometheus(b"", "302 Found", "location: http://127.0.0.1:1/\r\n"), "a redirect, which is not followed"),
         (FakePrometheus(b'{"status":"error","error":"too many"}', "422 X"), "answered with status 422: too many"),
         (FakePrometheus(b'{"status":"error","error":"odd"}'), "answered with status 200: odd"),
-        (FakePrometheus(b"<html>", "401 X"), "status 401, and no JSON of Prometheus"),
-        (FakePrometheus(b"[]"), "no JSON of Prometheus"),
-        (FakePrometheus(b"\xff"), "no JSON of Prometheus"),
+        (FakePrometheus(b"<html>", "401 X"), "status 401, and not as Prometheus"),
+        (FakePrometheus(b"[]"), "not as Prometheus"),
+        (FakePrometheus(b"\xff"), "not as Prometheus"),
+        (FakePrometheus(matrix((END_S, "many"))), "not as Prometheus"),
         (FakePrometheus(b" " * (prometheus.MOST_BYTES + 1)), "sent more than 1048576 bytes"),
         (FakePrometheus(b"", "nonsense"), "can't be reached"),
     ],
@@ -185,7 +186,7 @@ async def test_pages_offer_ranges_where_prometheus_is_named() -> None:
         page, columns = await page_and_history(url, "7d")
     without, hour = await page_and_history("", "7d")
 
-    assert '<a href="?range=7d" aria-current="true">7 d</a>' in page
+    assert '<a href="?range=7d" aria-current="true">7d</a>' in page
     assert 'data-range="7d"' in page
     assert len(columns["at_s"]) == 337
     assert columns["rate"][0] is None

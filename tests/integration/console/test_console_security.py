@@ -17,8 +17,7 @@ from qinfer.core.api_keys import Scope, add_key, read_keys
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import WorkerLog
-from qinfer.observe.logs import RecentLine
+from qinfer.observe.logs import RecentLine, WorkerLog
 from qinfer.queue.entries import Lane
 from qinfer.tensors import from_numpy
 from qinfer_api.auth import Auth

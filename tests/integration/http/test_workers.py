@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qinfer.models.state import State, VersionState, WorkerLog, WorkerRecord
-from qinfer.observe.logs import AUDIT, RecentLine
+from qinfer.models.state import State, VersionState, WorkerRecord
+from qinfer.observe.logs import AUDIT, RecentLine, WorkerLog
 from tests.integration.cli.test_operator import run as run_command
 from tests.support.gateway import Running, TenantScene, running_gateway
 

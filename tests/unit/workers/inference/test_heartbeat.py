@@ -13,11 +13,11 @@ from qinfer.batching.batcher import Batcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import Speed, State, VersionState, WorkerLog, WorkerRecord
+from qinfer.models.state import Speed, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import exposition
 from qinfer.observe.exposition import ModelSeries
-from qinfer.observe.logs import LogRing
+from qinfer.observe.logs import LogRing, WorkerLog
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import LOG_TTL_S, SPEEDS_EVERY_S, Heartbeat
