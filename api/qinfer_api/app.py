@@ -160,7 +160,15 @@ def bind(http: HttpSettings) -> socket.socket:
 
 
 class Gateway:
-    """One gateway; `started` is set once connections are accepted. `name` is used in leases and replies."""
+    """One gateway; `started` is set once connections are accepted. `name` is used in leases and replies.
+
+    Attributes:
+        metrics: The port of metrics, if there is one.
+        console: The console's own port, if it has one.
+    """
+
+    metrics: MetricsPort | None = None
+    console: SidePort | None = None
 
     def __init__(
         self,
@@ -209,8 +217,6 @@ class Gateway:
         self.rpc = rpc
         if rpc is not None:
             rpc.set_services(services)
-        self.metrics: MetricsPort | None = None
-        self.console: SidePort | None = None
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 

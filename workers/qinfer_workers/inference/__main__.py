@@ -1,6 +1,6 @@
 """The inference worker's composition root: `python -m qinfer_workers.inference`.
 
-SIGTERM and SIGINT drain it; SIGHUP does nothing.
+SIGTERM and SIGINT drain it, and so does a gateway that is asked to; SIGHUP does nothing.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ logger = logging.getLogger("qinfer_workers.inference")
 GC_THRESHOLD = 50_000
 
 
-async def serve(settings: Settings) -> None:
-    """Runs a worker until a signal."""
+async def serve(settings: Settings, ring: logs.LogRing) -> None:
+    """Runs a worker until a signal, or until a gateway asks it to drain; `ring` has the end of its log."""
     stop = asyncio.Event()
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
@@ -85,7 +85,6 @@ async def serve(settings: Settings) -> None:
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
     worker.catalog = catalog
-    logging.getLogger().addHandler(ring := logs.LogRing())
     worker.keep_log(ring)
     if health is not None:
         worker.follow_heartbeats(health.beaten)
@@ -127,10 +126,11 @@ def main() -> int:
         logs.cannot_start(os.environ, "qinfer_workers.inference", error.message)
         return 2
     logs.configure(settings.log, "worker", unknown=settings.unknown)
+    logging.getLogger().addHandler(ring := logs.LogRing())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings))
+            runner.run(serve(settings, ring))
     except asyncio.CancelledError:
         return 0
     except (SettingsError, BrokerUnavailable) as error:
