@@ -89,7 +89,7 @@ def cli_page() -> str:
     for path, command in _commands(typer.main.get_command(app), "qinfer"):
         lines += [f"## {path}\n", f"{_help(command)}\n"]
         if parameters := _parameters(command):
-            lines += [f"```\n{_usage(path, command)}\n```\n"] if not getattr(command, "commands", None) else []
+            lines += [f"```\n{_usage(path, command)}\n```\n"] if _runs_alone(command) else []
             lines += ["| option | default | meaning |", "|---|---|---|", *parameters, ""]
         if command.epilog:
             lines += [f"```\n{command.epilog.partition(': ')[2]}\n```\n"]
@@ -172,6 +172,10 @@ def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _help(command: Any) -> str:
     return (command.help or "").strip()
+
+
+def _runs_alone(command: Any) -> bool:
+    return not getattr(command, "commands", None) or command.invoke_without_command
 
 
 def _usage(path: str, command: Any) -> str:

@@ -22,10 +22,11 @@ RUNS_ON = {"autoscale", "bridge", "dev", "up"}
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, (*path, name))
-        else:
+        is_group = hasattr(command, "commands")
+        if not is_group or command.invoke_without_command:
             yield " ".join((*path, name)), command
+        if is_group:
+            yield from commands(command, (*path, name))
 
 
 def test_every_command_that_prints_data_has_json() -> None:
@@ -35,7 +36,7 @@ def test_every_command_that_prints_data_has_json() -> None:
     without = {name for name, one in found.items() if not any("--json" in option.opts for option in one.params)}
 
     assert without == RUNS_ON
-    assert {"status", "queues", "workers", "doctor", "models load", "healthcheck worker"} <= found.keys()
+    assert {"status", "queues", "workers", "doctor", "models load", "healthcheck worker", "workers drain"} <= found.keys()
 
 
 @pytest.mark.parametrize(
