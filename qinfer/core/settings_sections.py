@@ -118,12 +118,6 @@ class ConsoleSettings(Section):
             raise ValueError("QINFER_CONSOLE__PROMETHEUS_URL must be http://host:port or https://host/path")
         return url
 
-    @model_validator(mode="after")
-    def _check_port(self) -> Self:
-        if self.host and self.port is None:
-            raise ValueError("QINFER_CONSOLE__HOST needs QINFER_CONSOLE__PORT: the console has no port of its own")
-        return self
-
 
 class CorsSettings(Section):
     """Pages of other origins that may call HTTP from a browser (CORS); a gateway's answers do not depend on it."""

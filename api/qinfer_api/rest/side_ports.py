@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from qinfer.core.api_keys import check_exposure, own_console_host, why_no_console
 from qinfer.core.settings import HttpSettings, Settings
+from qinfer.errors import SettingsError
 from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.head import Visitors
 from qinfer_api.http.server import HttpServer, bound_socket, netloc
@@ -35,6 +36,8 @@ def open_metrics_port(settings: Settings) -> socket.socket | None:
 def open_console_port(settings: Settings) -> socket.socket | None:
     """Opens the console's own port; `None` if it has none, or is off."""
     host, port = own_console_host(settings), settings.console.port
+    if settings.console.host and port is None:
+        raise SettingsError("QINFER_CONSOLE__HOST needs QINFER_CONSOLE__PORT: the console has no port of its own")
     if port is None or not settings.console.enabled:
         return None
     check_exposure(settings.auth, host, "QINFER_CONSOLE__HOST")

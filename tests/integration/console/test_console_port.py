@@ -138,5 +138,7 @@ def test_a_console_that_is_off_opens_no_port() -> None:
 
 
 def test_an_address_needs_a_port() -> None:
-    with pytest.raises(ValueError, match="QINFER_CONSOLE__HOST needs QINFER_CONSOLE__PORT"):
-        ConsoleSettings(host="127.0.0.1")
+    alone = settings_of().model_copy(update={"console": ConsoleSettings(host="127.0.0.1")})
+
+    with pytest.raises(SettingsError, match="QINFER_CONSOLE__HOST needs QINFER_CONSOLE__PORT"):
+        open_console_port(alone)

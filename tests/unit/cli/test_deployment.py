@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from qinfer import errors
 from qinfer.cli.console import CommandFailed
-from qinfer.cli.local.deployment import UpOptions, _Answer
+from qinfer.cli.local.deployment import Ports, UpOptions, _Answer
 from qinfer.cli.local.machine import RunFile, write_run
 from qinfer.cli.local.preparation import (
     PAYLOAD_BYTES,
+    Preparation,
     allowed_stores,
     completed,
     jobs_line,
@@ -28,6 +29,11 @@ from qinfer.errors import SettingsError
 
 REDIS = "redis://127.0.0.1/0"
 ALLOWED = StoreSettings(allow=("file:///data",))
+SECTIONS: dict[str, dict[str, Any]] = {
+    "repository": {"path": "", "control_mode": "poll"},
+    "stores": {"allow": ()},
+    "rate_limit": {"resources": ()},
+}
 
 
 def test_directories_and_urls_are_allowed_beside_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +100,27 @@ def test_the_limits_of_dev_replace_those_of_up_and_of_the_environment(
 ) -> None:
     monkeypatch.setenv("QINFER_LIMITS__EXECUTE_TIMEOUT_S", "5")
     dev = {"execute_timeout_s": 0.0, "default_timeout_s": 86400.0}
-    others: dict[str, dict[str, Any]] = {
-        "repository": {"control_mode": "poll"},
-        "stores": {"allow": ()},
-        "rate_limit": {"resources": ()},
-    }
-    options = replace(options_of(tmp_path), settings={**others, "limits": dev})
+    options = replace(options_of(tmp_path), settings={**SECTIONS, "limits": dev})
 
     assert completed(options, load_settings())["limits"].items() >= dev.items()
+
+
+def test_a_console_of_its_own_has_its_port_and_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the environment and of the option; without a port, the gateway is told none."""
+    monkeypatch.setenv("QINFER_CONSOLE__HOST", "127.0.0.2")
+
+    def preparation(**console: int) -> Preparation:
+        sections = {"redis": {}, "http": {}, "grpc": {}, "metrics": {}, **SECTIONS, "console": console}
+        found = Preparation(replace(options_of(tmp_path), settings=sections))
+        found._ports, found._url = Ports(1, 2, 3, 4), "http://127.0.0.1:1"
+        return found
+
+    apart, shared = preparation(port=0), preparation()
+
+    assert apart.console_url() == "http://127.0.0.2:4/console/"
+    assert apart._variables(REDIS)["QINFER_CONSOLE__PORT"] == "4"
+    assert shared.console_url() == "http://127.0.0.1:1/console/"
+    assert "QINFER_CONSOLE__PORT" not in shared._variables(REDIS)
 
 
 def test_an_app_is_served_without_a_repository_that_nobody_named(
