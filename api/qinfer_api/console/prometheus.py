@@ -1,7 +1,7 @@
 """Charts of more than an hour, from the Prometheus that the operator has named (its API `query_range`).
 
 Only the URL of the settings is asked, and no redirect is followed. An answer is bounded in time, bytes and points, and
-kept for a while, so that the load on Prometheus does not grow with browsers: one chart is asked for at a time.
+kept for a while, so that the load on Prometheus does not grow with browsers: one query is asked at a time.
 """
 
 import asyncio
@@ -95,7 +95,9 @@ class LongHistory:
                 if len(self._kept) > MOST_KEPT:
                     del self._kept[next(iter(self._kept))]
         except TimeoutError:
-            raise PrometheusFailed(f"Prometheus has not answered within {WITHIN_S:g} s") from None
+            late = PrometheusFailed(f"Prometheus has not answered within {WITHIN_S:g} s")
+            self._outage.failed(late.message)
+            raise late from None
         if isinstance(kept[1], PrometheusFailed):
             raise kept[1]
         return kept[1]
@@ -116,17 +118,17 @@ class LongHistory:
 
         end_s = int(self._now_s()) // chosen.step_s * chosen.step_s
         grid = range(end_s - chosen.span_s, end_s + 1, chosen.step_s)
-        asked = queries(labels, max(chosen.step_s, _LEAST_WINDOW_S))
+        columns = {"at_s": [float(at_s) for at_s in grid]}
         try:
             if self._http is None:
                 headers = {"accept-encoding": "identity"}  # so that its bytes are those that are counted
                 self._http = await asyncio.to_thread(httpx.AsyncClient, trust_env=False, headers=headers)
-            found = await asyncio.gather(*(self._values(query, grid) for query in asked.values()))
+            for name, query in queries(labels, max(chosen.step_s, _LEAST_WINDOW_S)).items():
+                columns[name] = await self._values(query, grid)
         except PrometheusFailed as error:
             self._outage.failed(error.message)
             return time.monotonic() + FAILURE_KEPT_S, error
         self._outage.over()
-        columns = {"at_s": [float(at_s) for at_s in grid], **dict(zip(asked, found, strict=True))}
         return time.monotonic() + KEPT_S, columns
 
     async def _values(self, query: str, grid: range) -> list[float]:
@@ -156,7 +158,7 @@ class LongHistory:
         text = bytearray()
         try:
             url = f"{self._url}/api/v1/query_range"
-            async with self._http.stream("GET", url, params=words, timeout=WITHIN_S, follow_redirects=False) as reply:
+            async with self._http.stream("GET", url, params=words, timeout=None, follow_redirects=False) as reply:
                 async for piece in reply.aiter_raw():
                     text += piece
                     if len(text) > MOST_BYTES:
