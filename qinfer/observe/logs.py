@@ -307,7 +307,7 @@ class LogRing(logging.Handler):
         while len(self._lines) > MOST_LINES or self._nbytes > MOST_BYTES:
             self._nbytes -= self._lines.popleft()[1]
 
-    def log(self) -> WorkerLog:
+    def kept_lines(self) -> WorkerLog:
         """Returns the lines."""
         return WorkerLog([line for line, _ in reversed(self._lines.copy())])
 

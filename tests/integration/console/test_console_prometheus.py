@@ -244,16 +244,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     end_s = int(time.time()) // 1800 * 1800
     (folder / "samples").write_text(exposition(end_s))
     data, url = folder / "data", f"http://127.0.0.1:{(port := free_port())}"
-    make = [
-        promtool,
-        "tsdb",
-        "create-blocks-from",
-        "--max-block-duration=240h",
-        "openmetrics",
-        folder / "samples",
-        data,
-    ]
-    subprocess.run(make, check=True, capture_output=True)  # in one block: it reads all samples for each
+    make = [promtool, "tsdb", "create-blocks-from", "--max-block-duration=240h"]  # it reads all samples for each block
+    subprocess.run([*make, "openmetrics", folder / "samples", data], check=True, capture_output=True)
     (folder / "prometheus.yml").write_text("")
     with (folder / "log").open("wb") as log:
         command = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={data}"]

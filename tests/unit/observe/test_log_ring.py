@@ -28,7 +28,7 @@ def test_warnings_and_errors_are_kept_with_their_data(ring: LogRing) -> None:
     logger.info("loaded")
     logger.warning("late", extra={"model": "digits", "seconds": 3.5})
 
-    (line,) = ring.log().lines
+    (line,) = ring.kept_lines().lines
 
     assert (line.level, line.event, line.logger) == ("WARNING", "late", logger.name)
     assert line.about == {"model": "digits", "seconds": "3.5"}
@@ -43,7 +43,7 @@ def test_a_traceback_is_kept(ring: LogRing) -> None:
         logger.exception("load failed")
     logging.getLogger(MODELS).error("a request was left by an exception", extra={EXCEPTION: "Traceback: of a model"})
 
-    theirs, ours = ring.log().lines
+    theirs, ours = ring.kept_lines().lines
 
     assert "ValueError: no such row" in ours.exception
     assert theirs.exception == "Traceback: of a model"
@@ -54,7 +54,7 @@ def test_lines_that_a_model_prints_are_left_out(ring: LogRing) -> None:
     """They may show inputs."""
     logging.getLogger(MODELS).warning("[[0.5, 0.25]]")
 
-    assert ring.log().lines == []
+    assert ring.kept_lines().lines == []
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_passwords_are_left_out(ring: LogRing, text: str) -> None:
     except ValueError:
         logger.exception(text, extra={"reason": text})
 
-    (line,) = ring.log().lines
+    (line,) = ring.kept_lines().lines
 
     assert b"hunter2" not in msgspec.json.encode(line)
     assert "…" in line.about["reason"]
@@ -83,10 +83,10 @@ def test_passwords_are_left_out(ring: LogRing, text: str) -> None:
 def test_the_ring_is_bounded_in_lines_and_bytes(ring: LogRing) -> None:
     for number in range(3 * MOST_LINES):
         logger.warning("line %d", number)
-    few = ring.log().lines
+    few = ring.kept_lines().lines
     for _ in range(MOST_LINES):
         logger.error("long", extra={EXCEPTION: "frame\n" * 100_000, "about": "y" * 100_000})
-    long = ring.log().lines
+    long = ring.kept_lines().lines
 
     assert (len(few), few[0].event) == (MOST_LINES, f"line {3 * MOST_LINES - 1}")
     assert sum(len(msgspec.json.encode(line)) for line in long) <= MOST_BYTES
@@ -105,4 +105,4 @@ def test_a_line_that_can_not_be_shown_fails_no_work(ring: LogRing, monkeypatch: 
 
     logger.warning("odd", extra={"value": Wrong()})
 
-    assert ring.log().lines == []
+    assert ring.kept_lines().lines == []

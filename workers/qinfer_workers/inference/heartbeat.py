@@ -207,7 +207,7 @@ class Heartbeat:
         number, now_s = 0 if self.log is None else self.log.number, self._clock.now_s()
         known, put_at_s = self._log_put
         if self.log is not None and number and (number != known or now_s - put_at_s > LOG_TTL_S / 2):
-            await self._store.put_worker_log(self._worker_id, self.log.log(), LOG_TTL_S)
+            await self._store.put_worker_log(self._worker_id, self.log.kept_lines(), LOG_TTL_S)
             self._log_put = number, now_s
 
     async def _tell_metrics(self) -> None:
