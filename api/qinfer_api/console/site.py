@@ -117,7 +117,7 @@ class Site:
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def _history(self, request: Request) -> Response:
-        """Returns the columns of a chart: instants, then a series' figures; or a note why Prometheus gives no figures."""
+        """Returns the columns of a chart: instants, then a series' figures; or a note why they are missing."""
         if await self._parts.access.user(request) is None:
             return Response(status_code=401)
         check_up(self._parts.services)

@@ -25,7 +25,7 @@ OPEN: Mapping[str, Any] = {"http": {"host": "0.0.0.0"}, "auth": {"mode": "none"}
 
 def settings(host: str = "", **sections: Mapping[str, Any]) -> Settings:
     """Returns settings of a gateway whose console has a port of its own."""
-    return settings_of(**sections).model_copy(update={"console": ConsoleSettings(host=host, port=0)})  # type: ignore[arg-type]
+    return settings_of(**sections).model_copy(update={"console": ConsoleSettings(host=host, port=0)})
 
 
 @contextlib.asynccontextmanager

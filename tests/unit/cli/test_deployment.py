@@ -129,15 +129,10 @@ def test_an_app_is_served_without_a_repository_that_nobody_named(
     """`models` may have been built of it, and has the same models then."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    sections = {
-        "repository": {"path": "", "control_mode": "none"},
-        "stores": {"allow": ()},
-        "rate_limit": {"resources": ()},
-    }
-    options = replace(options_of(tmp_path / "data"), settings=sections, apps=("app.py",))
+    options = replace(options_of(tmp_path / "data"), settings=SECTIONS, apps=("app.py",))
 
     def places(path: str = "") -> list[str]:
-        asked = {**sections, "repository": {**sections["repository"], "path": path}}
+        asked = {**SECTIONS, "repository": {**SECTIONS["repository"], "path": path}}
         return completed(replace(options, settings=asked), load_settings())["repository"]["path"].split(",")
 
     assert places() == [str(options.functions)]
