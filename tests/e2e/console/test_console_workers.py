@@ -21,6 +21,7 @@ else:
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
+TENSORS = " ".join(f'{kind} {{ name: "{kind}" data_type: TYPE_FP32 dims: [ 1 ] }}' for kind in ("input", "output"))
 WAIT_MS = 60_000
 sync_api.expect.set_options(timeout=WAIT_MS)
 
@@ -43,7 +44,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     broken = models / "broken"
     (broken / "1").mkdir(parents=True)
     (broken / "1" / "model.onnx").write_bytes(b"no model")
-    (broken / "config.pbtxt").write_text('name: "broken" backend: "onnxruntime"')
+    (broken / "config.pbtxt").write_text(f'name: "broken" backend: "onnxruntime" {TENSORS}')
     port = free_port()
     more = {
         "QINFER_CONSOLE__PROMETHEUS_URL": f"http://127.0.0.1:{free_port()}",

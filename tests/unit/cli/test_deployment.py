@@ -133,7 +133,8 @@ def test_an_app_is_served_without_a_repository_that_nobody_named(
 
     def places(path: str = "") -> list[str]:
         asked = {**SECTIONS, "repository": {**SECTIONS["repository"], "path": path}}
-        return completed(replace(options, settings=asked), load_settings())["repository"]["path"].split(",")
+        found: str = completed(replace(options, settings=asked), load_settings())["repository"]["path"]
+        return found.split(",")
 
     assert places() == [str(options.functions)]
     assert places("models") == [str(tmp_path / "models"), str(options.functions)]
