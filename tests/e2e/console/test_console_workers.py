@@ -22,6 +22,14 @@ else:
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 TENSORS = " ".join(f'{kind} {{ name: "{kind}" data_type: TYPE_FP32 dims: [ 1 ] }}' for kind in ("input", "output"))
+BROKEN = """
+class TritonPythonModel:
+    def initialize(self, args):
+        raise RuntimeError("there are no weights")
+
+    def execute(self, requests):
+        return []
+"""
 WAIT_MS = 60_000
 sync_api.expect.set_options(timeout=WAIT_MS)
 
@@ -43,8 +51,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     add_sub(models)
     broken = models / "broken"
     (broken / "1").mkdir(parents=True)
-    (broken / "1" / "model.onnx").write_bytes(b"no model")
-    (broken / "config.pbtxt").write_text(f'name: "broken" backend: "onnxruntime" {TENSORS}')
+    (broken / "1" / "model.py").write_text(BROKEN)
+    (broken / "config.pbtxt").write_text(f'name: "broken" backend: "python" {TENSORS}')
     port = free_port()
     more = {
         "QINFER_CONSOLE__PROMETHEUS_URL": f"http://127.0.0.1:{free_port()}",
@@ -102,6 +110,7 @@ def test_a_worker_is_looked_at_and_drained_and_replaced(page: "sync_api.Page", s
     sync_api.expect(page.locator("#rows")).to_contain_text("MiB")
     line = page.locator(".lines li").filter(has_text="load failed").first
     sync_api.expect(line).to_contain_text("model=broken")
+    sync_api.expect(line).to_contain_text("there are no weights")
 
     page.get_by_role("button", name="Drain").click()
     page.get_by_role("button", name="Go on").click()
