@@ -146,7 +146,7 @@ class Charts {
       padding: [8, 8, 0, 0],
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
       axes: [
-        { ...axis, space: 60, size: 28, values: (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleString([], this.isLong ? { weekday: "short", hour: "2-digit" } : { hour: "2-digit", minute: "2-digit" })) },
+        { ...axis, space: 60, size: 28, values: (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleString([], this.isLong ? { weekday: "short", day: "numeric" } : { hour: "2-digit", minute: "2-digit" })) },
         { ...axis, size: 58, space: 32, values: (_, splits) => splits.map(format) },
       ],
       series: [
