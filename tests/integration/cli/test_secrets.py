@@ -37,6 +37,7 @@ BODY = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1
 SECRETS = {
     "QINFER_WEBHOOKS__SECRET": "whsec_aVFsiMP9cAzo",
     "QINFER_LABELING__TOKEN": "token-GJAZDbrTwB7S",
+    "QINFER_CONSOLE__PROMETHEUS_URL": "http://user:prometheus-pK5wXc8JtY3v@127.0.0.1:9",
     "QINFER_HTTP__RESTRICTED": '["logging:hidden=restricted-Mvxn0SQ2ub1l"]',
     "QINFER_AUTH__KEYS_FILE": "",
     "AWS_SECRET_ACCESS_KEY": "store-gvCzmrL6WwTt",

@@ -46,7 +46,8 @@ def test_secrets_of_the_gateway_are_not_the_workers() -> None:
 
     assert secret & settings_of(WORKER) == of_redis
     assert secret & settings_of(BULK_WORKER) == of_redis | {"QINFER_BULK__BROKER_URL"}
-    assert secret - settings_of(BULK_WORKER) == {"QINFER_WEBHOOKS__SECRET", "QINFER_LABELING__TOKEN"}
+    of_gateways = {"QINFER_WEBHOOKS__SECRET", "QINFER_LABELING__TOKEN", "QINFER_CONSOLE__PROMETHEUS_URL"}
+    assert secret - settings_of(BULK_WORKER) == of_gateways
     for role in (WORKER, BULK_WORKER):
         sections = {name.split("__")[0] for name in settings_of(role)}
         assert not sections & {"QINFER_HTTP", "QINFER_GRPC", "QINFER_AUTH"}
