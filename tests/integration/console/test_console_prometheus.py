@@ -37,14 +37,20 @@ class FakePrometheus:
         self.asked: list[dict[str, list[str]]] = []
         self.paths: list[str] = []
         self.heads: list[str] = []
+        self._answering: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
         async with server:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        if self._answering:
+            await asyncio.wait(self._answering)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         target = urlsplit(head.split()[1])
         self.paths.append(target.path)
