@@ -131,7 +131,7 @@ def from_torch(
                 name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(place, dtypes[name])
                 for name, array in given.items()
             }
-            result = _named(maker, module(**tensors), output)
+            result = _parts_by_name(maker, module(**tensors), output)
         for part in result.values():
             if not isinstance(part, torch.Tensor):
                 what = f"its result has a {type(part).__name__} where a named tensor must be"
@@ -405,7 +405,7 @@ def _arguments(maker: _Maker, module: Any, example: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def _named(maker: _Maker, result: Any, output: str | Sequence[str]) -> Values:
+def _parts_by_name(maker: _Maker, result: Any, output: str | Sequence[str]) -> Values:
     """Returns the parts of a module's result by their names."""
     if hasattr(result, "_asdict"):
         return result._asdict()  # type: ignore[no-any-return]

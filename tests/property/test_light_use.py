@@ -42,7 +42,8 @@ class Use:
     def _make(self, levels: int, slower: float, change: float) -> None:
         means_s, spread = 10 ** self._random.uniform(-3, 0.3, max(levels, 1)), self._random.uniform(0, 1)
         used, most = self._random.uniform(0.05, 0.5), self._random.integers(1, 13)
-        count = self._random.integers(20, 120) + (0 if change == 1.0 else 2 * NEWS)  # a phase has requests of all levels
+        # a phase has requests of all levels
+        count = self._random.integers(20, 120) + (0 if change == 1.0 else 2 * NEWS)
         now_s = 0.0
         while len(self.callers) < count:
             is_cold, is_changed = len(self.callers) < COLD, change != 1.0 and len(self.callers) > count // 2
