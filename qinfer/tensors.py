@@ -153,14 +153,9 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
         InvalidRequest: The bytes do not fill the shape.
     """
     kind = datatype(tensor.datatype)
-    count = element_count(tensor.shape)
     if kind.name == "BYTES":
-        elements = [bytes(e) for e in iter_bytes(tensor.data)]
-        if len(elements) != count:
-            raise InvalidRequest(f"expected {count} string elements for '{tensor.name}', got {len(elements)}")
-        array = np.empty(count, dtype=object)
-        array[:] = elements
-        return _shaped(array, tensor)
+        return _shaped(object_array(string_elements(tensor)), tensor)
+    count = element_count(tensor.shape)
     if tensor.nbytes != count * kind.itemsize:
         raise InvalidRequest(
             f"'{tensor.name}' has {tensor.nbytes} bytes, its shape {list(tensor.shape)} needs {count * kind.itemsize}"
@@ -168,6 +163,24 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     if kind.numpy is None:
         return _shaped(from_bf16(np.frombuffer(tensor.data, dtype="<u2")), tensor)
     return _shaped(np.frombuffer(tensor.data, dtype=kind.numpy), tensor)
+
+
+def string_elements(tensor: Tensor) -> list[bytes]:
+    """Returns the elements of a BYTES tensor; raises `InvalidRequest` unless they fill its bytes and its shape."""
+    data, count = tensor.data, element_count(tensor.shape)
+    if count == 1 and int.from_bytes(data[:4], "little") + 4 == len(data):
+        return [bytes(data[4:])]
+    elements = [bytes(element) for element in iter_bytes(data)]
+    if len(elements) != count:
+        raise InvalidRequest(f"expected {count} string elements for '{tensor.name}', got {len(elements)}")
+    return elements
+
+
+def object_array(elements: Sequence[bytes]) -> npt.NDArray[Any]:
+    """Makes a flat array of objects; numpy would make one of `S`, which drops zeros at the end."""
+    array = np.empty(len(elements), dtype=object)
+    array[:] = elements
+    return array
 
 
 def _shaped(array: npt.NDArray[Any], tensor: Tensor) -> npt.NDArray[Any]:

@@ -229,7 +229,7 @@ class Gateway:
         codec = InferCodec(self.dispatcher, self.memory, settings)
         fast = FastPath(self.dispatcher, settings, codec, restrictions, self.receiving)
         fast.call_type = self._tracing.call_type
-        fast.plain = partial(PlainCodec, self.dispatcher, codec.bounds)
+        fast.plain = partial(PlainCodec, self.dispatcher, codec.bounds, {})
         return fast
 
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:

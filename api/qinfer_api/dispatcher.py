@@ -267,6 +267,7 @@ class Dispatcher:
         """Chooses an endpoint request's target, and binds its plan; the body was read for `served`."""
         if not self.endpoints.choose(request, context.tenant, header):
             return plan
+        request.generation = 0  # its codec may have checked it for another target
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
         return plan if plan.special is None else bound(plan, self._target_of(request, served))
 

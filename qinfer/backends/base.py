@@ -6,7 +6,7 @@ A backend knows nothing of queues: it gets assembled arrays and answers each ite
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from qinfer.errors import InferenceFailed, ModelNotFound, OutputMismatch, Qinfer
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.exposition import ModelSeries
 from qinfer.observe.host import MemoryUse
-from qinfer.tensors import Tensor, from_numpy
+from qinfer.tensors import Bytes, Tensor, from_numpy
 
 OTHER_ROWS = (
     "if outputs have other rows than inputs, as in a detector, write 'max_batch_size: 0' with 'input' and "
@@ -436,13 +436,26 @@ def cut_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """Returns views of rows."""
     name, wire, data, tail = whole.name, whole.datatype, whole.data, whole.shape[1:]
     stride = len(data) // max(whole.shape[0], 1)
-    if stride and rows.count(1) == len(rows):
+    if stride and wire != "BYTES" and rows.count(1) == len(rows):
         shape = (1, *tail)  # quick to compare
         return [Tensor(name, wire, shape, data[at : at + stride]) for at in range(0, len(rows) * stride, stride)]
+    ends = (0, *accumulate(rows))
+    places = [end * stride for end in ends]
+    if wire == "BYTES":
+        starts, each = _string_starts(data), prod(tail)
+        places = [starts[end * each] for end in ends]
     return [
-        Tensor(name, wire, (count, *tail), data[(end - count) * stride : end * stride])
-        for count, end in zip(rows, accumulate(rows), strict=True)
+        Tensor(name, wire, (count, *tail), data[begin:end])
+        for count, (begin, end) in zip(rows, pairwise(places), strict=True)
     ]
+
+
+def _string_starts(data: Bytes) -> list[int]:
+    """Returns where the elements of a BYTES tensor begin, and the end of the last one."""
+    starts = [0]
+    while (begin := starts[-1]) < len(data):
+        starts.append(begin + 4 + int.from_bytes(data[begin : begin + 4], "little"))
+    return starts
 
 
 def cut(name: str, array: Array, shapes: Sequence[Shape]) -> list[Array]:

@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 
 import msgspec
@@ -12,7 +13,7 @@ from qinfer.backends.base import Array, Batch, Room
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec
-from qinfer.tensors import Bytes, Tensor, datatype, to_numpy
+from qinfer.tensors import Bytes, Tensor, datatype, object_array, string_elements, to_numpy
 
 LONG_BYTES = 64 * 1024
 """Strings of this size take some milliseconds."""
@@ -136,6 +137,8 @@ def stack(first: Tensor, column: list[Tensor], total: int, data: Bytes = b"") ->
     dtype = datatype(first.datatype).numpy
     shape = (total, *first.shape[1:])
     try:
+        if first.datatype == "BYTES":
+            return object_array(list(chain.from_iterable(map(string_elements, column)))).reshape(shape)
         if dtype is None:
             return np.concatenate([to_numpy(tensor) for tensor in column]).reshape(shape)
         return np.frombuffer(data or b"".join([tensor.data for tensor in column]), dtype=dtype).reshape(shape)

@@ -4,7 +4,8 @@ It also runs in Triton's own Python backend, whose classes `pb_utils` has there.
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from qinfer.backends.python_host.errors import code_of, message_of
-from qinfer.backends.python_host.inference import InferenceRequest
+from qinfer.backends.python_host.inference import InferenceRequest, RowsModel
 from qinfer.backends.python_host.telemetry import emit
 from qinfer.errors import QinferError
 from qinfer.functions.app import import_app, models_of, short_trace
@@ -31,7 +32,7 @@ Call = Callable[[], Any]
 Responses = list["pb_utils.InferenceResponse"]
 
 
-class Hosted:
+class Hosted(RowsModel):
     """The class that `model.py` calls `TritonPythonModel`; a subclass names the app and the object in it."""
 
     path = ""
@@ -52,6 +53,28 @@ class Hosted:
         steps = self._batched(requests) if self._function.is_batched else self._single(requests)
         return self._run_async(steps) if self._function.is_async else _run(steps)
 
+    def execute_rows(
+        self, inputs: Mapping[str, Array], rows: Sequence[int], ids: Sequence[str]
+    ) -> "list[pb_utils.Tensor] | Responses | None":
+        """See `RowsModel`: a batch is read and written at once, unless its function is `async` or has a state."""
+        function, runner, count = self._function, self._runner, sum(rows)
+        if function.is_async or function.state:
+            return None
+        try:
+            items = runner.read(inputs)
+            columns = runner.batch_arguments(items, count) if function.is_batched else {}
+            each = [] if function.is_batched else runner.item_arguments(items, count)
+        except QinferError:
+            return None  # `execute` finds whose input it is
+        if function.is_batched:
+            return self._named(runner.outputs(runner.call(**columns), count))
+        results = [_attempt(partial(runner.call, **one)) for one in each]
+        if not any(isinstance(result, BaseException) for result in results):
+            with suppress(QinferError):  # it may be of one request
+                return self._named(runner.item_outputs(results))
+        ends = accumulate(rows)
+        return [self._answer(name, results[end - own : end]) for name, own, end in zip(ids, rows, ends, strict=True)]
+
     def _batched(self, requests: Sequence[InferenceRequest]) -> "Generator[list[Call], list[Any], Responses]":
         """One call for all requests; if it fails, the worker executes halves of the batch."""
         responses: list[Any] = [None] * len(requests)
@@ -59,7 +82,7 @@ class Hosted:
         for at, request in enumerate(requests):
             try:
                 items, count = self._items(request)
-                good.append((at, self._runner.batch_arguments(items), count))
+                good.append((at, self._runner.batch_arguments(items, count), count))
             except QinferError as error:
                 responses[at] = _failed(error)
         if not good:
@@ -82,7 +105,7 @@ class Hosted:
         for at, request in enumerate(requests):
             try:
                 items, count = self._items(request)
-                each = [self._runner.item_arguments(items, row) | self._state(request) for row in range(count)]
+                each = [one | self._state(request) for one in self._runner.item_arguments(items, count)]
             except QinferError as error:
                 responses[at] = _failed(error)
                 continue
@@ -90,17 +113,17 @@ class Hosted:
             calls += [partial(self._runner.call, **one) for one in each]
         results = yield calls
         for at, span in spans.items():
-            responses[at] = self._answer(requests[at], results[span])
+            responses[at] = self._answer(_id_of(requests[at]), results[span])
         return responses
 
-    def _answer(self, request: InferenceRequest, results: Sequence[Any]) -> "pb_utils.InferenceResponse":
+    def _answer(self, request_id: str, results: Sequence[Any]) -> "pb_utils.InferenceResponse":
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         try:
             if failed is None:
                 return self._response(self._runner.item_outputs(results))
         except QinferError as error:
             failed = error
-        _report(failed, request)
+        _report(failed, request_id)
         return _failed(failed)
 
     def _items(self, request: InferenceRequest) -> tuple[Items, int]:
@@ -124,10 +147,11 @@ class Hosted:
         return {self._function.state: state}
 
     def _response(self, outputs: Sequence[Array]) -> "pb_utils.InferenceResponse":
+        return pb_utils.InferenceResponse(self._named(outputs))
+
+    def _named(self, outputs: Sequence[Array]) -> "list[pb_utils.Tensor]":
         named = zip(self._function.result.ports, outputs, strict=True)
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(port.name, array, *(["BF16"] * (port.datatype == "BF16"))) for port, array in named]
-        )
+        return [pb_utils.Tensor(port.name, array, *(["BF16"] * (port.datatype == "BF16"))) for port, array in named]
 
     def _part(self, result: Any) -> "pb_utils.InferenceResponse":
         return self._response([array[0] for array in self._runner.item_outputs([result])])
@@ -152,12 +176,12 @@ class Hosted:
             sender = request.get_response_sender()
             last = None
             try:
-                for result in self._runner.call(**self._runner.item_arguments(self._items(request)[0], 0)):
+                for result in self._runner.call(**self._runner.item_arguments(*self._items(request))[0]):
                     sender.send(self._part(result))
                     if request.is_cancelled():
                         break
             except Exception as error:  # noqa: BLE001  the boundary to the app's code
-                _report(error, request)
+                _report(error, _id_of(request))
                 last = _failed(error)
             sender.send(last, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
@@ -168,13 +192,13 @@ class Hosted:
         sender = request.get_response_sender()
         last = None
         try:
-            async for result in self._runner.call(**self._runner.item_arguments(self._items(request)[0], 0)):
+            async for result in self._runner.call(**self._runner.item_arguments(*self._items(request))[0]):
                 # It waits while the reader is behind, which must not stop the other streams.
                 await asyncio.to_thread(sender.send, self._part(result))
                 if await asyncio.to_thread(request.is_cancelled):
                     break
         except Exception as error:  # noqa: BLE001  the boundary to the app's code
-            _report(error, request)
+            _report(error, _id_of(request))
             last = _failed(error)
         await asyncio.to_thread(sender.send, last, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
@@ -184,17 +208,18 @@ def serves(path: str, name: str, file: str) -> type[Hosted]:
     return type("TritonPythonModel", (Hosted,), {"path": str(Path(file).parent / path), "name": name})
 
 
-def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
-    def attempt(call: Call) -> Any:
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001  the boundary to the app's code
-            return error
+def _attempt(call: Call) -> Any:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001  the boundary to the app's code
+        return error
 
+
+def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
     try:
         calls = next(steps)
         while True:
-            calls = steps.send([attempt(call) for call in calls])
+            calls = steps.send([_attempt(call) for call in calls])
     except StopIteration as end:
         done: Responses = end.value
         return done
@@ -208,9 +233,13 @@ def _failed(error: BaseException) -> "pb_utils.InferenceResponse":
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
 
 
-def _report(error: BaseException, request: InferenceRequest) -> None:
+def _id_of(request: InferenceRequest) -> str:
+    return request._server_id if isinstance(request, InferenceRequest) else ""  # Triton's
+
+
+def _report(error: BaseException, request_id: str) -> None:
     event, trace = "the function failed", short_trace(error)
-    if isinstance(request, InferenceRequest):
-        emit("ERROR", event, trace, [request._server_id])
-    else:  # Triton's
+    if request_id:
+        emit("ERROR", event, trace, [request_id])
+    else:
         pb_utils.Logger.log_error(f"{event}: {trace}")

@@ -26,6 +26,7 @@ class Runner:
 
     def __init__(self, function: Function, device: Device) -> None:
         self.function = function
+        self._ports = {port.name: port for value in function.arguments for port in value.ports}
         self.call: Any = function.target
         if inspect.isclass(function.target):
             instance: Any = function.target()
@@ -35,28 +36,27 @@ class Runner:
 
     def read(self, inputs: Mapping[str, Array]) -> Items:
         """Returns the items of a request, or raises `InvalidRequest`; each array is `[items, …]`."""
-        ports = {port.name: port for port in self.function.signature.inputs}
+        ports = self._ports
         return {name: decode(ports[name], array) for name, array in inputs.items() if name in ports}
 
-    def item_arguments(self, items: Items, row: int) -> Arguments:
-        """Returns the arguments for one item."""
-        return {
-            value.name: make(value, {port.name: items[port.name][row] for port in value.ports if port.name in items})
-            for value in self.function.arguments
-            if value.record is not None or value.name in items
-        }
-
-    def batch_arguments(self, items: Items) -> Arguments:
-        """Returns the arguments for all items of a request."""
+    def batch_arguments(self, items: Items, count: int) -> Arguments:
+        """Returns the arguments for `count` items."""
         found: Arguments = {}
         for value in self.function.arguments:
             if value.record is None:
-                found |= {value.name: items[value.name]} if value.name in items else {}
+                if value.name in items:
+                    found[value.name] = items[value.name]
                 continue
             there = [port.name for port in value.ports if port.name in items]
-            rows = zip(*(items[name] for name in there), strict=True)
+            rows = zip(*(items[name] for name in there), strict=True) if there else [()] * count
             found[value.name] = [make(value, dict(zip(there, row, strict=True))) for row in rows]
         return found
+
+    def item_arguments(self, items: Items, count: int) -> list[Arguments]:
+        """Returns the arguments for each of `count` items."""
+        columns = self.batch_arguments(items, count)
+        rows = zip(*columns.values(), strict=True) if columns else [()] * count
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
     def outputs(self, result: Any, count: int) -> list[Array]:
         """Returns the outputs of a batch's result, or raises `InferenceFailed`."""
@@ -71,6 +71,8 @@ class Runner:
     def item_outputs(self, results: Sequence[Any]) -> list[Array]:
         """Returns the outputs of the results of single items, or raises `InferenceFailed`."""
         value = self.function.result
+        if value.record is None:
+            return [to_array(value.ports[0], results)]
         rows = [parts(value, result) for result in results]
         return [to_array(port, [row[at] for row in rows]) for at, port in enumerate(value.ports)]
 
@@ -124,10 +126,10 @@ class Local:
         items = runner.read(tensors)
         if function.is_batched:
             count = len(next(iter(items.values())))
-            result = self._called(runner.batch_arguments(items))
+            result = self._called(runner.batch_arguments(items, count))
             runner.outputs(result, count)
             return result
-        result = self._called(runner.item_arguments(items, 0) | more)
+        result = self._called(runner.item_arguments(items, 1)[0] | more)
         if function.is_decoupled:
             return self._validated(_drained(result) if hasattr(result, "__aiter__") else iter(result))
         runner.item_outputs([result])

@@ -22,6 +22,7 @@ MAX_PIXELS = 64 * 10**6
 """The most pixels of an image, counted before it is decoded."""
 
 _IMAGES = ("JPEG", "PNG")
+_USUAL = {"float": {float}, "bool": {bool}}
 
 
 def decode(port: TensorPort, array: Array) -> Sequence[Any] | Array:
@@ -45,7 +46,7 @@ def to_array(port: TensorPort, items: Sequence[Any] | Array, what: str = "output
     dtype = numpy_dtype(port.datatype)
     if not len(items):
         return np.zeros((0, *(max(size, 0) for size in port.dims)), dtype)
-    if port.kind != "array":
+    if port.kind != "array" and {*map(type, items)} != _USUAL.get(port.kind):
         for item in items:
             if not _is_of(port, item):
                 raise _unfit(port, what, f"{type(item).__name__} {item!r:.100}")

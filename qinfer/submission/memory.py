@@ -110,7 +110,7 @@ def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kin
             return None
         kind += _kind_of_flags(sequence)
     for tensor in inputs:
-        if tensor.datatype == "BYTES":
+        if tensor.datatype == "BYTES" and not request.generation:
             return None
         kind += (tensor.name, tensor.datatype, tensor.shape, len(tensor.data))
     return kind

@@ -6,6 +6,7 @@ input out. The responses of a decoupled model are server-sent events.
 """
 
 import binascii
+import struct
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +26,12 @@ from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.to_spec import BASE64
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor, from_numpy, iter_bytes, numpy_dtype, pack_bytes, to_numpy
-from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
+from qinfer.wire.json_pieces import STRUCT_CODES, Document, JsonBounds, LongArray
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters
 from qinfer.wire.kserve_json import elements
+from qinfer.wire.kserve_types import ELEMENTS, UNPARSABLE
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.dispatcher import NO_PLAN, Dispatcher
 from qinfer_api.http.infer import HttpReply, UrlTarget, answered_by, failure_reply, refusal
 from qinfer_api.rest.infer import (
     JsonRequest,
@@ -65,6 +67,10 @@ _PLAIN = operation(
     takes=body(_FIELDS),
 )
 _MOST_DOCUMENTED = 200
+_USUAL_DEPTH = 2
+_MOST_GROWTH = 4
+"""A number of two bytes of JSON is a tensor element of at most eight."""
+
 _HALVES = ("FP16", "BF16")
 _FLAGS = {"'sequence_id'": "a string, or an integer of 0 or more"}
 _NUMBERS = {"BOOL": "boolean", "FP32": "number", "FP64": "number", "FP16": "number", "BF16": "number"}
@@ -98,13 +104,87 @@ async def _plain_reply(asked: PlainRequest, response: Response) -> HttpReply:
     return await reply_of(response, asked.request.endpoint, partial(encode_plain, asked, response))
 
 
+class PlainForm:
+    """The usual bodies of a model, scalars that one typed decoder reads, and its usual answers, one item each.
+
+    All others, and every mistake, are left to `read_plain` and `encode_plain`, with which it agrees.
+    """
+
+    def __init__(self, spec: ModelSpec, bounds: JsonBounds) -> None:
+        self.spec = spec
+        coded, names = _base64(spec), [expected.name for expected in spec.inputs]
+        is_usual = spec.max_batch_size and not spec.sequences and bounds.depth >= _USUAL_DEPTH
+        for one in spec.inputs:
+            is_plain = one.dims == (1,) and one.datatype in ELEMENTS and one.name not in coded
+            is_usual = is_usual and is_plain and one.name.isascii() and one.name.isidentifier()
+        self._longest = bounds.nbytes // _MOST_GROWTH if is_usual else -1
+        self._quoted = [b'"%b"' % name.encode() for name in names]
+        fields = [_field(f"f{at}", one) for at, one in enumerate(spec.inputs)] if is_usual else []
+        rename = {f"f{at}": name for at, name in enumerate(names)}
+        self._decode = msgspec.json.Decoder(
+            msgspec.defstruct("Body", fields, rename=rename, forbid_unknown_fields=True, kw_only=True, gc=False)
+        ).decode
+        strings = sum(one.datatype == "BYTES" for one in spec.inputs)
+        self.checked_rows = 0 if spec.is_cached else min(spec.max_batch_size, spec.max_strings // max(strings, 1))
+        """The most rows of inputs that are checked as soon as they are read."""
+        self._outputs = {
+            one.name: (b",%b:" % msgspec.json.encode(one.name), one.datatype, (1, *one.dims))
+            for one in spec.outputs
+            if len(one.dims) == 1 and one.name not in coded and one.datatype not in _HALVES
+        }
+
+    def read(self, text: bytes) -> tuple[tuple[Tensor, ...], bool] | None:
+        """Returns the inputs, and whether they are one item; `None` if they are not usual."""
+        # A name may have another spelling, or come twice.
+        if len(text) > self._longest or b"\\u00" in text or [True for name in self._quoted if text.count(name) > 1]:
+            return None
+        try:
+            values = msgspec.structs.astuple(self._decode(text))
+        except UNPARSABLE:
+            return None
+        rows, tensors = -1, list[Tensor]()
+        for expected, value in zip(self.spec.inputs, values, strict=True):
+            if value is None:
+                continue
+            count = len(value) if type(value) is list else 0
+            if rows not in (-1, count) or value == []:
+                return None
+            rows, items = count, value if count else [value]
+            try:
+                if expected.datatype == "BYTES":
+                    data = pack_bytes([item.encode() for item in items])
+                else:
+                    data = struct.pack(f"<{len(items)}{STRUCT_CODES[expected.datatype]}", *items)
+            except (struct.error, OverflowError, UnicodeError):
+                return None
+            tensors.append(Tensor(expected.name, expected.datatype, (len(items), 1), data))
+        return (tuple(tensors), not rows) if tensors else None
+
+    def encode(self, response: Response, *, strict: bool) -> bytes | None:
+        """Returns the JSON of one item's outputs; `None` if they are not usual."""
+        parts: list[bytes] = []
+        for tensor in response.outputs:
+            begin, *usual = self._outputs.get(tensor.name, (b"",))
+            if usual != [tensor.datatype, tensor.shape]:
+                return None
+            text = elements(tensor, strict=strict)
+            parts += (begin, text[1:-1] if tensor.shape == (1, 1) else text)
+        return b"{%b}" % b"".join(parts)[1:]
+
+
+def _field(name: str, expected: TensorSpec) -> Any:
+    kind = ELEMENTS[expected.datatype]
+    of = kind | list[kind]
+    return (name, of | None, None) if expected.optional else (name, of)
+
+
 class PlainCodec:
-    """The codec of one call of the fast path."""
+    """The codec of one call of the fast path; `forms` has those of the models, by name."""
 
     shares_memory = False
 
-    def __init__(self, dispatcher: Dispatcher, bounds: JsonBounds) -> None:
-        self._dispatcher, self._bounds = dispatcher, bounds
+    def __init__(self, dispatcher: Dispatcher, bounds: JsonBounds, forms: dict[str, PlainForm]) -> None:
+        self._dispatcher, self._bounds, self._forms = dispatcher, bounds, forms
 
     def decode(
         self,
@@ -118,8 +198,20 @@ class PlainCodec:
         """Decodes a body, or raises `QinferError`."""
         del json_length, tenant, land  # those of binary tensors
         served = served or self._dispatcher.resolve(target.model, target.version)
-        self._asked = read_plain(body, target.model, target.version, served.spec, self._bounds)
-        return self._asked.request, OutputPlan(strict=self._asked.strict)
+        spec = served.spec
+        form = self._forms.get(spec.name)
+        if form is None or form.spec is not spec:
+            form = self._forms[spec.name] = PlainForm(spec, self._bounds)
+        self._form, found = form, form.read(bytes(body))
+        if found is None:
+            self._asked = read_plain(body, target.model, target.version, spec, self._bounds)
+            return self._asked.request, OutputPlan(strict=self._asked.strict)
+        inputs, is_one = found
+        request = OutgoingRequest(model=target.model, inputs=inputs, version=target.version)
+        if inputs[0].shape[0] <= form.checked_rows:
+            request.generation = served.generation
+        self._asked = PlainRequest(request, False, spec, is_one)
+        return request, NO_PLAN
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan, *, apart: bool = False) -> HttpReply:
         """Encodes a response or a failure."""
@@ -129,7 +221,9 @@ class PlainCodec:
         if response.failure is not None:
             return refusal(response.failure, target)
         try:
-            return HttpReply(200, encode_plain(self._asked, response), cache=response.cache, target=target)
+            body = self._form.encode(response, strict=plan.strict) if self._asked.is_one else None
+            body = encode_plain(self._asked, response) if body is None else body
+            return HttpReply(200, body, cache=response.cache, target=target)
         except QinferError as error:
             return failure_reply(error)
 

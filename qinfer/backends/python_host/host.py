@@ -26,7 +26,7 @@ import numpy as np
 from qinfer.backends.python_host import inference, utils
 from qinfer.backends.python_host.channel import Buffer, Channel, ChannelInbox, Joined, Received
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
-from qinfer.backends.python_host.inference import InferenceRequest, ReceivedBatch
+from qinfer.backends.python_host.inference import InferenceRequest, ReceivedBatch, RowsModel
 from qinfer.backends.python_host.messages import (
     AwaitTaken,
     CallerLeft,
@@ -416,21 +416,7 @@ class ModelHost:
         self._batch = message.number
         self._is_executing = True
         try:
-            requests = _batch_of(message, buffers, tuple(self._datatypes)).requests()
-            responses = self._returned(requests)
-            rescheduled = [request.is_rescheduled() for request in requests] if self.is_iterative else None
-            if None in responses:
-                replies = [
-                    request.reply() if response is None and not request.is_rescheduled() else None
-                    for request, response in zip(requests, responses, strict=True)
-                ]
-                # A dropped sender is gone with its request.
-                del requests
-                responses = [
-                    response if reply is None else reply.response()
-                    for response, reply in zip(responses, replies, strict=True)
-                ]
-            answers, sent = self._answers(message, responses, rescheduled)
+            answers, sent = self._execute_rows(message, buffers) or self._execute_requests(message, buffers)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
             self._channel.send(HostFailure(self._log_error(error, "execute failed", message.ids)))
@@ -440,6 +426,43 @@ class ModelHost:
             self._channel.send(answers, sent)
         except MemoryError as error:
             self._channel.send(HostFailure(self._log_error(error, "no memory for the outputs", message.ids)))
+
+    def _execute_rows(
+        self, message: Execute, buffers: Sequence[Buffer]
+    ) -> tuple[ExecutedRows | ExecutedAnswers, Sequence[Bytes | Joined]] | None:
+        """Executes a batch as a whole if its model can, and its requests are alike."""
+        if not isinstance(self._model, RowsModel) or len(message.requests) > 1 or message.shapes:
+            return None
+        inputs = {meta.name: _array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)}
+        with self._turn:
+            found = self._model.execute_rows(inputs, message.rows, message.ids)
+        if found is None:
+            return None
+        outputs = [one for one in found if isinstance(one, Tensor)]
+        if not outputs:
+            return self._answers(message, [one for one in found if isinstance(one, InferenceResponse)], None)
+        wanted = message.asked(0).outputs or self._datatypes
+        wires = [one.to_wire(self._datatypes.get(one.name())) for one in outputs if one.name() in wanted]
+        return ExecutedRows(_metas(wires), message.rows), [wire.data for wire in wires]
+
+    def _execute_requests(
+        self, message: Execute, buffers: Sequence[Buffer]
+    ) -> tuple[ExecutedRows | ExecutedAnswers, Sequence[Bytes | Joined]]:
+        requests = _batch_of(message, buffers, tuple(self._datatypes)).requests()
+        responses = self._returned(requests)
+        rescheduled = [request.is_rescheduled() for request in requests] if self.is_iterative else None
+        if None in responses:
+            replies = [
+                request.reply() if response is None and not request.is_rescheduled() else None
+                for request, response in zip(requests, responses, strict=True)
+            ]
+            # A dropped sender is gone with its request.
+            del requests
+            responses = [
+                response if reply is None else reply.response()
+                for response, reply in zip(responses, replies, strict=True)
+            ]
+        return self._answers(message, responses, rescheduled)
 
     def _execute_decoupled(self, message: Execute, buffers: Sequence[Buffer]) -> None:
         senders = [self._sender(message, item) for item in range(len(message.ids))]

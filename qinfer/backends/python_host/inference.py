@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,20 @@ class ReceivedBatch:
             Tensor.received(meta.name, column[item], "BF16" if meta.datatype == "BF16" else None)
             for meta, column in zip(self.message.inputs, self.columns, strict=True)
         ]
+
+
+class RowsModel:
+    """A model of qinfer's own, which may answer a batch as a whole; a `model.py` gets requests."""
+
+    def execute_rows(
+        self, inputs: Mapping[str, Array], rows: Sequence[int], ids: Sequence[str]
+    ) -> list[Tensor] | list[InferenceResponse] | None:
+        """Executes the requests of these rows and server ids, whose inputs are joined.
+
+        Returns the joined outputs, or each request's response if one of them failed; `None` = nothing was executed, and
+        `execute` is to be called.
+        """
+        raise NotImplementedError
 
 
 _LATE: dict[str, Callable[[ReceivedBatch, int], object]] = {

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.wire.json_pieces import JsonBounds
-from qinfer_api.rest.plain import PlainRequest, encode_plain, read_plain, with_models
+from qinfer_api.rest.plain import PlainForm, PlainRequest, encode_plain, read_plain, with_models
 
 SPEC = ModelSpec(
     name="m",
@@ -183,6 +183,81 @@ def test_strings_of_several_dimensions_and_nothing() -> None:
     answer = encode_plain(read({"text": ["a", "b"]}), Response(request_id="r", model="m", version=1, outputs=outputs))
 
     assert json.loads(answer) == {"w": [["a", "é"], ["", "d"]], "e": [[], []]}
+
+
+SCALARS = ModelSpec(
+    name="m",
+    backend="b",
+    max_batch_size=2,
+    inputs=tuple(
+        TensorSpec(name=datatype.lower(), datatype=datatype, dims=(1,), optional=True)
+        for datatype in ("BYTES", "INT8", "UINT64", "FP32", "FP64", "BOOL")
+    ),
+    outputs=(TensorSpec(name="y", datatype="FP32", dims=(2,)), TensorSpec(name="n", datatype="BYTES", dims=(1,))),
+    max_strings=1,
+)
+VALUES: Mapping[str, Sequence[bytes]] = {
+    "bytes": (
+        b'""',
+        b'"a \\n \\\\ \\u0020"',
+        '"é"'.encode(),
+        b'"\\ud800"',
+        b'"\xff"',
+        b'["a","b"]',
+        b'["a",["b"]]',
+        b'"bytes"',
+    ),
+    "int8": (b"0", b"-0", b"127", b"128", b"1.0", b"1e0", b"[1,2]", b"[]", b"[1,2,3]", b"true", b"[null]"),
+    "uint64": (b"-1", b"18446744073709551615", b"18446744073709551616"),
+    "fp32": (b"1", b"-0", b"-0.0", b"1e39", b"1e-46", b"0.1", b"NaN", b'"1"', b"16777217", b"[1,2.5]", b"[1,true]"),
+    "fp64": (b"1e400", b"9007199254740993", b"123456789012345678901234567890", b"5e-324", b"true"),
+    "bool": (b"true", b"[true,false]", b"1", b"null", b"[[true]]", b"{}"),
+}
+BODIES = (
+    *(b'{"%b": %b}' % (name.encode(), value) for name, values in VALUES.items() for value in values),
+    b'{"bytes": "a", "int8": 1}',
+    b'{"bytes": ["a"], "int8": 1}',
+    b'{"bytes": ["a", "b"], "int8": [1]}',
+    b'{"bytes": "a", "bytes": "b"}',
+    b'{"bytes": "a", "byt\\u0065s": "b"}',
+    b'{"bytes": "a", "other": "b"}',
+    b"{}",
+    b'{"bytes": null}',
+    b'{"bytes": "a"',
+    b'["bytes"]',
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("bounds", [JsonBounds(), JsonBounds(depth=1), JsonBounds(nbytes=50)])
+def test_usual_bodies_are_read_as_others(body: bytes, bounds: JsonBounds) -> None:
+    found = PlainForm(SCALARS, bounds).read(body)
+
+    if found is not None:
+        asked = read_plain(body, "m", 3, SCALARS, bounds)
+        assert found == (asked.request.inputs, asked.is_one)
+
+
+def test_most_bodies_are_usual() -> None:
+    form = PlainForm(SCALARS, JsonBounds())
+
+    assert sum(form.read(body) is not None for body in BODIES) >= 20
+    assert form.read(b'{"bytes": "a\\n", "fp64": 1}') is not None
+    assert form.checked_rows == 1
+    assert all(PlainForm(spec, JsonBounds()).read(b'{"text": "a"}') is None for spec in (SPEC, ONE, SEQUENCE))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_usual_answers_are_written_as_others(*, strict: bool) -> None:
+    asked, form = read({"bytes": "a"}, SCALARS), PlainForm(SCALARS, JsonBounds())
+    asked.strict = strict
+    y = [from_numpy("y", np.array([row], np.float32)) for row in ([0.1, 1], [np.nan, np.inf], [1])]
+    n = from_numpy("n", np.array([["é"]], object))
+
+    for outputs, is_usual in (((y[0], n), True), ((n, y[1]), True), ((), True), ((n, y[2]), False)):
+        response = Response(request_id="r", model="m", version=1, outputs=outputs)
+        answer = form.encode(response, strict=strict)
+        assert answer == (encode_plain(asked, response) if is_usual else None)
 
 
 def test_the_document_shows_types_and_an_example_of_each_model() -> None:
