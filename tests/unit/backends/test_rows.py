@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from qinfer.backends.base import Batch, respond_rows
+from qinfer.backends.base import Batch, cut_rows, respond_rows
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, OutputMismatch
+from qinfer.tensors import from_numpy, to_numpy
 from tests.support.backends import Answers
 
 OUTPUTS = {
@@ -42,6 +43,17 @@ def test_a_state_that_is_wanted_as_an_output_comes_twice() -> None:
 def test_a_missing_state_fails_the_batch() -> None:
     with pytest.raises(OutputMismatch, match="the model returned no output 'other'"):
         respond_rows(batch((), (), states=("other",)), Answers(), OUTPUTS, {})
+
+
+def test_strings_are_cut_by_their_lengths() -> None:
+    words = np.array([["", "é"], ["ab", "c\0"], ["d", ""]], object)
+
+    first, second = cut_rows(from_numpy("w", words), [1, 2])
+    assert [to_numpy(first).tolist(), to_numpy(second).tolist()] == [
+        [[b"", "é".encode()]],
+        [[b"ab", b"c\0"], [b"d", b""]],
+    ]
+    assert [one.shape for one in cut_rows(from_numpy("w", words[:, :0]), [1, 2])] == [(1, 0), (2, 0)]
 
 
 def test_a_request_can_not_be_rescheduled_where_there_are_no_iterations() -> None:

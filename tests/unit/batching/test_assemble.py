@@ -94,6 +94,14 @@ def test_strings_are_stacked() -> None:
     assert assemble([request(x=a), request(x=b)], [1, 1]).inputs["x"].tolist() == [[b"a"], [b"bc"]]
 
 
+def test_a_string_does_not_reach_into_the_next_request() -> None:
+    long = Tensor("x", "BYTES", (1, 1), b"\x05\0\0\0a")
+    short = Tensor("x", "BYTES", (2, 1), b"\x00\0\0\0" * 2)
+
+    with pytest.raises(InvalidRequest, match="expecting string of length 5"):
+        assemble([InferRequest(model="m", inputs=(one,)) for one in (long, short)], [1, 2])
+
+
 def test_bf16_is_widened() -> None:
     """BF16 becomes float32."""
     one = InferRequest(model="m", inputs=(Tensor("x", "BF16", (1, 1), b"\x80\x3f"),))

@@ -1,8 +1,11 @@
 """The model of a host process that runs a function, without the process."""
 
+from typing import Any
+
 import numpy as np
 
 from qinfer.backends.python_host.inference import InferenceRequest
+from qinfer.backends.python_host.responses import InferenceResponse
 from qinfer.backends.python_host.utils import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
@@ -24,6 +27,39 @@ def total(model: Hosted, sequence: int, number: int, flags: int = 0) -> int:
     request = InferenceRequest("", sequence, [tensor], [], "total", flags=flags)
     (response,) = model.execute([request])
     return int(response.output_tensors()[0].as_numpy().item())
+
+
+def executed(name: str, titles: list[list[bytes]], stars: list[int] | None = None) -> Any:
+    """Returns the outputs of requests with such titles, or of each one its output, or its error."""
+    titled = np.array([[title] for of_one in titles for title in of_one], object)
+    inputs = {"title" if name == "rate" else "text": titled}
+    inputs |= {} if stars is None else {"stars": np.array(stars).reshape(-1, 1)}
+    found = hosted(name).execute_rows(inputs, [len(of_one) for of_one in titles], [str(at) for at in range(len(titles))])
+    if found is None:
+        return None
+    if isinstance(found[0], InferenceResponse):
+        return [str(one.error()) or [t.as_numpy().tolist() for t in one.output_tensors()] for one in found]
+    return {tensor.name(): tensor.as_numpy().tolist() for tensor in found}
+
+
+def test_a_batch_is_executed_as_a_whole() -> None:
+    assert executed("rate", [[b"a"], [b"b", b"c"]]) == {"label": [[b"A"], [b"B"], [b"C"]], "score": [[1.5]] * 3}
+    assert executed("rate", [[b"a"], [b"b"]], [1, 2]) == {"label": [[b"A"], [b"B"]], "score": [[0.5], [1.0]]}
+    assert executed("Embed", [[b"a", b"ba"], [b""]]) == {"embedding": [[1, 1], [2, 1], [0, 0]]}
+
+
+def test_in_a_batch_each_request_has_its_own_error() -> None:
+    assert executed("rate", [[b"a"], [b"b", b"bad"], [b"c"]]) == [
+        [[[b"A"]], [[1.5]]],
+        "ValueError: no bad titles",
+        [[[b"C"]], [[1.5]]],
+    ]
+
+
+def test_requests_are_executed_one_by_one_where_a_batch_can_not_be() -> None:
+    """Text that is not UTF-8 concerns its request, and an `async` function its loop."""
+    assert executed("Embed", [[b"a"], [b"\xff"]]) is None
+    assert executed("upper", [[b"a"]]) is None
 
 
 def test_states_of_sequences_that_never_end_are_limited() -> None:
