@@ -34,11 +34,15 @@ def executed(name: str, titles: list[list[bytes]], stars: list[int] | None = Non
     titled = np.array([[title] for of_one in titles for title in of_one], object)
     inputs = {"title" if name == "rate" else "text": titled}
     inputs |= {} if stars is None else {"stars": np.array(stars).reshape(-1, 1)}
-    found = hosted(name).execute_rows(inputs, [len(of_one) for of_one in titles], [str(at) for at in range(len(titles))])
+    found = hosted(name).execute_rows(
+        inputs, [len(of_one) for of_one in titles], [str(at) for at in range(len(titles))]
+    )
     if found is None:
         return None
     if isinstance(found[0], InferenceResponse):
-        return [str(one.error()) or [t.as_numpy().tolist() for t in one.output_tensors()] for one in found]
+        return [
+            str(e) if (e := one.error()) else [t.as_numpy().tolist() for t in one.output_tensors()] for one in found
+        ]
     return {tensor.name(): tensor.as_numpy().tolist() for tensor in found}
 
 
