@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import triton_python_backend_utils as pb_utils
 
@@ -20,7 +20,7 @@ from qinfer.errors import QinferError
 from qinfer.functions.app import import_app, models_of, short_trace
 from qinfer.functions.declare import State
 from qinfer.functions.hints import read_function
-from qinfer.functions.runner import Arguments, Items, Runner, joined
+from qinfer.functions.runner import Arguments, Runner, joined
 from qinfer.functions.values import Array
 from qinfer.models.spec import Device
 
@@ -30,6 +30,11 @@ STATES_OF_A_SLOT = 16
 Call = Callable[[], Any]
 # Triton adds its classes to the module after the import of a model.
 Responses = list["pb_utils.InferenceResponse"]
+Outcome = dict[str, Array] | Responses
+"""The outputs of all items, or the responses of all requests."""
+
+T = TypeVar("T")
+Steps = Generator[list[Call], list[Any], T]
 
 
 class Hosted(RowsModel):
@@ -50,71 +55,63 @@ class Hosted(RowsModel):
         """Answers requests; of an `async` function and a stream, on the host's loop."""
         if self._function.is_decoupled:
             return self._stream_all(requests) if self._function.is_async else self._stream(requests)
-        steps = self._batched(requests) if self._function.is_batched else self._single(requests)
-        return self._run_async(steps) if self._function.is_async else _run(steps)
+        return self._run(self._by_request(requests))
 
-    def execute_rows(
-        self, inputs: Mapping[str, Array], rows: Sequence[int], ids: Sequence[str]
-    ) -> "list[pb_utils.Tensor] | Responses | None":
-        """See `RowsModel`: a batch is read and written at once, unless its function is `async` or has a state."""
-        function, runner, count = self._function, self._runner, sum(rows)
-        if function.is_async or function.state:
+    def execute_rows(self, inputs: Mapping[str, Array], rows: Sequence[int], ids: Sequence[str]) -> Any:
+        """See `RowsModel`; a state is of one request."""
+        if self._function.state:
             return None
         try:
-            items = runner.read(inputs)
-            columns = runner.batch_arguments(items, count) if function.is_batched else {}
-            each = [] if function.is_batched else runner.item_arguments(items, count)
+            given = self._arguments(inputs, sum(rows))
         except QinferError:
             return None  # `execute` finds whose input it is
-        if function.is_batched:
-            return self._named(runner.outputs(runner.call(**columns), count))
-        results = [_attempt(partial(runner.call, **one)) for one in each]
-        if not any(isinstance(result, BaseException) for result in results):
-            with suppress(QinferError):  # it may be of one request
-                return self._named(runner.item_outputs(results))
-        ends = accumulate(rows)
-        return [self._answer(name, results[end - own : end]) for name, own, end in zip(ids, rows, ends, strict=True)]
+        return self._run(self._called(given, rows, ids))
 
-    def _batched(self, requests: Sequence[InferenceRequest]) -> "Generator[list[Call], list[Any], Responses]":
-        """One call for all requests; if it fails, the worker executes halves of the batch."""
+    def _by_request(self, requests: Sequence[InferenceRequest]) -> "Steps[Responses]":
         responses: list[Any] = [None] * len(requests)
-        good: list[tuple[int, Arguments, int]] = []
+        given: list[Arguments] = []
+        good: dict[int, int] = {}
         for at, request in enumerate(requests):
             try:
-                items, count = self._items(request)
-                good.append((at, self._runner.batch_arguments(items, count), count))
+                inputs, count = self._inputs(request)
+                given += [one | self._state(request) for one in self._arguments(inputs, count)]
+                good[at] = count
             except QinferError as error:
                 responses[at] = _failed(error)
         if not good:
             return responses
-        arguments = joined([each for _, each, _ in good])
-        (result,) = yield [partial(self._runner.call, **arguments)]
-        if isinstance(result, BaseException):
-            raise result
-        ends = list(accumulate(count for _, _, count in good))
-        outputs = self._runner.outputs(result, ends[-1])
-        for (at, _, count), end in zip(good, ends, strict=True):
-            responses[at] = self._response([array[end - count : end] for array in outputs])
+        found = yield from self._called(given, [*good.values()], [_id_of(requests[at]) for at in good])
+        if isinstance(found, dict):
+            cut = zip(good.values(), accumulate(good.values()), strict=True)
+            arrays = list(found.values())
+            found = [self._response([array[end - own : end] for array in arrays]) for own, end in cut]
+        for at, response in zip(good, found, strict=True):
+            responses[at] = response
         return responses
 
-    def _single(self, requests: Sequence[InferenceRequest]) -> "Generator[list[Call], list[Any], Responses]":
-        """One call for each item; a failure concerns its request only."""
-        responses: list[Any] = [None] * len(requests)
-        calls: list[Call] = []
-        spans: dict[int, slice] = {}
-        for at, request in enumerate(requests):
-            try:
-                items, count = self._items(request)
-                each = [one | self._state(request) for one in self._runner.item_arguments(items, count)]
-            except QinferError as error:
-                responses[at] = _failed(error)
-                continue
-            spans[at] = slice(len(calls), len(calls) + count)
-            calls += [partial(self._runner.call, **one) for one in each]
-        results = yield calls
-        for at, span in spans.items():
-            responses[at] = self._answer(_id_of(requests[at]), results[span])
-        return responses
+    def _arguments(self, inputs: Mapping[str, Array], count: int) -> list[Arguments]:
+        """Returns the arguments of all items, or those of each one."""
+        items = self._runner.read(inputs)
+        return (
+            [self._runner.batch_arguments(items, count)]
+            if self._function.is_batched
+            else self._runner.item_arguments(items, count)
+        )
+
+    def _called(self, given: list[Arguments], rows: Sequence[int], ids: Sequence[str]) -> "Steps[Outcome]":
+        """Calls the function for all items, or for each, whose failure concerns its request only."""
+        runner, names = self._runner, [port.name for port in self._function.result.ports]
+        if self._function.is_batched:
+            (result,) = yield [partial(runner.call, **joined(given))]
+            if isinstance(result, BaseException):
+                raise result  # the worker executes halves of the batch
+            return dict(zip(names, runner.outputs(result, sum(rows)), strict=True))
+        results = yield [partial(runner.call, **one) for one in given]
+        if not any(isinstance(result, BaseException) for result in results):
+            with suppress(QinferError):  # it may concern one request
+                return dict(zip(names, runner.item_outputs(results), strict=True))
+        ends = accumulate(rows)
+        return [self._answer(name, results[end - own : end]) for name, own, end in zip(ids, rows, ends, strict=True)]
 
     def _answer(self, request_id: str, results: Sequence[Any]) -> "pb_utils.InferenceResponse":
         failed = next((result for result in results if isinstance(result, BaseException)), None)
@@ -126,12 +123,11 @@ class Hosted(RowsModel):
         _report(failed, request_id)
         return _failed(failed)
 
-    def _items(self, request: InferenceRequest) -> tuple[Items, int]:
+    def _inputs(self, request: InferenceRequest) -> tuple[Mapping[str, Array], int]:
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         if self._function.is_decoupled:  # it has no batch dimension
             arrays = {name: array[None] for name, array in arrays.items()}
-        items = self._runner.read(arrays)
-        return items, len(next(iter(arrays.values()))) if arrays else 1
+        return arrays, len(next(iter(arrays.values()))) if arrays else 1
 
     def _state(self, request: InferenceRequest) -> Arguments:
         if not self._function.state:
@@ -147,16 +143,25 @@ class Hosted(RowsModel):
         return {self._function.state: state}
 
     def _response(self, outputs: Sequence[Array]) -> "pb_utils.InferenceResponse":
-        return pb_utils.InferenceResponse(self._named(outputs))
-
-    def _named(self, outputs: Sequence[Array]) -> "list[pb_utils.Tensor]":
         named = zip(self._function.result.ports, outputs, strict=True)
-        return [pb_utils.Tensor(port.name, array, *(["BF16"] * (port.datatype == "BF16"))) for port, array in named]
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor(port.name, array, *(["BF16"] * (port.datatype == "BF16"))) for port, array in named]
+        )
 
     def _part(self, result: Any) -> "pb_utils.InferenceResponse":
         return self._response([array[0] for array in self._runner.item_outputs([result])])
 
-    async def _run_async(self, steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
+    def _run(self, steps: "Steps[Any]") -> Any:
+        if self._function.is_async:
+            return self._run_async(steps)
+        try:
+            calls = next(steps)
+            while True:
+                calls = steps.send([_attempt(call) for call in calls])
+        except StopIteration as end:
+            return end.value
+
+    async def _run_async(self, steps: "Steps[Any]") -> Any:
         async def attempt(call: Call) -> Any:
             try:
                 return await call()
@@ -168,15 +173,14 @@ class Hosted(RowsModel):
             while True:
                 calls = steps.send(list(await asyncio.gather(*map(attempt, calls))))
         except StopIteration as end:
-            done: Responses = end.value
-            return done
+            return end.value
 
     def _stream(self, requests: Sequence[InferenceRequest]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             last = None
             try:
-                for result in self._runner.call(**self._runner.item_arguments(*self._items(request))[0]):
+                for result in self._runner.call(**self._arguments(*self._inputs(request))[0]):
                     sender.send(self._part(result))
                     if request.is_cancelled():
                         break
@@ -192,7 +196,7 @@ class Hosted(RowsModel):
         sender = request.get_response_sender()
         last = None
         try:
-            async for result in self._runner.call(**self._runner.item_arguments(*self._items(request))[0]):
+            async for result in self._runner.call(**self._arguments(*self._inputs(request))[0]):
                 # It waits while the reader is behind, which must not stop the other streams.
                 await asyncio.to_thread(sender.send, self._part(result))
                 if await asyncio.to_thread(request.is_cancelled):
@@ -213,16 +217,6 @@ def _attempt(call: Call) -> Any:
         return call()
     except Exception as error:  # noqa: BLE001  the boundary to the app's code
         return error
-
-
-def _run(steps: "Generator[list[Call], list[Any], Responses]") -> Responses:
-    try:
-        calls = next(steps)
-        while True:
-            calls = steps.send([_attempt(call) for call in calls])
-    except StopIteration as end:
-        done: Responses = end.value
-        return done
 
 
 def _failed(error: BaseException) -> "pb_utils.InferenceResponse":

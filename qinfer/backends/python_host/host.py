@@ -435,14 +435,11 @@ class ModelHost:
             return None
         inputs = {meta.name: _array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)}
         with self._turn:
-            found = self._model.execute_rows(inputs, message.rows, message.ids)
-        if found is None:
-            return None
-        outputs = [one for one in found if isinstance(one, Tensor)]
-        if not outputs:
-            return self._answers(message, [one for one in found if isinstance(one, InferenceResponse)], None)
-        wanted = message.asked(0).outputs or self._datatypes
-        wires = [one.to_wire(self._datatypes.get(one.name())) for one in outputs if one.name() in wanted]
+            found = self._ended(self._model.execute_rows(inputs, message.rows, message.ids))
+        if not isinstance(found, dict):
+            return None if found is None else self._answers(message, found, None)
+        wanted, kinds = message.asked(0).outputs or self._datatypes, self._datatypes
+        wires = [Tensor(name, array).to_wire(kinds[name]) for name, array in found.items() if name in wanted]
         return ExecutedRows(_metas(wires), message.rows), [wire.data for wire in wires]
 
     def _execute_requests(
@@ -544,14 +541,18 @@ class ModelHost:
                 self._noted(error, "a task of the model raised")
             gc.collect()  # task and exception are a cycle
 
+    def _ended(self, returned: Any) -> Any:
+        """Waits for an `async` model."""
+        if inspect.iscoroutine(returned):
+            returned, error = self._on_loop(_outcome(returned)).result()
+            if error is not None:
+                raise error
+        return returned
+
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Checks the responses as Triton does."""
         with self._turn:
-            returned = self._model.execute(requests)
-            if inspect.iscoroutine(returned):
-                returned, error = self._on_loop(_outcome(returned)).result()
-                if error is not None:
-                    raise error
+            returned = self._ended(self._model.execute(requests))
         if returned is None:
             return [None] * len(requests)
         if not isinstance(returned, list):

@@ -99,15 +99,13 @@ class ReceivedBatch:
 
 
 class RowsModel:
-    """A model of qinfer's own, which may answer a batch as a whole; a `model.py` gets requests."""
+    """A model of qinfer's own, which may execute a batch as a whole; a `model.py` gets requests."""
 
-    def execute_rows(
-        self, inputs: Mapping[str, Array], rows: Sequence[int], ids: Sequence[str]
-    ) -> list[Tensor] | list[InferenceResponse] | None:
-        """Executes the requests of these rows and server ids, whose inputs are joined.
+    def execute_rows(self, inputs: Mapping[str, Array], rows: Sequence[int], ids: Sequence[str]) -> Any:
+        """Executes the requests with these rows and server ids, whose inputs are joined; may be `async`.
 
-        Returns the joined outputs, or each request's response if one of them failed; `None` = nothing was executed, and
-        `execute` is to be called.
+        Returns the joined outputs by name, or each request's response if one of them failed; `None` = nothing was
+        executed, and `execute` is to be called.
         """
         raise NotImplementedError
 

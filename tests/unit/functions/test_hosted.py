@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from qinfer.backends.python_host.inference import InferenceRequest
-from qinfer.backends.python_host.responses import InferenceResponse
 from qinfer.backends.python_host.utils import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
@@ -39,11 +38,11 @@ def executed(name: str, titles: list[list[bytes]], stars: list[int] | None = Non
     )
     if found is None:
         return None
-    if isinstance(found[0], InferenceResponse):
+    if isinstance(found, list):
         return [
             str(e) if (e := one.error()) else [t.as_numpy().tolist() for t in one.output_tensors()] for one in found
         ]
-    return {tensor.name(): tensor.as_numpy().tolist() for tensor in found}
+    return {name: array.tolist() for name, array in found.items()}
 
 
 def test_a_batch_is_executed_as_a_whole() -> None:
@@ -60,10 +59,14 @@ def test_in_a_batch_each_request_has_its_own_error() -> None:
     ]
 
 
-def test_requests_are_executed_one_by_one_where_a_batch_can_not_be() -> None:
-    """Text that is not UTF-8 concerns its request, and an `async` function its loop."""
+def test_a_batch_with_a_wrong_input_is_not_executed_as_a_whole() -> None:
+    model, texts = hosted("Embed"), np.array([[b"a"], [b"\xff"], [b"c"]], object)
+    requests = [InferenceRequest("", 0, [Tensor("text", texts[at : at + 1])], [], "embed") for at in range(3)]
+
     assert executed("Embed", [[b"a"], [b"\xff"]]) is None
-    assert executed("upper", [[b"a"]]) is None
+    first, wrong, third = model.execute(requests)
+    assert "not UTF-8" in str(wrong.error())
+    assert [one.output_tensors()[0].as_numpy().tolist() for one in (first, third)] == [[[1, 1]], [[1, 0]]]
 
 
 def test_states_of_sequences_that_never_end_are_limited() -> None:
