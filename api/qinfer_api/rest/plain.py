@@ -174,7 +174,7 @@ class PlainForm:
 
 def _field(name: str, expected: TensorSpec) -> Any:
     kind = ELEMENTS[expected.datatype]
-    of = kind | list[kind]
+    of: Any = kind | list[kind]  # type: ignore[valid-type]  # as a struct's field
     return (name, of | None, None) if expected.optional else (name, of)
 
 
