@@ -347,3 +347,16 @@ async def test_a_model_that_changed_is_asked_again() -> None:
         submit_alike(setup, 1)
 
     assert len(setup.queue.frames) == 3
+
+
+async def test_a_request_that_was_checked_for_one_target_of_an_endpoint_is_checked_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup()
+    monkeypatch.setattr(setup.dispatcher.endpoints, "choose", lambda *_: True)
+    request = msgspec.structs.replace(REQUEST, inputs=(), endpoint="e", generation=setup.models.served.generation)
+
+    setup.dispatcher.aim(ANONYMOUS, request)
+
+    with pytest.raises(InvalidRequest, match="expected 1 inputs"):
+        setup.dispatcher.submit(ANONYMOUS, request, setup.sink)
