@@ -94,7 +94,7 @@ class Layouts:
 def kind_of(request: OutgoingRequest, entrance: object, timeout_s: float) -> Kind | None:
     """Returns the kind of an unstamped request to an entrance.
 
-    `None` if its frame is unique or its bytes must be checked.
+    `None` if its frame is unique, or has strings that nothing has checked yet.
     """
     if request.client_id or request.parameters or request.priority or request.holders or request.calls is not None:
         return None
