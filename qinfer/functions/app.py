@@ -21,19 +21,15 @@ def import_app(path: Path) -> ModuleType:
     """
     file = path / "__init__.py" if path.is_dir() else path
     if not file.is_file() or file.suffix != ".py":
-        what = (
-            "has no __init__.py" if path.is_dir() else "is not there" if not path.exists() else "does not end with .py"
-        )
+        what = "does not end with .py" if path.exists() else "is not there"
+        what = "has no __init__.py" if path.is_dir() else what
         raise ModelLoadFailed(f"app '{path}' {what}; give a Python file, such as app.py or app.py:Embed, or a package")
     name = path.stem
     if name in sys.modules or name in sys.stdlib_module_names:
         name = f"app_{name}"
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -43,21 +39,15 @@ def models_of(module: ModuleType, only: str = "") -> dict[str, Any]:
 
     Models of frameworks get these names, unless they have one.
     """
+    found = {name: each for name, each in vars(module).items() if options_of(each) is not None}
     if only:
         target = getattr(module, only, None)
         if not (inspect.isclass(target) or inspect.isfunction(target)):
-            known = ", ".join(models_of(module)) if target is None else ""
-            raise ModelLoadFailed(
-                f"the app has no function or class '{only}'; it has {known or 'no others with @qinfer.model'}"
-            )
-        return _with_names({only: target})
-    found = {name: each for name, each in vars(module).items() if options_of(each) is not None}
-    if not found:
+            known = ", ".join(found) or "no others with @qinfer.model"
+            raise ModelLoadFailed(f"the app has no function or class '{only}'; it has {known}")
+        found = {only: target}
+    elif not found:
         raise ModelLoadFailed("the app declares no model; write @qinfer.model above a function or a class")
-    return _with_names(found)
-
-
-def _with_names(found: dict[str, Any]) -> dict[str, Any]:
     for name, each in found.items():
         if not getattr(each, "is_named", True):
             rename(each, name)

@@ -76,10 +76,8 @@ def model(target: Any = None, /, **options: Any) -> Any:
     def mark(target: Any) -> Any:
         if not callable(target):
             raise TypeError(f"@qinfer.model stands above a function or a class, got {type(target).__name__}")
-        named = {"name": model_name(target)} | {
-            key: value for key, value in options.items() if (key, value) != ("name", "")
-        }
-        setattr(target, _MARK, _validated(ModelOptions(**named)))
+        name = options.get("name") or model_name(target)
+        setattr(target, _MARK, _validated(ModelOptions(**{**options, "name": name})))
         return target
 
     return mark if target is None else mark(target)
@@ -106,15 +104,10 @@ def _validated(options: ModelOptions) -> ModelOptions:
     for name in (options.name, options.output):
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
             raise ValueError(f"a name has letters, digits, '_', '-' and '.', and begins with no '.', got {name!r}")
-    numbers: tuple[tuple[str, float, Any], ...] = (
-        ("max_batch_size", 1, int),
-        ("instances", 1, int),
-        ("max_delay_ms", 0, int | float),
-        ("timeout_s", 0, int | float),
-        ("idle_s", 0.001, int | float),
-    )
-    for field, least, kind in numbers:
-        value = getattr(options, field)
+    limits = {"max_batch_size": 1, "instances": 1, "max_delay_ms": 0, "timeout_s": 0, "idle_s": 0.001}
+    for field, least in limits.items():
+        value: Any = getattr(options, field)
+        kind: Any = int if least == 1 else int | float
         if not isinstance(value, kind) or isinstance(value, bool) or not least <= value < 2**31:
             what = "an integer of " if kind is int else ""
             raise ValueError(f"{field} of model '{options.name}' must be {what}{least} or more, got {value!r}")

@@ -27,11 +27,8 @@ class Declared(msgspec.Struct, frozen=True):
     signature: Signature
 
 
-class Examined(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The models of an app, or the error."""
-
-    models: tuple[Declared, ...] = ()
-    error: str = ""
+Examined = tuple[Declared, ...] | str
+"""The models of an app, or the error."""
 
 
 def examine(app: str, environment: Mapping[str, str]) -> tuple[Declared, ...]:
@@ -45,14 +42,14 @@ def examine(app: str, environment: Mapping[str, str]) -> tuple[Declared, ...]:
         done = subprocess.run(  # noqa: S603  our own interpreter and module
             command, stdout=subprocess.PIPE, env=environment, timeout=EXAMINE_S, check=False
         )
-        examined = msgspec.json.decode(done.stdout, type=Examined)
+        examined: Examined = msgspec.json.decode(done.stdout, type=Examined)  # type: ignore[arg-type]
     except subprocess.TimeoutExpired:
         raise ModelLoadFailed(f"the import of app '{app}' took more than {EXAMINE_S:g} s") from None
     except msgspec.DecodeError:
         raise ModelLoadFailed(f"the import of app '{app}' ended the process (status {done.returncode})") from None
-    if examined.error:
-        raise ModelLoadFailed(examined.error)
-    return examined.models
+    if isinstance(examined, str):
+        raise ModelLoadFailed(examined)
+    return examined
 
 
 def examined_here(app: str) -> Examined:
@@ -62,12 +59,10 @@ def examined_here(app: str) -> Examined:
         found = models_of(import_app(Path(path).absolute()), only)
         functions = [(name, read_function(target)) for name, target in found.items()]
     except ModelLoadFailed as error:
-        return Examined(error=error.message)
+        return error.message
     except BaseException as error:  # noqa: BLE001  the boundary to the app's code, which may even call `sys.exit`
-        reason = short_trace(error).rstrip() + environment_remedy(error)
-        return Examined(error=f"app '{app}' can't be imported:\n{reason}")
-    absolute = str(Path(path).absolute())
-    return Examined(tuple(Declared(absolute, name, f.options, f.signature) for name, f in functions))
+        return f"app '{app}' can't be imported:\n{short_trace(error).rstrip()}{environment_remedy(error)}"
+    return tuple(Declared(str(Path(path).absolute()), name, f.options, f.signature) for name, f in functions)
 
 
 def main(app: str) -> int:

@@ -66,9 +66,6 @@ def from_sklearn(
         method: One method or several, such as `predict_proba`; by default `predict`, or `transform` without it.
         **options: The options of `@qinfer.model`.
 
-    Returns:
-        The model.
-
     Raises:
         HintError: The estimator is not fitted, lacks the method, does not run on the example, or needs one.
     """
@@ -81,17 +78,17 @@ def from_sklearn(
     rows = _ones(maker, estimator) if example is None else example
     inputs, rows_of = _table(maker, rows)
 
-    def computed(given: Values) -> Values:
-        table = rows_of(given)
+    def results(table: Any) -> Values:
         return {name: getattr(estimator, name)(table) for name in methods}
 
     try:
-        found = {name: getattr(estimator, name)(rows) for name in methods}
+        found = results(rows)
     except Exception as error:  # the estimator's own code
         raise maker.error(f"it does not run on the example; fit it, and give example=X[:2]: {error}") from error
     if lists := [name for name, result in found.items() if isinstance(result, list)]:
         raise maker.error(f"'{lists[0]}' returns a list of arrays, one for each target; {_INSTEAD}")
-    return maker.made(inputs, {name: maker.port(name, each, len(rows)) for name, each in found.items()}, computed)
+    outputs = {name: maker.port(name, each, len(rows)) for name, each in found.items()}
+    return maker.made(inputs, outputs, lambda given: results(rows_of(given)))
 
 
 def from_torch(
@@ -108,9 +105,6 @@ def from_torch(
             a dict of them. A dimension in which two examples differ is variable.
         output: The name of the output, or of each part of a tuple.
         **options: The options of `@qinfer.model`.
-
-    Returns:
-        The model.
 
     Raises:
         HintError: The module does not run on the examples, or its result has no names or is no batch of tensors.
@@ -164,9 +158,6 @@ def from_transformers(
         example: Two or more texts or images, whose results show names and types; by default made up.
         **options: The options of `@qinfer.model`.
 
-    Returns:
-        The model.
-
     Raises:
         HintError: The pipeline takes something else, or its results differ in shape from input to input.
     """
@@ -204,15 +195,11 @@ def from_mlflow(uri: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fr
         uri: `models:/name/version`, another URI that MLflow resolves, or the directory of `MLmodel`.
         **options: The options of `@qinfer.model`.
 
-    Returns:
-        The model.
-
     Raises:
         HintError: MLflow is not installed, can't load the model, or finds no signature.
     """
     address = str(uri)
-    is_registered = address.startswith("models:/")
-    title = address.removeprefix("models:/").split("/")[0] if is_registered else Path(address).name
+    title = address.removeprefix("models:/").split("/")[0] if address.startswith("models:/") else Path(address).name
     maker = _Maker("from_mlflow", title, options)
     maker.need("mlflow", "mlflow")
     from qinfer.backends.frameworks.mlflow import load_uri
@@ -226,10 +213,10 @@ def from_mlflow(uri: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fr
         arrays = {name: _as_bytes(array) if array.dtype == object else array for name, array in given.items()}
         return loaded.execute(arrays, [port.name for port in loaded.outputs])
 
-    inputs, outputs = (
-        {port.name: (port.datatype, port.dims or ()) for port in of} for of in (loaded.inputs, loaded.outputs)
-    )
-    return maker.made(inputs, outputs, computed)
+    def ports(declared: Sequence[Any]) -> dict[str, Port]:
+        return {port.name: (port.datatype, port.dims or ()) for port in declared}
+
+    return maker.made(ports(loaded.inputs), ports(loaded.outputs), computed)
 
 
 def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[FrameworkModel]:
@@ -238,9 +225,6 @@ def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fra
     Args:
         path: The file. The first dimension of each input and output is the batch, and variable.
         **options: The options of `@qinfer.model`.
-
-    Returns:
-        The model.
 
     Raises:
         HintError: ONNX Runtime is not installed or can't load the file, or an input or output is no batch of tensors.
@@ -256,9 +240,9 @@ def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fra
     except Exception as error:  # onnxruntime raises a dozen classes
         raise maker.error(f"ONNX Runtime can't load '{path}': {error}") from error
 
-    def ports(nodes: Sequence[Any]) -> dict[str, Port]:
-        dims = {node.name: [size if isinstance(size, int) else -1 for size in node.shape or ()] for node in nodes}
-        return {node.name: (ONNX_DATATYPES.get(node.type, node.type), dims[node.name]) for node in nodes}
+    def port(node: Any) -> Port:
+        dims = [size if isinstance(size, int) else -1 for size in node.shape or ()]
+        return ONNX_DATATYPES.get(node.type, node.type), dims
 
     def computed(given: Values) -> Values:
         return dict(zip(outputs, session.run([*outputs], given), strict=True))
@@ -269,8 +253,8 @@ def from_onnx(path: str | Path, **options: Unpack[FrameworkOptions]) -> type[Fra
             cuda = ("CUDAExecutionProvider", {"device_id": device.number})
             session = onnxruntime.InferenceSession(str(path), providers=[cuda, "CPUExecutionProvider"])
 
-    outputs = ports(session.get_outputs())
-    return maker.made(ports(session.get_inputs()), outputs, computed, setup)
+    outputs = {node.name: port(node) for node in session.get_outputs()}
+    return maker.made({node.name: port(node) for node in session.get_inputs()}, outputs, computed, setup)
 
 
 class _Maker:
@@ -294,9 +278,8 @@ class _Maker:
         """Returns the datatype and dimensions of a batch of `count` items."""
         array = _array(sample)
         if not array.ndim or len(array) != count:
-            raise self.error(
-                f"'{name}' has shape {list(array.shape)} for {count} items; the batch is its first dimension"
-            )
+            shape = list(array.shape)
+            raise self.error(f"'{name}' has shape {shape} for {count} items; the batch is its first dimension")
         datatype = "BYTES" if array.dtype.kind == "U" else NUMPY_DATATYPES.get(array.dtype)
         if datatype is None:
             raise self.error(f"'{name}' is an array of {array.dtype}, which no tensor can carry; convert it")

@@ -62,24 +62,19 @@ def write_repository(
     For a developer, each model has one instance and no timeout. Raises `ModelLoadFailed`.
     """
     declared = [model for app in apps for model in examine(app, environment)]
-    if is_dev:
-        declared = [
-            msgspec.structs.replace(model, options=replace(model.options, instances=1, timeout_s=0.0))
-            for model in declared
-        ]
-    names = [model.options.name for model in declared]
-    for name in names:
-        if names.count(name) > 1:
-            places = " and ".join(f"{model.path}:{model.name}" for model in declared if model.options.name == name)
-            raise ModelLoadFailed(
-                f"two models of the apps are named '{name}', {places}; name one by @qinfer.model(name=…)"
-            )
+    named: dict[str, Declared] = {}
+    for model in declared:
+        name = model.options.name
+        if (other := named.setdefault(name, model)) is not model:
+            places = f"{other.path}:{other.name} and {model.path}:{model.name}"
+            raise ModelLoadFailed(f"two models of apps are named '{name}', {places}; name one by @qinfer.model(name=…)")
     root.mkdir(parents=True, exist_ok=True)
     for old in root.iterdir():
-        if old.name not in names:
+        if old.name not in named:
             shutil.rmtree(old, ignore_errors=True)
-    for model in declared:
-        write_model(model, root / model.options.name)
+    for name, model in named.items():
+        options = replace(model.options, instances=1, timeout_s=0.0) if is_dev else model.options
+        write_model(msgspec.structs.replace(model, options=options), root / name)
     return declared
 
 
@@ -92,10 +87,8 @@ def build_repository(app: str, root: Path, environment: Mapping[str, str]) -> Se
     for model in declared:
         name, file = model.options.name, root / model.options.name / "1" / "model.py"
         if halves := [p.name for p in (*model.signature.inputs, *model.signature.outputs) if p.datatype == "BF16"]:
-            raise ModelLoadFailed(
-                f"model '{name}' can't be built: '{halves[0]}' is BF16, of which Triton's Python backend makes no "
-                "arrays; write FP32"
-            )
+            why = f"'{halves[0]}' is BF16, of which Triton's Python backend makes no arrays; write FP32"
+            raise ModelLoadFailed(f"model '{name}' can't be built: {why}")
         if (root / name).exists() and not (file.is_file() and file.read_text().startswith(_MODEL.partition("{")[0])):
             raise ModelLoadFailed(f"{root / name} is there, and no model that was built; remove it, or rename '{name}'")
     for model in declared:
@@ -112,9 +105,8 @@ def build_repository(app: str, root: Path, environment: Mapping[str, str]) -> Se
 
 def write_model(declared: Declared, directory: Path, shown: str = "") -> None:
     """Writes a model's directory; `shown` is the app's path from the version on."""
-    app = Path(declared.path)
     digest = hashlib.sha256()
-    for source in sources_of(app):
+    for source in sources_of(Path(declared.path)):
         digest.update(b"%d\n%b" % (source.stat().st_size, source.read_bytes()))
     model = _MODEL.format(name=declared.name, digest=digest.hexdigest(), path=shown or declared.path)
     _write(directory / "config.pbtxt", text_format.MessageToString(configuration(declared)))
