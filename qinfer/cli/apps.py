@@ -1,5 +1,6 @@
 """`qinfer new` and `qinfer build`: begin with an app, and make a repository of it."""
 
+import keyword
 import os
 from pathlib import Path
 from typing import Annotated
@@ -38,35 +39,28 @@ def new(
     as_json: JsonOption = False,
 ) -> None:
     """Write an app to begin with: NAME/app.py with a function as a model, and NAME/test_app.py with its test."""
-    import keyword
-
     if not name.isidentifier() or keyword.iskeyword(name):
         raise typer.BadParameter(
             f"it becomes the name of a function: letters, digits and '_', and no word of Python's, got {name!r}",
             param_hint="NAME",
         )
-    written = write_app(Path(name), name)
-    text = (
+    folder, texts = Path(name), {"app.py": _APP, "test_app.py": _TEST}
+    try:
+        folder.mkdir()
+        for file, text in texts.items():
+            (folder / file).write_text(text.format(name=name))
+    except FileExistsError:
+        raise CommandFailed(f"{folder} is there already; give another name, or remove it") from None
+    except OSError as error:
+        raise CommandFailed(f"{folder} can't be written: {error.strerror or error}") from None
+    written = [str(folder / file) for file in texts]
+    said = (
         f"wrote {' and '.join(written)}\n"
         f"test it:   cd {name} && python -m pytest\n"
         "serve it:  qinfer dev app.py\n"
         f'then:      curl localhost:8000/models/{name} -d \'{{"text": ["hi"]}}\''
     )
-    show({"written": written}, text, as_json=as_json)
-
-
-def write_app(folder: Path, name: str) -> list[str]:
-    """Writes the app of `qinfer new` and its test; returns their paths, or raises `CommandFailed`."""
-    files = {folder / "app.py": _APP, folder / "test_app.py": _TEST}
-    try:
-        folder.mkdir()
-        for path, text in files.items():
-            path.write_text(text.format(name=name))
-    except FileExistsError:
-        raise CommandFailed(f"{folder} is there already; give another name, or remove it") from None
-    except OSError as error:
-        raise CommandFailed(f"{folder} can't be written: {error.strerror or error}") from None
-    return [str(path) for path in files]
+    show({"written": written}, said, as_json=as_json)
 
 
 def build(

@@ -14,7 +14,6 @@ import inspect
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -170,22 +169,19 @@ def serve(*targets: Any, timeout_s: float = 120.0) -> Iterator[Served]:
         command = [sys.executable, "-m", "qinfer.cli.main", "up", *map(_app_of, targets)]
         command += ["--data-dir", home, "--model-repository", f"{home}/functions", "--log-format", "json"]
         command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-timeout", str(timeout_s)]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  our own interpreter
-        assert process.stderr is not None
-        started = _Started(process.stderr)
-        try:
-            facts = started.wait(timeout_s)
-            with Client(facts["URL"]) as client:
-                yield Served(client, facts["URL"], facts["gRPC"])
-        finally:
-            process.send_signal(signal.SIGTERM)
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603  our own interpreter
+            assert process.stderr is not None
+            started = _Started(process.stderr)
             try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
+                facts = started.wait(timeout_s)
+                with Client(facts["URL"]) as client:
+                    yield Served(client, facts["URL"], facts["gRPC"])
+            finally:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_S)
                 process.kill()
-                process.wait()
-            started.thread.join()
-            process.stderr.close()
+                started.thread.join()
 
 
 class _Started:
@@ -202,10 +198,8 @@ class _Started:
     def wait(self, timeout_s: float) -> dict[str, str]:
         is_decided = self._is_decided.wait(timeout_s + _STOP_S)
         if not self._facts or self._facts["Models"].split()[0] != self._facts["Models"].split()[2]:
-            text = "".join(self._lines)
-            raise (RuntimeError if is_decided and not self._facts else TimeoutError)(
-                f"the models are not ready:\n{text}"
-            )
+            error = RuntimeError if is_decided and not self._facts else TimeoutError
+            raise error(f"the models are not ready:\n{''.join(self._lines)}")
         return self._facts
 
     def _read(self) -> None:
@@ -226,9 +220,8 @@ def _app_of(target: Any) -> str:
     module = sys.modules.get(target.__module__)
     name = next((name for name, each in vars(module).items() if each is target), "") if module is not None else ""
     if not name:
-        raise ValueError(
-            f"'{target.__qualname__}' is not at the top of its file, so that no other process can import it"
-        )
+        where = "is not at the top of its file, so that no other process can import it"
+        raise ValueError(f"'{target.__qualname__}' {where}")
     return f"{inspect.getfile(target)}:{name}"
 
 

@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.apps import write_app
+from qinfer.cli.apps import new
 from tests.support.docs.doc_blocks import ROOT, blocks
 
 APPS = ("functions_app.py", "typed_app.py")
 
 
 @pytest.fixture
-def examples(tmp_path: Path) -> Path:
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for page in ("functions.md", "develop-models.md"):
         for block in blocks(ROOT / "docs" / "how-to" / page):
             if block.saved_as.endswith(".py"):
                 (tmp_path / block.saved_as).write_text(block.code)
     for name in APPS:
         shutil.copy(ROOT / "tests" / "support" / name, tmp_path)
-    write_app(tmp_path / "greet", "greet")
+    monkeypatch.chdir(tmp_path)
+    new("greet")
     return tmp_path
 
 
