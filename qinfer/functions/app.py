@@ -1,9 +1,13 @@
-"""Apps: the files, modules and packages that declare models."""
+"""Apps: the files, modules and packages that declare models; `qinfer dev` follows their saves."""
 
 import importlib.util
 import inspect
+import subprocess
 import sys
+import threading
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 from qinfer.errors import ModelLoadFailed
 from qinfer.functions.declare import options_of, rename
 
+LOOK_EVERY_S = 0.3
 _QINFER = Path(__file__).parents[1]
 
 
@@ -57,6 +62,43 @@ def models_of(module: ModuleType, only: str = "") -> dict[str, Any]:
 def sources_of(path: Path) -> list[Path]:
     """Returns the files whose change may change an app: all of a package, or those beside a file, sorted."""
     return sorted(path.rglob("*.py") if path.is_dir() else path.parent.glob("*.py"))
+
+
+@contextmanager
+def watch_apps(
+    apps: Sequence[str], root: Path, environment: Mapping[str, str], say: Callable[[str], None], since_ns: int = 0
+) -> Iterator[None]:
+    """Writes the repository of apps again when one of their files is saved; a thread looks at them.
+
+    A child process reads the apps, because this one, the supervisor, imports little. If it fails, the repository stays
+    as it is, and so do the served models. A save after `since_ns` (Unix time, 0 = now) is seen at once.
+    """
+    command = [sys.executable, "-P", "-B", "-m", "qinfer.functions.repository", str(root), *apps]
+    has_ended = threading.Event()
+    begun = {path: ns for path, ns in _saves(apps).items() if ns < since_ns or not since_ns}
+
+    def follow(seen: Mapping[Path, int]) -> None:
+        while not has_ended.wait(LOOK_EVERY_S):
+            if (saves := _saves(apps)) == seen:
+                continue
+            seen = saves
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
+            why = f"an app was saved and can't be read; the models before it go on:\n{done.stdout.rstrip()}"
+            say(why if done.returncode else "an app was saved: its models are loaded again")
+
+    threading.Thread(target=follow, args=[begun], name="reload", daemon=True).start()
+    try:
+        yield
+    finally:  # an app that is being read is read to its end, without an effect on what runs
+        has_ended.set()
+
+
+def _saves(apps: Sequence[str]) -> dict[Path, int]:
+    found: dict[Path, int] = {}
+    for path in (path for app in apps for path in sources_of(Path(app.partition(":")[0]))):
+        with suppress(OSError):  # an editor replaces it
+            found[path] = path.stat().st_mtime_ns
+    return found
 
 
 def short_trace(error: BaseException) -> str:

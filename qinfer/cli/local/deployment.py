@@ -380,10 +380,10 @@ class LocalDeployment:
         options = self._options
         if not options.is_dev:
             return nullcontext()
-        from qinfer.functions.watch import AppWatch
+        from qinfer.functions.app import watch_apps
 
         environment, say = self._plan.apps_environment, self._messages.say
-        return AppWatch(options.apps, options.functions, environment, say, options.began_ns)
+        return watch_apps(options.apps, options.functions, environment, say, options.began_ns)
 
     def _worker_pool(self, env: Mapping[str, str], redis_url: str) -> WorkerPool:
         if self._options.autoscale is None:

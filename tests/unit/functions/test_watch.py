@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from qinfer.functions.app import watch_apps
 from qinfer.functions.repository import write_repository
-from qinfer.functions.watch import AppWatch
 
 APP = "import qinfer\n@qinfer.model\ndef f({argument}: str) -> str: ...\n"
 
@@ -24,7 +24,7 @@ def test_a_save_writes_the_repository_again(app: Path, tmp_path: Path) -> None:
     said: queue.Queue[str] = queue.Queue()
     config = tmp_path / "functions/f/config.pbtxt"
 
-    with AppWatch([f"{app}:f"], tmp_path / "functions", os.environ, said.put):
+    with watch_apps([f"{app}:f"], tmp_path / "functions", os.environ, said.put):
         app.write_text(APP.format(argument="other"))
         first = said.get(timeout=30)
         after = config.read_text()
@@ -43,7 +43,7 @@ def test_a_file_beside_the_app_belongs_to_it(app: Path, tmp_path: Path) -> None:
     model = tmp_path / "functions/f/1/model.py"
     before = model.read_text()
 
-    with AppWatch([str(app)], tmp_path / "functions", os.environ, said.put):
+    with watch_apps([str(app)], tmp_path / "functions", os.environ, said.put):
         (tmp_path / "helper.py").write_text("x = 1\n")
         said.get(timeout=30)
 
@@ -55,5 +55,5 @@ def test_a_save_between_the_start_and_the_watch_is_not_missed(app: Path, tmp_pat
     began_ns = app.stat().st_mtime_ns
     os.utime(app, ns=(began_ns + 1, began_ns + 1))
 
-    with AppWatch([str(app)], tmp_path / "functions", os.environ, said.put, since_ns=began_ns):
+    with watch_apps([str(app)], tmp_path / "functions", os.environ, said.put, since_ns=began_ns):
         assert said.get(timeout=30) == "an app was saved: its models are loaded again"
