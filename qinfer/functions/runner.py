@@ -10,7 +10,7 @@ import numpy as np
 
 from qinfer.errors import InferenceFailed, InvalidRequest
 from qinfer.functions.declare import State
-from qinfer.functions.hints import Function, TensorPort, ValueSpec, read_function
+from qinfer.functions.hints import Function, ValueSpec, read_function
 from qinfer.functions.values import Array, decode, make, parts, to_array
 from qinfer.models.spec import Device
 
@@ -144,12 +144,12 @@ class Local:
         rows = [parts(value, item) for item in items] if value.record is not None else None
         for at, port in enumerate(value.ports):
             column = items if rows is None else [row[at] for row in rows]
-            if not _is_left_out(port, column):
+            if not port.optional or not (column is None or all(item is None for item in column)):
                 yield port.name, to_array(port, column, "input")
 
     def _called(self, arguments: Arguments) -> Any:
         result = self._runner.call(**arguments)
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     def _validated(self, results: Iterator[Any]) -> Iterator[Any]:
         for result in results:
@@ -167,14 +167,6 @@ def local(target: Any) -> Local:
         HintError: The hints do not say what a model needs.
     """
     return Local(target)
-
-
-def _is_left_out(port: TensorPort, column: Any) -> bool:
-    return port.optional and (column is None or all(item is None for item in column))
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _drained(stream: AsyncIterator[Any]) -> Iterator[Any]:
