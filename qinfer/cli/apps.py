@@ -40,10 +40,8 @@ def new(
 ) -> None:
     """Write an app to begin with: NAME/app.py with a function as a model, and NAME/test_app.py with its test."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise typer.BadParameter(
-            f"it becomes the name of a function: letters, digits and '_', and no word of Python's, got {name!r}",
-            param_hint="NAME",
-        )
+        text = f"it becomes the name of a function: letters, digits and '_', and no word of Python's, got {name!r}"
+        raise typer.BadParameter(text, param_hint="NAME")
     folder, texts = Path(name), {"app.py": _APP, "test_app.py": _TEST}
     try:
         folder.mkdir()

@@ -403,8 +403,7 @@ def _parts_by_name(maker: _Maker, result: Any, output: str | Sequence[str]) -> V
 
 def _from_tensor(tensor: Any) -> Array:
     host = tensor.detach().cpu()
-    found: Array = (host.float() if "bfloat16" in str(host.dtype) else host).numpy()
-    return found
+    return np.asarray(host.float() if "bfloat16" in str(host.dtype) else host)
 
 
 def _array(values: Any) -> Array:
