@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from qinfer import __version__
@@ -256,30 +257,23 @@ def jobs_line(settings: Settings, no_worker: str) -> str:
 
 
 INLINE_ELEMENTS = 16
-"""Larger examples use a shell pipe."""
+"""Larger examples are made by `qinfer infer`."""
 
 
 def example_line(url: str, model: ModelMetadata, config: Mapping[str, Any]) -> str:
-    """Returns a short shell line that sends zeros to a model; a stateful one gets a one-step sequence."""
+    """Returns a short shell line that sends a model zeros, and texts; a stateful one gets a one-step sequence."""
     is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
     batching = config.get("sequence_batching", {})
     is_stateful = bool(batching) and not batching.get("iterative_sequence")
-    # no JSON form
-    if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):
+    if any(element_count(concrete(i.shape)) > INLINE_ELEMENTS for i in model.inputs):
         inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
         options = " --stream" if is_decoupled else ""
         options += " --sequence-id 1 --sequence-start --sequence-end" if is_stateful else ""
         return f"qinfer infer {shlex.quote(model.name)}{options} --url {url} {inputs}"
-    request: dict[str, Any] = {"inputs": [_input(i) for i in model.inputs]}
-    if is_stateful:
-        request["parameters"] = sequence_parameters(1, start=True, end=True)
-    body = shlex.quote(json.dumps(request))
-    for tensor in model.inputs:
-        count = element_count(concrete(tensor.shape))
-        body = body.replace(f'"{_placeholder(count)}"', f"['$(yes 0 | head -n {count} | paste -sd, -)']")
-    if is_decoupled:
-        return f"curl -sN {url}{model_path(model.name, None, 'v1')}/infer_stream -d {body}"
-    return f"curl -s {url}{model_path(model.name)}/infer -d {body}"
+    body = {i.name: _value(i, is_batched=config.get("max_batch_size", 0) > 0) for i in model.inputs}
+    body |= sequence_parameters(1, start=True, end=True) if is_stateful else {}
+    silent = "-sN" if is_decoupled else "-s"
+    return f"curl {silent} {url}{model_path(model.name).removeprefix('/v2')} -d {shlex.quote(json.dumps(body))}"
 
 
 def _title(models: Sequence[ModelRow]) -> Text:
@@ -302,16 +296,9 @@ def _fact(label: str, *parts: str | tuple[str, str]) -> Text:
     return Text.assemble((f"{label:<9}", "dim"), *parts)
 
 
-def _input(tensor: TensorMetadata) -> dict[str, Any]:
+def _value(tensor: TensorMetadata, *, is_batched: bool) -> Any:
+    """Returns a value of plain JSON, in which dimensions [1] are a scalar."""
     shape = concrete(tensor.shape)
-    count = element_count(shape)
-    data: object = _placeholder(count)
-    if tensor.datatype == "BYTES":
-        data = [""] * count
-    elif count <= INLINE_ELEMENTS:
-        data = zeros(tensor.datatype, shape).ravel().tolist()
-    return {"name": tensor.name, "shape": list(shape), "datatype": tensor.datatype, "data": data}
-
-
-def _placeholder(count: int) -> str:
-    return f"@zeros:{count}@"
+    is_scalar = tuple(tensor.shape[is_batched:]) == (1,)
+    array = zeros(tensor.datatype, shape[:-1] if is_scalar else shape)
+    return np.full(array.shape, "hi").tolist() if tensor.datatype == "BYTES" else array.tolist()

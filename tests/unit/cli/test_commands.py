@@ -183,54 +183,42 @@ def shown_request(model: ModelMetadata, config: dict[str, Any] | None = None) ->
     return dict(json.loads(expanded))
 
 
-@pytest.mark.parametrize("size", [2, 16, 17, 1000])
-def test_example_request_is_valid_whatever_the_size(size: int) -> None:
-    """What `up` shows can be pasted into a shell."""
-    wanted = TensorMetadata(name="it's x", datatype="FP32", shape=(-1, size))
-
-    request = shown_request(ModelMetadata(name="m", versions=("1",), inputs=(wanted,)))
-
-    (tensor,) = request["inputs"]
-    assert (tensor["name"], tensor["shape"], tensor["datatype"]) == ("it's x", [1, size], "FP32")
-    assert len(tensor["data"]) == size
+def example_model(*inputs: TensorMetadata) -> ModelMetadata:
+    return ModelMetadata(name="m", versions=("1",), inputs=inputs)
 
 
 @pytest.mark.parametrize(
-    ("datatype", "line"),
-    [
-        ("INT32", "curl -sN http://h/v1/models/m/infer_stream -d "),
-        ("FP16", "qinfer infer m --stream --url http://h --input x=zeros"),
-    ],
+    ("datatype", "dims", "value"),
+    [("FP32", (2,), [[0.0, 0.0]]), ("BYTES", (1,), ["hi"]), ("FP16", (1,), [0.0]), ("INT64", (2, -1), [[[0], [0]]])],
 )
-def test_example_for_a_decoupled_model_streams(datatype: str, line: str) -> None:
+def test_example_request_is_plain_json(datatype: str, dims: tuple[int, ...], value: object) -> None:
+    """What `up` shows can be pasted into a shell; one dimension of 1 is a scalar."""
+    model = example_model(TensorMetadata(name="it's x", datatype=datatype, shape=(-1, *dims)))
+
+    assert shown_request(model, {"max_batch_size": 8}) == {"it's x": value}
+
+
+def test_example_for_a_decoupled_model_streams() -> None:
     """Other calls of it are refused."""
-    model = ModelMetadata(name="m", versions=("1",), inputs=(TensorMetadata(name="x", datatype=datatype, shape=(1,)),))
+    config = {"model_transaction_policy": {"decoupled": True}}
+    small, large = (example_model(TensorMetadata(name="x", datatype="INT32", shape=(size,))) for size in (1, 17))
 
-    assert example_line("http://h", model, {"model_transaction_policy": {"decoupled": True}}).startswith(line)
-
-
-def test_example_for_a_datatype_without_json_uses_the_command_line() -> None:
-    """FP16 and BF16 can't travel as JSON (reference §1.8)."""
-    wanted = TensorMetadata(name="x", datatype="FP16", shape=(-1, 2))
-
-    assert example_line("http://h", ModelMetadata(name="m", versions=("1",), inputs=(wanted,)), {}) == (
-        "qinfer infer m --url http://h --input x=zeros"
-    )
+    assert example_line("http://h", small, config) == "curl -sN http://h/models/m -d '{\"x\": 0}'"
+    assert example_line("http://h", large, config) == "qinfer infer m --stream --url http://h --input x=zeros"
 
 
 def test_example_for_a_stateful_model_is_a_whole_sequence() -> None:
     """A request without a correlation ID is refused; a sequence without END would stay open."""
-    wanted = TensorMetadata(name="x", datatype="FP32", shape=(-1, 2))
-    model = ModelMetadata(name="m", versions=("1",), inputs=(wanted,))
-    config: dict[str, Any] = {"sequence_batching": {"direct": {}}}
-    other = ModelMetadata(name="m", versions=("1",), inputs=(TensorMetadata(name="x", datatype="FP16", shape=(-1, 2)),))
+    config: dict[str, Any] = {"sequence_batching": {"direct": {}}, "max_batch_size": 1}
+    small, large = (example_model(TensorMetadata(name="x", datatype="FP32", shape=(-1, size))) for size in (2, 17))
 
-    assert shown_request(model, config)["parameters"] == {
+    assert shown_request(small, config) == {
+        "x": [[0.0, 0.0]],
         "sequence_id": 1,
         "sequence_start": True,
         "sequence_end": True,
     }
-    assert "--sequence-id 1 --sequence-start --sequence-end" in example_line("http://h", other, config)
+    assert "--sequence-id 1 --sequence-start --sequence-end" in example_line("http://h", large, config)
 
 
 def test_infer_sends_the_flags_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
