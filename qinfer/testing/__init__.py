@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -171,9 +172,11 @@ def serve(*targets: Any, timeout_s: float = 120.0) -> Iterator[Served]:
         command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-timeout", str(timeout_s)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603  our own interpreter
             assert process.stderr is not None
-            started = _Started(process.stderr)
+            started: Future[dict[str, str]] = Future()
+            reader = threading.Thread(target=_follow_log, args=[process.stderr, started], daemon=True)
+            reader.start()
             try:
-                facts = started.wait(timeout_s)
+                facts = started.result(timeout_s + _STOP_S)
                 with Client(facts["URL"]) as client:
                     yield Served(client, facts["URL"], facts["gRPC"])
             finally:
@@ -181,37 +184,24 @@ def serve(*targets: Any, timeout_s: float = 120.0) -> Iterator[Served]:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_STOP_S)
                 process.kill()
-                started.thread.join()
+                reader.join()
 
 
-class _Started:
-    """Reads the log of `qinfer up` until its end, and shows it on stderr."""
-
-    def __init__(self, log: IO[str]) -> None:
-        self._log = log
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._is_decided = threading.Event()
-        self._facts: dict[str, str] = {}
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
-
-    def wait(self, timeout_s: float) -> dict[str, str]:
-        is_decided = self._is_decided.wait(timeout_s + _STOP_S)
-        if not self._facts or self._facts["Models"].split()[0] != self._facts["Models"].split()[2]:
-            error = RuntimeError if is_decided and not self._facts else TimeoutError
-            raise error(f"the models are not ready:\n{''.join(self._lines)}")
-        return self._facts
-
-    def _read(self) -> None:
-        for line in self._log:
-            self._lines.append(line)
-            sys.stderr.write(line)
-            event = json.loads(line) if line.startswith("{") else {}
-            if event.get("event") == "running":
-                facts = [fact.split(maxsplit=1) for fact in event["summary"]]
-                self._facts = {fact[0]: fact[1].partition(" /")[0] for fact in facts if len(fact) > 1}
-                self._is_decided.set()
-        self._is_decided.set()
+def _follow_log(log: IO[str], started: "Future[dict[str, str]]") -> None:
+    """Shows the log of `qinfer up` on stderr until its end; the result is the facts of its start, or the failure."""
+    lines: deque[str] = deque(maxlen=_KEPT_LINES)
+    for line in log:
+        lines.append(line)
+        sys.stderr.write(line)
+        event = json.loads(line) if line.startswith("{") else {}
+        if event.get("event") == "running":
+            words = {each[0]: each[1:] for fact in event["summary"] if (each := fact.split())}
+            if words["Models"][0] == words["Models"][2]:
+                started.set_result({name: each[0] for name, each in words.items() if each})
+            else:
+                started.set_exception(TimeoutError(f"the models are not ready:\n{''.join(lines)}"))
+    if not started.done():
+        started.set_exception(RuntimeError(f"the server has ended:\n{''.join(lines)}"))
 
 
 def _app_of(target: Any) -> str:
