@@ -81,4 +81,5 @@ def build(
         names = [model.options.name for model in build_repository(app, folder, environment)]
     except OSError as error:
         raise CommandFailed(f"{folder} can't be written: {error.strerror or error}") from None
-    show({"built": names}, f"built {', '.join(names)} in {folder}", as_json=as_json)
+    said = f"built {', '.join(names)} in {folder}\nserve it:  qinfer up --model-repository {folder}"
+    show({"built": names}, said, as_json=as_json)

@@ -42,7 +42,7 @@ def examine(app: str, environment: Mapping[str, str]) -> tuple[Declared, ...]:
         done = subprocess.run(  # noqa: S603  our own interpreter and module
             command, stdout=subprocess.PIPE, env=environment, timeout=EXAMINE_S, check=False
         )
-        examined: Examined = msgspec.json.decode(done.stdout, type=Examined)  # type: ignore[arg-type]
+        examined: Examined = msgspec.json.decode(done.stdout, type=Examined)
     except subprocess.TimeoutExpired:
         raise ModelLoadFailed(f"the import of app '{app}' took more than {EXAMINE_S:g} s") from None
     except msgspec.DecodeError:

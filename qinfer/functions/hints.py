@@ -307,8 +307,8 @@ def _fields_of(hint: Any) -> dict[str, bool] | None:
     """Returns the names of the fields of a class of fields, and whether a value of each may miss."""
     if not inspect.isclass(hint):
         return None
-    if typing.is_typeddict(hint):
-        return {name: name in hint.__optional_keys__ for name in hint.__annotations__}
+    if (optional := getattr(hint, "__optional_keys__", None)) is not None:  # TypedDict
+        return {name: name in optional for name in hint.__annotations__}
     if issubclass(hint, msgspec.Struct):
         return {field.name: not field.required for field in msgspec.structs.fields(hint)}
     if dataclasses.is_dataclass(hint):

@@ -407,7 +407,7 @@ class LocalDeployment:
                 settled = seen.workers >= pool.least and not seen.pending and seen.is_live
                 if settled or elapsed_s >= self._options.ready_timeout_s:
                     break
-                status.update(f"loading {seen.pending} models…" if seen.pending else "starting…")
+                status.update(f"loading models, {seen.pending} to go…" if seen.pending else "starting…")
 
     def _claim_ports(self, wait_s: float) -> Ports:
         deadline_s = self._clock.monotonic_s() + wait_s

@@ -174,7 +174,7 @@ def test_a_built_repository_needs_no_app() -> None:
     status, said, _ = run("build", "app/app.py", "models")
     write("app/app.py", "raise ValueError('gone')")
 
-    assert (status, said) == (0, "built shout, count in models\n")
+    assert (status, said) == (0, "built shout, count in models\nserve it:  qinfer up --model-repository models\n")
     checked, found, _ = run("models", "check", "models")
     assert checked == 0
     assert "# shout, version 1\n" in found
