@@ -77,7 +77,7 @@ def watch_apps(
     has_ended = threading.Event()
     begun = {path: ns for path, ns in _saves(apps).items() if ns < since_ns or not since_ns}
 
-    def follow(seen: Mapping[Path, int]) -> None:
+    def reread(seen: Mapping[Path, int]) -> None:
         while not has_ended.wait(LOOK_EVERY_S):
             if (saves := _saves(apps)) == seen:
                 continue
@@ -86,7 +86,7 @@ def watch_apps(
             why = f"an app was saved and can't be read; the models before it go on:\n{done.stdout.rstrip()}"
             say(why if done.returncode else "an app was saved: its models are loaded again")
 
-    threading.Thread(target=follow, args=[begun], name="reload", daemon=True).start()
+    threading.Thread(target=reread, args=[begun], name="reload", daemon=True).start()
     try:
         yield
     finally:  # an app that is being read is read to its end, without an effect on what runs
