@@ -46,7 +46,8 @@ def check_repository(place: str) -> None:
     path = Path(place)
     if "://" not in place and not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
-        raise SettingsError(f"the model repository {path} {what}; give --model-repository DIR; {LAYOUT}")
+        remedy = "give an app, such as app.py, or --model-repository DIR"
+        raise SettingsError(f"the model repository {path} {what}; {remedy}; {LAYOUT}")
 
 
 class GatewayAddress(NamedTuple):

@@ -52,7 +52,18 @@ def named(path: Path) -> str:
 
 def setting_names() -> set[str]:
     # Read by scripts/test, and by tests.
-    own = ("PROCESSES", "EXAMPLES", "SEED", "FUZZ_S", "FUZZ_TABLE", "HOSTILE", "HOSTILE_S", "HOSTILE_EACH_S", "EARLIER")
+    own = (
+        "PROCESSES",
+        "EXAMPLES",
+        "SEED",
+        "FUZZ_S",
+        "FUZZ_TABLE",
+        "HOSTILE",
+        "HOSTILE_S",
+        "HOSTILE_EACH_S",
+        "EARLIER",
+        "PEERS",
+    )
     names = {f"QINFER_TEST_{name}" for name in own}
     names |= {API_KEY_VARIABLE, "QINFER_URL"}  # by the command line
     for name, field in Settings.model_fields.items():
