@@ -42,15 +42,11 @@ __all__ = [
 ]
 
 _MODULES = ("errors", "tensors")
-_ELSEWHERE = {
+_FRAMEWORKS = ("from_mlflow", "from_onnx", "from_sklearn", "from_torch", "from_transformers")
+_ELSEWHERE = dict.fromkeys(_FRAMEWORKS, "qinfer.functions.frameworks") | {
     "Device": "qinfer.models.spec",
     "State": "qinfer.functions.declare",
     "call": "qinfer.functions.calls",
-    "from_mlflow": "qinfer.functions.frameworks",
-    "from_onnx": "qinfer.functions.frameworks",
-    "from_sklearn": "qinfer.functions.frameworks",
-    "from_torch": "qinfer.functions.frameworks",
-    "from_transformers": "qinfer.functions.frameworks",
     "local": "qinfer.functions.runner",
     "model": "qinfer.functions.declare",
 }
