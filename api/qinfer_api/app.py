@@ -351,6 +351,7 @@ class Gateway:
             tasks=self._tasks,
             check=self._examiners.check,
             estimate=self._examiners.estimate,
+            look=self._examiners.preview,
             pace=partial(self._pace, settings.bulk),
         )
 

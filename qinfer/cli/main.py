@@ -38,7 +38,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (autoscale.autoscale, autoscale.EXAMPLE, "Run as many workers as the waiting work needs."),
     (infer.infer, infer.INFER_EXAMPLE, None),
     (jobs.submit, jobs.SUBMIT_EXAMPLE, "Submit a bulk job: a model scores files."),
-    (jobs.app, "jobs", "Manage bulk jobs: list, show, wait, cancel, resume, delete."),
+    (jobs.app, "jobs", "Manage bulk jobs: list, show, preview, wait, cancel, resume, delete."),
     (compare.compare, compare.EXAMPLE, "Compare two versions of a model on files."),
     (label.label, label.EXAMPLE, "Write pre-annotations from the output of a bulk job."),
     (bridge.bridge, bridge.EXAMPLE, "Move messages from a queue to a model, and predictions back."),

@@ -12,7 +12,7 @@ from qinfer.client._sync.handles import Job, ModelFunction, Sequence
 from qinfer.client.job_flows import JobStatus
 from qinfer.client.request_flows import OperationStatus
 from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus
-from qinfer.wire.bodies import JobEstimate, JobLogLine, ModelIndexEntry, ModelMetadata, TensorMetadata
+from qinfer.wire.bodies import JobEstimate, JobLogLine, JobPreview, ModelIndexEntry, ModelMetadata, TensorMetadata
 
 __all__ = [
     "AsyncClient",
@@ -24,6 +24,7 @@ __all__ = [
     "Job",
     "JobEstimate",
     "JobLogLine",
+    "JobPreview",
     "JobStatus",
     "ModelFunction",
     "ModelIndexEntry",

@@ -18,7 +18,7 @@ from qinfer.client.flows import header_value
 from qinfer.client.steps import JSON, Flow, Pause, Policy, Send, call, converted, encode_json, json_object, pages
 from qinfer.core.retry import Backoff
 from qinfer.errors import DeadlineExceeded, InputMissing, InvalidRequest, JobFailed, JobNotFound, QinferError
-from qinfer.wire.bodies import JobEstimate, JobLogLine
+from qinfer.wire.bodies import JobEstimate, JobLogLine, JobPreview
 
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
@@ -308,6 +308,13 @@ def job_log(policy: Policy, job_id: str) -> Flow[list[JobLogLine]]:
     reply = yield from call(policy, Send("GET", f"{job_path(job_id)}/log", {}), not_found=JobNotFound)
     lines = json_object(policy, reply).get("log", ())
     return [JobLogLine(at=str(line.get("at", "")), text=str(line.get("text", ""))) for line in lines]
+
+
+def job_preview(policy: Policy, job_id: str, of: str, rows: int) -> Flow[JobPreview]:
+    """Returns the first rows of a job."""
+    path = f"{job_path(job_id)}/preview?of={quote(header_value('of', of), safe='')}&rows={rows}"
+    reply = yield from call(policy, Send("GET", path, {}), not_found=JobNotFound)
+    return converted(policy, json_object(policy, reply), JobPreview, "preview")
 
 
 def polls() -> Backoff:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 
@@ -44,6 +44,7 @@ NOTE_BYTES = 4096
 """The space for one URL."""
 PART_BYTES = 256 * 2**20
 """The memory to read a worker's part, beyond the libraries."""
+PreviewOf = Literal["input", "output", "failed"]
 _STACK_BYTES = 2 * 2**20  # of a thread, which the limit of memory counts whole
 
 
@@ -86,6 +87,16 @@ class ReadParts(msgspec.Struct, array_like=True, tag=True):
     sets_aside: bool = False
 
 
+class PreviewJob(msgspec.Struct, array_like=True, tag=True):
+    """Runs `qinfer.jobs.preview.preview` on the inputs, or the files of `shards`; the result is a `JobPreview`."""
+
+    of: PreviewOf
+    rows: int
+    spec: JobSpec
+    grant: UrlGrant
+    shards: tuple[int, ...] = ()
+
+
 class OpenShard(msgspec.Struct, array_like=True, tag=True):
     """Opens a shard for `ReadShard`; rows at the positions `unreadable` failed before, for these reasons."""
 
@@ -117,7 +128,7 @@ class RowsRead(msgspec.Struct, array_like=True):
     faults: Sequence[tuple[int, int, str]]
 
 
-Work = CheckJob | PlanJob | ReadParts | OpenShard | ReadShard | CloseShard
+Work = CheckJob | PlanJob | ReadParts | PreviewJob | OpenShard | ReadShard | CloseShard
 
 
 class ExaminerRequest(msgspec.Struct, array_like=True):
@@ -271,6 +282,7 @@ def _loaded(hello: ExaminerHello) -> _Do:
     try:
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import estimate, examine, make_plan
+        from qinfer.jobs.preview import preview
         from qinfer.jobs.shard_rows import ShardRows
         from qinfer.storage import local  # noqa: F401  what the first job would load else
         from qinfer.storage.open import writable
@@ -297,23 +309,27 @@ def _loaded(hello: ExaminerHello) -> _Do:
         if isinstance(work, CheckJob):
             examine(work.spec, work.model, work.grant, footer_bytes)
             return b""
+        if isinstance(work, PreviewJob):
+            return msgspec.msgpack.encode(preview(work, footer_bytes))
         if isinstance(work, PlanJob):
             if work.is_estimate:
                 return msgspec.msgpack.encode(estimate(work.job, work.pace, work.threads, footer_bytes))
             options = {"threads": work.threads, "footer_bytes": footer_bytes}
             return encode_plan(make_plan(work.job, work.pace, **options, reading=notes.reading))
-        function = set_aside if work.sets_aside else part_of
-        parts, stores = work.parts, writable(work.parts.grant)
-
-        def one(shard: Shard) -> PartInfo | str | None:
-            url = parts.url_of(shard)
-            with notes.reading(url):
-                return patiently(lambda: function(stores(url), parts, shard))
-
-        with ThreadPoolExecutor(work.threads, thread_name_prefix="qinfer-parts") as pool:
-            return _found(pool.map(one, parts.shards))
+        stores, function = writable(work.parts.grant), set_aside if work.sets_aside else part_of
+        return _of_parts(work, lambda url, shard: patiently(lambda: function(stores(url), work.parts, shard)), notes)
 
     return do
+
+
+def _of_parts(work: ReadParts, read: Callable[[str, Shard], PartInfo | str | None], notes: _ReadingNotes) -> bytes:
+    def one(shard: Shard) -> PartInfo | str | None:
+        url = work.parts.url_of(shard)
+        with notes.reading(url):
+            return read(url, shard)
+
+    with ThreadPoolExecutor(work.threads, thread_name_prefix="qinfer-parts") as pool:
+        return _found(pool.map(one, work.parts.shards))
 
 
 def _handle_request(do: _Do, message: bytes, notes: _ReadingNotes) -> ExaminerReply:

@@ -30,6 +30,7 @@ from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import Estimate, ExpectedParts, PartInfo, UnplannedJob
 from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
+from qinfer.wire.bodies import JobPreview
 
 if TYPE_CHECKING:  # keeps an examiner, which imports this module, small
     from qinfer.core.settings import Settings
@@ -137,22 +138,23 @@ class ExaminerPool:
 
     async def check(self, spec: JobSpec, model: ModelSpec, grant: UrlGrant) -> None:
         """Checks whether a job can run; cancellation kills the process."""
-        await self._ask_gateway(examiner.CheckJob(spec, model, grant), spec)
+        await self._ask_gateway(examiner.CheckJob(spec, model, grant), _named_inputs(spec))
 
     async def estimate(self, job: UnplannedJob, pace: ShardPace) -> Estimate:
         """Checks a job and returns its size."""
         work = examiner.PlanJob(job, pace, ESTIMATE_THREADS, is_estimate=True)
-        return msgspec.msgpack.decode(await self._ask_gateway(work, job.spec), type=Estimate)
+        return msgspec.msgpack.decode(await self._ask_gateway(work, _named_inputs(job.spec)), type=Estimate)
 
-    async def _ask_gateway(self, work: examiner.Work, spec: JobSpec) -> bytes:
+    async def preview(self, work: examiner.PreviewJob) -> JobPreview:
+        """Reads the first rows of a job's files; cancellation kills the process."""
+        what = _named_inputs(work.spec) if work.of == "input" else f"the parts can't be read, '{work.spec.output.url}'"
+        return msgspec.msgpack.decode(await self._ask_gateway(work, what), type=JobPreview)
+
+    async def _ask_gateway(self, work: examiner.Work, what: str) -> bytes:
         try:
             return await self._run_work(work, CHECK_S)
         except ExaminerDied as died:
-            more = f" and {len(spec.inputs) - 1} more" if len(spec.inputs) > 1 else ""
-            raise InvalidRequest(
-                f"the inputs can't be read, '{spec.inputs[0]}'{more}: the process that read them died ({died.how}); "
-                "is a file damaged?"
-            ) from None
+            raise InvalidRequest(f"{what}: the process that read them died ({died.how}); is a file damaged?") from None
 
     async def plan(self, job: UnplannedJob, pace: ShardPace, threads: int) -> bytes:
         """Returns a job's plan as JSON."""
@@ -304,6 +306,11 @@ class BorrowedExaminer:
         with suppress(_ExaminerEnded):
             if await self._child.ask(packed(examiner.ExaminerRequest(examiner.CloseShard(), READ_S))) is not None:
                 self._free(self._child)
+
+
+def _named_inputs(spec: JobSpec) -> str:
+    more = f" and {len(spec.inputs) - 1} more" if len(spec.inputs) > 1 else ""
+    return f"the inputs can't be read, '{spec.inputs[0]}'{more}"
 
 
 def _pieces(parts: ExpectedParts) -> Iterator[ExpectedParts]:

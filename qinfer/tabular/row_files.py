@@ -25,7 +25,7 @@ from qinfer.storage.store import PlacedFile
 from qinfer.tabular.batches import FileRows, cut
 from qinfer.tabular.footers import INT96, arrow_schema, exact, open_arrow, read_metadata
 from qinfer.tabular.schemas import Fields, as_read, cast, common_field, pick, pruned, select
-from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken
+from qinfer.tabular.source import FileFormat, ReadLimits, SourceBroken, is_text
 from qinfer.tabular.spec import Csv, Range
 from qinfer.tabular.text_rows import FAULT, text_batches
 from qinfer.tabular.text_streams import TextFormat, TextStream
@@ -151,16 +151,17 @@ class ParquetGroups:
         self._far = far and not isinstance(content, pa.NativeFile)  # which is in memory
         self._rows_bytes = limits.rows_bytes
         self._metadata = read_metadata(content, limits.footer_bytes)
+        self.count = self._metadata.num_row_groups
         self.schema: pa.Schema = arrow_schema(content, self._metadata)
         self._leaves = _leaves(self._metadata, self._names)
         self._int96 = _int96(self._metadata, self._names, self._leaves)
-        groups = range(self._metadata.num_row_groups)
+        groups = range(self.count)
         self._windows = self._fetched(set(wanted).intersection(groups) if wanted else groups) if self._far else None
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
         """Reads from the group's first row."""
         group = wanted.row_group
-        if not 0 <= group < self._metadata.num_row_groups:
+        if not 0 <= group < self.count:
             raise SourceBroken(f"'{self._url}' has no row group {group}")
         if self._windows is not None:
             self._windows.prepare(group)
@@ -300,9 +301,10 @@ class _ArrowBatches:
         fields = [self.schema.get_field_index(name) for name in pruned(self.schema, names).names]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         self._reader = pa.ipc.open_file(content, options=options)
+        self.count = self._reader.num_record_batches
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
-        if not 0 <= wanted.row_group < self._reader.num_record_batches:
+        if not 0 <= wanted.row_group < self.count:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
         try:
             whole = self._reader.get_batch(wanted.row_group)
@@ -347,6 +349,28 @@ class TextRows:
     def close(self) -> None:
         """Closes the text."""
         self._content.close()
+
+
+def first_rows(
+    content: Any, format_: FileFormat, wanted: WantedColumns, url: str, limits: ReadLimits, csv: Csv
+) -> Iterator[pa.RecordBatch]:
+    """Yields all rows of an open file, or of a text's stream, in bounded batches; their number need not be known.
+
+    Errors are those of `RowFile.batches`. The caller closes the file.
+    """
+    names = wanted.columns.names
+    if is_text(format_):
+        read = text_batches(content, format_, wanted.nested, csv, 0)
+    else:
+        groups: ParquetGroups | _ArrowBatches = (
+            ParquetGroups(content, names, url, far=False, limits=limits)
+            if format_ == "parquet"
+            else _ArrowBatches(content, names, url, limits)
+        )
+        read = chain.from_iterable(groups.batches(Range(url, "", one, 0, 0, 0)) for one in range(groups.count))
+    for record in read:
+        for rows in cut(pick(record, names), limits.rows_bytes):
+            yield rows.record
 
 
 class GroupRows:

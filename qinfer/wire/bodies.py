@@ -87,6 +87,38 @@ class JobLogLine:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewColumn:
+    """A column of a preview: its name and the Arrow type of its values, cut to 200 characters."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPreview:
+    """The first rows of a job's inputs or output as text.
+
+    Attributes:
+        of: `input`, `output`, or `failed`: the rows that failed, with their errors.
+        file: The URL of the file of the first row; empty = there is no such file yet.
+        columns: The first 50 columns.
+        columns_left_out: The number of further columns, and of those that have the same name.
+        rows: A value for each column: as CSV has it, cut after 200 characters; `None` (null) = null, or a value of a
+            row of more than 4 MiB.
+
+    Example:
+        {"of": "output", "file": "s3://bucket/scores/part-00000.parquet", "columns": [{"name": "label", "type":
+         "int64"}], "columns_left_out": 0, "rows": [["2"], ["7"]]}
+    """
+
+    of: str
+    file: str = ""
+    columns: tuple[PreviewColumn, ...] = ()
+    columns_left_out: int = 0
+    rows: tuple[tuple[str | None, ...], ...] = ()
+
+
 def index_body(entries: Iterable[ModelIndexEntry]) -> list[dict[str, Any]]:
     """Returns a model index as Triton writes it, without empty fields."""
     return [{name: value for name, value in asdict(entry).items() if value} for entry in entries]

@@ -1,6 +1,7 @@
 """`/v1/jobs`: bulk jobs over HTTP (docs/reference/jobs-api.md)."""
 
 from contextlib import suppress
+from typing import get_args
 
 import msgspec
 from fastapi import APIRouter
@@ -9,9 +10,10 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import CorruptEntry, InvalidRequest
+from qinfer.jobs.examiner import PreviewOf
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
-from qinfer.wire.bodies import JobEstimate
+from qinfer.wire.bodies import JobEstimate, JobPreview
 from qinfer.wire.json_scan import check_depth
 from qinfer_api.auth import ANONYMOUS, CallerContext
 from qinfer_api.jobs import records
@@ -43,6 +45,9 @@ MAX_BODY_BYTES = 4 * 2**20
 """The largest job, which its record contains."""
 
 _DEFAULT_LIMIT = 100
+MOST_PREVIEW_ROWS = 100
+PREVIEW_ROWS = 20
+PREVIEWS: tuple[PreviewOf, ...] = get_args(PreviewOf)
 
 
 def _refusals(*statuses: int) -> dict[int, Json]:
@@ -128,6 +133,15 @@ _RESUME = operation(
 _LOG = operation(
     "Read a job's log", {200: describe_response("Its latest lines.", records.JobLog), **_refusals(401, 403, 404, 503)}
 )
+_PREVIEW = operation(
+    "Look at rows of a job",
+    {
+        200: describe_response("The rows; none if there is no file yet.", JobPreview),
+        **_refusals(400, 401, 403, 404, 429, 500, 501, 503),
+    },
+    query("of", "The inputs, the output so far, or its failed rows.", enum=list(PREVIEWS), default="output"),
+    query("rows", "How many at most.", type="integer", minimum=1, maximum=MOST_PREVIEW_ROWS, default=PREVIEW_ROWS),
+)
 _EVENT = 'event: progress\nid: 7\ndata: {"id": "…", "state": "running", …}\n\n'
 _EVENTS = operation(
     "Follow a job",
@@ -152,6 +166,7 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
         ("POST", f"{one}/cancel", "cancel_job", _CANCEL, routes.cancel),
         ("POST", f"{one}/resume", "resume_job", _RESUME, routes.resume),
         ("GET", f"{one}/log", "job_log", _LOG, routes.log),
+        ("GET", f"{one}/preview", "preview_job", _PREVIEW, routes.preview),
         ("GET", f"{one}/events", "job_events", _EVENTS, routes.events),
     ):
         router.add_api_route(path, handler, methods=[method], name=name, **described)
@@ -185,7 +200,7 @@ class _JobRoutes:
         state, after = query.get("state", ""), query.get("after", "")
         given = [_pair(text) for text in query.getlist("metadata")]
         wanted = records.JobFilter(query.get("model", ""), query.get("output", ""), frozenset(given))
-        found, following = await self._jobs.list(context, state, after, _limit(query.get("limit")), wanted)
+        found, following = await self._jobs.list(context, state, after, _limit(query.get("limit"), "limit"), wanted)
         bodies = []
         for record in found:
             with suppress(CorruptEntry):  # a damaged record must not hide other records
@@ -215,6 +230,12 @@ class _JobRoutes:
     async def log(self, job_id: str, request: Request) -> HttpResponse:
         """Returns the log of a job."""
         return send_json(records.shown_log(await self._jobs.log(self._context(request), job_id)))
+
+    async def preview(self, job_id: str, request: Request) -> HttpResponse:
+        """Returns the first rows of a job's inputs or output, or those that failed, as text."""
+        context, query = self._context(request), request.query_params
+        rows = _limit(query.get("rows"), "rows", MOST_PREVIEW_ROWS, PREVIEW_ROWS)
+        return send_json(await self._jobs.preview(context, job_id, preview_of(query.get("of", "output")), rows))
 
     async def events(self, job_id: str, request: Request) -> HttpResponse:
         """Streams each change of a job until its end."""
@@ -260,9 +281,17 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _limit(text: str | None) -> int:
+def preview_of(text: str) -> PreviewOf:
+    """Reads which rows of a job are asked for."""
+    for name in PREVIEWS:
+        if name == text:
+            return name
+    raise InvalidRequest(f"a preview is of one of {', '.join(PREVIEWS)}; got '{text[:40]}'")
+
+
+def _limit(text: str | None, name: str, most: int = MAX_LIMIT, default: int = _DEFAULT_LIMIT) -> int:
     if text is None:
-        return _DEFAULT_LIMIT
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= MAX_LIMIT):
-        raise InvalidRequest(f"limit is a number of jobs from 1 to {MAX_LIMIT}; got '{text[:40]}'")
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= most):
+        raise InvalidRequest(f"{name} is a number from 1 to {most}; got '{text[:40]}'")
     return int(text)

@@ -30,10 +30,11 @@ from qinfer.errors import (
     StoreUnavailable,
     UnsupportedFeature,
 )
+from qinfer.jobs.examiner import PreviewJob, PreviewOf
 from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec, with_checked_urls
-from qinfer.jobs.plan import Estimate, UnplannedJob
+from qinfer.jobs.plan import Estimate, UnplannedJob, decode_plan_head
 from qinfer.jobs.queue.jobs import TOP_UP_COUNT, Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine, RecordChange, Standing, spec_of
+from qinfer.jobs.queue.records import JobRecord, LogLine, RecordChange, Standing, damage_told, spec_of
 from qinfer.jobs.shards import ShardPace
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog, ServedVersion
@@ -41,7 +42,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
 from qinfer.queue.deliveries import JOBS, DeliveryItem
 from qinfer.queue.lanes import Queue
-from qinfer.wire.bodies import JobEstimate
+from qinfer.wire.bodies import JobEstimate, JobPreview
 from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs import records
@@ -53,6 +54,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXAMINE_S = 60.0
+PREVIEW_S = 20.0
+MOST_PREVIEW_SHARDS = 100
+"""Shards among whose files a preview looks for rows, the first ones."""
 MAX_WATCHERS = 512
 """The most clients that may follow jobs at a gateway: each of them costs two reads a second."""
 LOOK_S = 1.0
@@ -92,6 +96,7 @@ class BulkJobs:
     tasks: BulkTasks
     check: Callable[[JobSpec, ModelSpec, UrlGrant], Awaitable[None]]
     estimate: Callable[[UnplannedJob, ShardPace], Awaitable[Estimate]]
+    look: Callable[[PreviewJob], Awaitable[JobPreview]]
     pace: Callable[[str, int], Awaitable[ShardPace]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: SharedLimit = field(default_factory=SharedLimit)
@@ -222,6 +227,24 @@ class BulkJobs:
         record = await self.get(context, job_id)
         return await self.jobs.log(record.id)
 
+    async def preview(self, context: CallerContext, job_id: str, of: PreviewOf, rows: int) -> JobPreview:
+        """Returns the first rows of a job's inputs or output, or failed ones; charges the tenant's quota."""
+        grant = self._grant_of(context)
+        record = await self.get(context, job_id)
+        spec = spec_of(record)
+        with damage_told(record.id):
+            grant = msgspec.json.decode(record.grant, type=UrlGrant).narrowed(grant) if record.grant else grant
+            spec = spec.with_escape(decode_plan_head(record.head).csv_escape) if record.head else spec
+        shards: list[int] = []
+        if of != "input":
+            outcomes = await self.jobs.outcomes(record.id)
+            shards = [index for index, one in sorted(outcomes.items()) if one.failed_rows or of == "output"]
+            if not shards:
+                return JobPreview(of=of)
+        self.dispatcher.charge(context)
+        work = PreviewJob(of, rows, spec, grant, tuple(shards[:MOST_PREVIEW_SHARDS]))
+        return await self._in_turn(context, spec, lambda: self.look(work), PREVIEW_S)
+
     async def changes(
         self, context: CallerContext, record: JobRecord, heartbeat_s: float
     ) -> AsyncIterator[JobRecord | None]:
@@ -303,15 +326,18 @@ class BulkJobs:
                 _FULL_AGAIN_S,
             )
 
-    async def _in_turn(self, context: CallerContext, spec: JobSpec, look: Callable[[], Awaitable[T]]) -> T:
+    async def _in_turn(
+        self, context: CallerContext, spec: JobSpec, look: Callable[[], Awaitable[T]], within_s: float | None = None
+    ) -> T:
+        within_s = EXAMINE_S if within_s is None else within_s
         is_shared = self.dispatcher.has_tenants
         turn = self.turns.setdefault(context.tenant, asyncio.Lock()) if is_shared else contextlib.nullcontext()
         try:
-            async with asyncio.timeout(EXAMINE_S), turn:
+            async with asyncio.timeout(within_s), turn:
                 return await look()
         except TimeoutError:
             raise StoreUnavailable(
-                f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "
+                f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {within_s:g} s; "
                 "try again"
             ) from None
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from qinfer.client import Client, JobEstimate, JobStatus
     from qinfer.client.job_flows import JobOptions
 
-app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete, prune.", no_args_is_help=True)
+app = Commands(help="Manage bulk jobs: list, show, preview, wait, cancel, resume, delete, prune.", no_args_is_help=True)
 
 SUBMIT_EXAMPLE = (
     "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
@@ -384,6 +384,28 @@ def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
         lines = client.job(job_id).log()
     text = "\n".join(f"{line.at}  {line.text}" for line in lines)
     show([{"at": line.at, "text": line.text} for line in lines], text or "there is no line yet", as_json=as_json)
+
+
+@app.command("preview", epilog="Example: qinfer jobs preview 01JX3M3TC8Z6Q5RYB7WS2K4D9F --of failed")
+def preview_job(
+    job_id: IdArgument,
+    *,
+    of: Annotated[
+        str, typer.Option("--of", help="output (so far), input, or failed: rows with their errors.")
+    ] = "output",
+    rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Maximum number of rows.")] = 20,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the first rows of a job's files, which the gateway reads."""
+    from dataclasses import asdict
+
+    with gateway_client(url) as client:
+        found = client.job(job_id).preview(of, rows)
+    left_out = f", {found.columns_left_out:,} columns left out" if found.columns_left_out else ""
+    names = ", ".join(column.name.replace(", ", ",") for column in found.columns)
+    shown = [["-" if value is None else value for value in row] for row in found.rows]
+    show(asdict(found), lambda: table(f"{found.file or of}{left_out}", names, shown), as_json=as_json)
 
 
 def _show(status: "JobStatus", *, as_json: bool) -> None:

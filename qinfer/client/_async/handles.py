@@ -22,7 +22,7 @@ from qinfer.client.model_flows import Inputs
 from qinfer.client.results import InferResult
 from qinfer.client.steps import AsyncFlowRunner, Policy
 from qinfer.core.messages import Scalar
-from qinfer.wire.bodies import JobLogLine
+from qinfer.wire.bodies import JobLogLine, JobPreview
 
 if TYPE_CHECKING:
     import pandas
@@ -109,6 +109,18 @@ class AsyncJob:
     async def log(self) -> list[JobLogLine]:
         """Returns the events of the job, the oldest first."""
         return await self._run(job_flows.job_log(self._policy, self.id))
+
+    async def preview(self, of: str = "output", rows: int = 20) -> JobPreview:
+        """Returns the first rows of the job's files as text, which the gateway reads; this machine needs no store.
+
+        Args:
+            of: `output` = the parts written so far, `input`, or `failed` = the rows that failed, with their errors.
+            rows: How many at most, up to 100.
+
+        Raises:
+            InvalidRequest: `of` or `rows` can't be, or the files can't be read.
+        """
+        return await self._run(job_flows.job_preview(self._policy, self.id, of, rows))
 
     async def to_arrow(
         self,

@@ -1,4 +1,4 @@
-"""Bulk jobs of the user's tenant: progress by shard, failed rows, the log; cancel, resume and delete."""
+"""Bulk jobs of the user's tenant: progress by shard, first rows, failed rows, the log; cancel, resume and delete."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from qinfer.core.api_keys import Scope
-from qinfer.errors import InvalidRequest, JobNotFound
+from qinfer.errors import InvalidRequest, JobNotFound, QinferError
 from qinfer.jobs.job import ENDED_EARLY, JobState
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.wire.bodies import JobPreview
 from qinfer_api.console.visit import PAGE_ROWS, Pages, Visit
 from qinfer_api.jobs.records import Changes, JobBody, JobFilter, shown_job
+from qinfer_api.jobs.routes import PREVIEW_ROWS, preview_of
 
 MOST_CELLS = 400
 MOST_FAILURES = 50
@@ -73,11 +75,24 @@ async def job(visit: Visit) -> Response:
         failures=failures[:MOST_FAILURES] if visit.context.reads else [],
         more_failures=max(len(failures) - MOST_FAILURES, 0),
         spec=msgspec.json.format(bytes(body.spec), indent=2).decode(),
+        reads=visit.context.reads,
+        preview=await _preview(visit, job_id),
         log=await parts.jobs.log(visit.context, job_id) if visit.context.reads else [],
         may_cancel=acts and not record.is_over and record.state != JobState.CANCELLING,
         may_resume=acts and record.state in ENDED_EARLY,
         may_delete=acts and record.is_over,
     )
+
+
+async def _preview(visit: Visit, job_id: str) -> JobPreview | str:
+    """Returns rows if the query asks for some, or why there are none; a page that is refreshed keeps its rows."""
+    of = visit.query("rows")
+    if not of or visit.request.headers.get("hx-target") == "rows" or not visit.context.reads:
+        return ""
+    try:
+        return await visit.parts.jobs.preview(visit.context, job_id, preview_of(of), PREVIEW_ROWS)
+    except QinferError as error:
+        return error.message
 
 
 def cells_of(record: JobRecord, outcomes: dict[int, ShardOutcome]) -> list[ShardCell]:
