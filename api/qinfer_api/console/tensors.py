@@ -1,6 +1,7 @@
 """Tensors for people: text, class scores, images and numbers, each cut to what fits on a page. Pure."""
 
 import math
+import re
 import struct
 import zlib
 from base64 import b64encode
@@ -19,6 +20,8 @@ MOST_CLASSES = 8
 _LEAST_SIDE, _MOST_SIDE = 8, 2048
 _CHANNELS = (1, 3)
 _IMAGES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
+_RANKED = re.compile(r"(-?\d{1,30}\.\d{1,30}(?:e[+-]?\d{1,3})?):(\d{1,9})(?::(.{0,200}))?")
+"""An element of Triton's classification: value, index, and perhaps label."""
 _MOST_IMAGE_BYTES = 2 * 2**20
 
 Array = npt.NDArray[Any]
@@ -60,7 +63,7 @@ def view_of(tensor: Tensor, labels: Sequence[str] = ()) -> ShownTensor:
     left_out = max(flat.size - MOST_ELEMENTS, 0)
     numbers = ", ".join(_written(value) for value in flat[:MOST_ELEMENTS].tolist())
     return view._replace(
-        numbers=numbers, left_out=left_out, image=_image_of(array), classes=_classes(array, labels) if labels else ()
+        numbers=numbers, left_out=left_out, image=image_of(array), classes=_classes(array, labels) if labels else ()
     )
 
 
@@ -69,8 +72,11 @@ def _of_texts(view: ShownTensor, tensor: Tensor) -> ShownTensor:
     if element_count(tensor.shape) == 1 and elements and (kind := _kind_of(elements[0])):
         return view._replace(image=_data_url(kind, elements[0]), numbers=f"{len(elements[0])} bytes of {kind}")
     shown = [element.decode(errors="replace") for element in elements[:MOST_TEXTS]]
+    ranked = [found for text in shown if (found := _RANKED.fullmatch(text)) is not None]
+    are_classes = bool(ranked) and len(ranked) == len(shown)
+    classes = _best_classes([(found[3] or found[2], float(found[1])) for found in ranked]) if are_classes else ()
     texts = [text if len(text) <= MOST_TEXT_CHARACTERS else f"{text[:MOST_TEXT_CHARACTERS]}…" for text in shown]
-    return view._replace(texts=texts, left_out=max(len(elements) - MOST_TEXTS, 0))
+    return view._replace(texts=texts, classes=classes, left_out=max(len(elements) - MOST_TEXTS, 0))
 
 
 def _kind_of(content: bytes) -> str:
@@ -89,16 +95,17 @@ def _classes(array: Array, labels: Sequence[str]) -> list[ClassScore]:
     scores = array.reshape(-1, array.shape[-1])[0].astype(float) if array.ndim else array.reshape(1).astype(float)
     if not len(scores) or len(scores) > len(labels) or not np.isfinite(scores).all():
         return []
-    best = sorted(range(len(scores)), key=lambda at: -scores[at])[:MOST_CLASSES]
-    low, high = float(scores.min()), float(scores.max())
-    span = (high - min(low, 0.0)) or 1.0
-    return [
-        ClassScore(labels[at], float(scores[at]), round(20 * max(float(scores[at]) - min(low, 0.0), 0.0) / span))
-        for at in best
-    ]
+    return _best_classes(list(zip(labels, map(float, scores), strict=False)))
 
 
-def _image_of(array: Array) -> str:
+def _best_classes(pairs: Sequence[tuple[str, float]]) -> list[ClassScore]:
+    best = sorted(pairs, key=lambda pair: -pair[1])[:MOST_CLASSES]
+    low, high = min(0.0, *(score for _, score in pairs)), best[0][1]
+    span = (high - low) or 1.0
+    return [ClassScore(label, score, round(20 * max(score - low, 0.0) / span)) for label, score in best]
+
+
+def image_of(array: Array) -> str:
     """Returns an array of the shape of one image, in rows or channels first, as a PNG; else an empty text."""
     shape = [size for size in array.shape if size != 1]
     if array.dtype.kind not in "uif" or not 2 <= len(shape) <= 3:

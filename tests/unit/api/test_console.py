@@ -29,7 +29,7 @@ from qinfer_api.console.tensors import MOST_ELEMENTS, png, view_of
 from scripts.console_files import SOURCE, TARGET
 
 PACKAGES: list[dict[str, Any]] = json.loads(SOURCE.read_text())
-OWN = {"SOURCE.json", "console.css", "console.js", "icon.svg", "live.js", "theme.js"}
+OWN = {"SOURCE.json", "boxes.js", "console.css", "console.js", "icon.svg", "live.js", "theme.js"}
 
 
 @pytest.mark.parametrize(("name", "file"), [pair for one in PACKAGES for pair in one["files"].items()])

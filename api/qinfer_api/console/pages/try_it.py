@@ -1,4 +1,4 @@
-"""A form for a model, made from its metadata, and its answer: numbers, text, images and class scores."""
+"""A form for a model, made from its metadata, and its answer: numbers, text, images, boxes and class scores."""
 
 import asyncio
 import math
@@ -6,6 +6,7 @@ import secrets
 from base64 import b64decode
 from binascii import Error as NotBase64
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,8 +20,9 @@ from qinfer.core.messages import Failure, OutgoingRequest, Response, SequenceFla
 from qinfer.errors import DeadlineExceeded, InvalidRequest, QinferError
 from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.tensors import Tensor, element_count, from_numpy, numpy_dtype
-from qinfer_api.console.tensors import ShownTensor, view_of
+from qinfer.tensors import Tensor, element_count, from_numpy, numpy_dtype, to_numpy
+from qinfer_api.console.boxes import Boxes, detected_boxes
+from qinfer_api.console.tensors import ClassScore, ShownTensor, image_of, view_of
 from qinfer_api.console.visit import Pages, Visit
 from qinfer_api.rest.infer import StreamSink, hold_memory
 from qinfer_api.rest.services import off_loop
@@ -50,6 +52,17 @@ class FormInput(NamedTuple):
     is_text: bool
 
 
+class Picture(NamedTuple):
+    """The image of an input, its size as the model gets it (0 = unknown), and findings of the first response."""
+
+    name: str
+    image: str
+    width: int
+    height: int
+    boxes: Boxes | None
+    best: ClassScore | None
+
+
 class Answer(NamedTuple):
     """The answer: outputs of each response, and where its time went, in seconds."""
 
@@ -60,6 +73,7 @@ class Answer(NamedTuple):
     queue_s: float
     execute_s: float
     batch_size: int
+    picture: Picture | None = None
 
 
 def try_it_routes(pages: Pages) -> list[Route]:
@@ -175,7 +189,7 @@ async def _run_model(visit: Visit) -> str:
     except QinferError as error:
         raise dispatcher.refuse(name, version, error, context) from None
     took_s = asyncio.get_running_loop().time() - began_s
-    visit.request.state.answer = await asyncio.to_thread(_answer, served, responses, took_s)
+    visit.request.state.answer = await asyncio.to_thread(_answer, served, request, responses, took_s)
     return ""
 
 
@@ -190,16 +204,46 @@ async def _first(sink: StreamSink, pending: Any) -> Any:
             return
 
 
-def _answer(served: ServedVersion, responses: Sequence[Response], took_s: float) -> Answer:
+def _answer(served: ServedVersion, request: OutgoingRequest, responses: Sequence[Response], took_s: float) -> Answer:
     labels = {output.name: output.labels for output in served.spec.outputs}
     shown = [[view_of(tensor, labels.get(tensor.name, ())) for tensor in one.outputs] for one in responses]
     timing = responses[-1].timing if responses else None
-    parameters = [pair for one in responses for pair in one.parameters.items()][:20]
-    version = responses[-1].version if responses else served.version
+    answer = Answer(
+        responses=shown,
+        parameters=[pair for one in responses for pair in one.parameters.items()][:20],
+        version=responses[-1].version if responses else served.version,
+        total_s=took_s,
+        queue_s=math.nan,
+        execute_s=math.nan,
+        batch_size=0,
+    )
+    if responses:
+        with suppress(QinferError):  # a damaged tensor, whose view says so
+            found = detected_boxes(responses[0].outputs, labels)
+            best = next((view.classes[0] for view in shown[0] if view.classes), None)
+            answer = answer._replace(picture=_picture(served.spec, request, found, best))
     if timing is None:
-        return Answer(shown, parameters, version, took_s, math.nan, math.nan, 0)
+        return answer
     executed_s = (timing.input_ns + timing.infer_ns + timing.output_ns) / 1e9
-    return Answer(shown, parameters, version, took_s, timing.queue_ns / 1e9, executed_s, timing.batch_size)
+    return answer._replace(queue_s=timing.queue_ns / 1e9, execute_s=executed_s, batch_size=timing.batch_size)
+
+
+def _picture(spec: ModelSpec, request: OutgoingRequest, boxes: Boxes | None, best: ClassScore | None) -> Picture | None:
+    """Returns findings with the first input that is an image; boxes may be without one."""
+    picture = Picture("", "", 0, 0, boxes, best)
+    tensors = {tensor.name: tensor for tensor in spec.inputs}
+    for given in request.inputs if boxes or best else ():
+        tensor = tensors[given.name]
+        if given.datatype == "BYTES":
+            if image := view_of(given).image:
+                return picture._replace(name=given.name, image=image)
+        elif (shape := _image_shape(tensor)) is not None:
+            rows = given.shape[-2:] if shape.is_first or len(tensor.dims) == 2 else given.shape[-3:-1]
+            height, width = (shape.height, shape.width) if shape.height and shape.width else rows
+            sizes = (shape.channels, height, width) if shape.is_first else (height, width, shape.channels)
+            pixels = to_numpy(given).reshape(-1)[: element_count(sizes)].reshape(sizes)
+            return picture._replace(name=given.name, image=image_of(pixels), width=width, height=height)
+    return picture if boxes else None
 
 
 def _request(visit: Visit, served: ServedVersion) -> OutgoingRequest:

@@ -292,6 +292,9 @@ function switchTheme() {
 
 // ---- images and files as inputs -------------------------------------------------------------------------------------
 
+const kept = new Map(); // name of an input → its file, image and options, which outlast the form's answer
+const nameOf = (field) => find("textarea", field).name.slice("in:".length);
+
 const scales = {
   imagenet: (value, channel) => (value / 255 - [0.485, 0.456, 0.406][channel % 3]) / [0.229, 0.224, 0.225][channel % 3],
   "-1": (value) => value / 127.5 - 1,
@@ -327,6 +330,21 @@ function pixelsOf(field, image) {
   preview.getContext("2d").imageSmoothingEnabled = false;
   preview.getContext("2d").drawImage(canvas, 0, 0, 96, 96);
   find("textarea", field).value = values.join(", ");
+  kept.set(nameOf(field), { image, scale, isInverted });
+}
+
+// The answer has a new form: it gets the files of the one before.
+function restoreFile(field) {
+  const { image, scale, isInverted, name, content } = kept.get(nameOf(field)) || {};
+  if (content) {
+    find("input[type=hidden]", field).value = content;
+    find("[data-drop-name]", field).textContent = name;
+  } else if (image && !field.image) {
+    find("[data-scale]", field).value = scale;
+    find("[data-invert]", field).checked = isInverted;
+    field.image = image;
+    pixelsOf(field, image);
+  }
 }
 
 function takeFile(field, file) {
@@ -334,12 +352,16 @@ function takeFile(field, file) {
   find("[data-drop-name]", field).textContent = file.name;
   const reader = new FileReader();
   reader.onload = () => {
+    const image = new Image();
     if (!field.dataset.image) {
-      find("input[type=hidden]", field).value = reader.result.slice(reader.result.indexOf(",") + 1);
+      const content = reader.result.slice(reader.result.indexOf(",") + 1);
+      find("input[type=hidden]", field).value = content;
       find("textarea", field).value = "";
+      kept.set(nameOf(field), { name: file.name, content });
+      image.onload = () => Object.assign(kept.get(nameOf(field)), { image });
+      image.src = reader.result;
       return;
     }
-    const image = new Image();
     image.onload = () => { field.image = image; pixelsOf(field, image); };
     image.onerror = () => { find("[data-drop-name]", field).textContent = `${file.name} is no image`; };
     image.src = reader.result;
@@ -356,6 +378,11 @@ document.addEventListener("change", (event) => {
     all('tbody input[type="checkbox"]', form).forEach((box) => { box.checked = event.target.checked; });
   }
   if (form) showChosen(form);
+});
+
+document.addEventListener("input", (event) => {
+  const field = event.target.matches("textarea") && event.target.closest("[data-image], [data-file]");
+  if (field) kept.delete(nameOf(field));
 });
 
 for (const name of ["dragenter", "dragover", "dragleave", "drop"]) {
@@ -389,6 +416,8 @@ function prepare(within) {
     charts.push(new Charts(element));
   }
   all("form", within).forEach(showChosen);
+  all("[data-image], [data-file]", within).forEach(restoreFile);
+  document.dispatchEvent(new Event("prepared"));
   current = -1;
 }
 
