@@ -140,7 +140,7 @@ class Caller:
             "GET /v1/label-studio/{model}/projects/{project}/tasks": self._plain,
             "GET /v1/label-studio/{model}/projects/{project}/tasks/{task}": self._plain,
         }
-        for end in ("GET", "DELETE", "POST /cancel", "POST /resume", "GET /log", "GET /events"):
+        for end in ("GET", "DELETE", "POST /cancel", "POST /resume", "GET /log", "GET /preview", "GET /events"):
             method, _, rest = end.partition(" ")
             self.routes[f"{method} /v1/jobs/{{job_id}}{rest}"] = self._plain
         for end in ("GET", "DELETE", "GET /result", "GET /events"):

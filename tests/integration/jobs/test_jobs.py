@@ -412,11 +412,11 @@ async def test_listings_that_can_not_be(client: httpx.AsyncClient, query: dict[s
 async def test_a_job_that_is_not_there(client: httpx.AsyncClient, job_id: str) -> None:
     """404 everywhere, with the id."""
     path = f"{JOBS}/{job_id}"
-    replies = [await client.get(path + part) for part in ("", "/log", "/events")]
+    replies = [await client.get(path + part) for part in ("", "/log", "/events", "/preview")]
     replies += [await client.post(path + part) for part in ("/cancel", "/resume")]
     replies.append(await client.delete(path))
 
-    assert [reply.status_code for reply in replies] == [404] * 6
+    assert [reply.status_code for reply in replies] == [404] * 7
     assert all(job_id[:100] in reply.json()["error"] for reply in replies)
 
 
@@ -439,7 +439,7 @@ async def test_a_job_is_its_tenants(redis_server: RedisServer, place: Place, tmp
             reply = await client.post(JOBS, json=body, headers=acme | headers)
             links = reply.json()["links"]
 
-            for path in links.values():
+            for path in (*links.values(), links["self"] + "/preview?of=input"):
                 assert (await client.get(path, headers=other)).status_code == 404
                 assert (await client.get(path)).status_code == 401
             assert (await client.post(links["self"] + "/cancel", headers=other)).status_code == 404
@@ -470,6 +470,31 @@ async def test_progress_is_told(client: httpx.AsyncClient, running: Running, pla
     assert shown["started_at"] >= shown["created_at"]
     assert log[-1]["text"] == "hello"
     assert log[-1]["at"].endswith("Z")
+
+
+async def test_rows_of_a_job_are_looked_at(client: httpx.AsyncClient, place: Place) -> None:
+    """The gateway's examiner reads them; of a job without a finished shard, only the inputs."""
+    job = await created(client, place.job())
+    path = job["links"]["self"] + "/preview"
+
+    inputs = await client.get(path, params={"of": "input", "rows": 2})
+    others = [(await client.get(path, params=query)).json() for query in ({}, {"of": "failed"})]
+    refused = [await client.get(path, params=query) for query in ({"of": "x"}, {"rows": "0"}, {"rows": "101"})]
+
+    assert inputs.json() == {
+        "of": "input",
+        "file": f"{place.url}/in/rows.parquet",
+        "columns": [
+            {"name": "x", "type": "fixed_size_list<element: float>[4]"},
+            {"name": "id", "type": "int64"},
+            {"name": "name", "type": "string"},
+        ],
+        "columns_left_out": 0,
+        "rows": [["[1,2,3,4]", "1", "a"], ["[1,2,3,4]", "2", "b"]],
+    }
+    assert [(one["of"], one["file"], one["rows"]) for one in others] == [("output", "", []), ("failed", "", [])]
+    assert {reply.status_code for reply in refused} == {400}
+    assert "a preview is of one of input, output, failed; got 'x'" in refused[0].text
 
 
 async def test_a_job_is_cancelled_resumed_and_deleted(
@@ -793,11 +818,11 @@ async def test_jobs_are_refused_at_once_while_redis_is_away(place: Place, tmp_pa
                 await client.post(JOBS, json=place.job()),
                 await client.post(f"{JOBS}/validate", json=place.job()),
                 await client.get(JOBS),
-                *[await client.get(f"{JOBS}/one{path}") for path in ("", "/log", "/events")],
+                *[await client.get(f"{JOBS}/one{path}") for path in ("", "/log", "/events", "/preview")],
                 *[await client.post(f"{JOBS}/one/{path}") for path in ("cancel", "resume")],
                 await client.delete(f"{JOBS}/one"),
             ]
             await asyncio.to_thread(server.start)
             await eventually(lambda: any(link.is_up for link in queue.router.nodes()))
 
-    assert [(reply.status_code, "retry-after" in reply.headers) for reply in replies] == [(503, True)] * 9
+    assert [(reply.status_code, "retry-after" in reply.headers) for reply in replies] == [(503, True)] * 10

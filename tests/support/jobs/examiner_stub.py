@@ -23,6 +23,7 @@ from qinfer.jobs import examiner
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import JobPlan, UnplannedJob
 from qinfer.jobs.planning import Reading
+from qinfer.wire.bodies import JobPreview
 
 STUB = (sys.executable, "-m", "tests.support.jobs.examiner_stub")
 
@@ -119,6 +120,11 @@ def _plan(job: UnplannedJob, *_: object, reading: Reading, **__: object) -> JobP
     )
 
 
+def _preview(work: examiner.PreviewJob, *_: object) -> JobPreview:
+    _examine(work.spec)
+    return JobPreview(of=work.of)
+
+
 def _examine(spec: JobSpec, *_: object) -> None:
     name = spec.inputs[0].rpartition("/")[2].partition("-")[0]
     if name not in JOBS:
@@ -130,8 +136,9 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.modules[sys.argv[1]] = None  # type: ignore[assignment]  # as `import` marks what is not there
     else:
-        from qinfer.jobs import planning
+        from qinfer.jobs import planning, preview
 
+        preview.preview = _preview  # type: ignore[assignment]
         planning.examine = _examine  # type: ignore[assignment]
         planning.make_plan = _plan  # type: ignore[assignment]
     examiner.main()

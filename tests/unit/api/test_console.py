@@ -22,6 +22,7 @@ from qinfer.observe.stats import QUEUE_BUCKETS_S
 from qinfer.scaling.work import VersionWork
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer_api.console.attention import findings
+from qinfer_api.console.boxes import detected_boxes
 from qinfer_api.console.history import SeriesCounts, quantile
 from qinfer_api.console.pages.try_it import read_input_text
 from qinfer_api.console.render import ago, count, depth_root, nbytes, percent, seconds
@@ -175,3 +176,64 @@ def test_a_gateway_loads_no_templates_before_the_console_is_opened() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
+
+
+EDGES = np.array([[[10, 20, 30, 40], [1, 2, 3, 4]]], np.float32)
+
+
+def test_boxes_are_found_by_name_with_scores_and_classes_beside_them() -> None:
+    found = detected_boxes(
+        [
+            from_numpy("boxes", EDGES),
+            from_numpy("scores", np.array([[0.3, 0.9]], np.float32)),
+            from_numpy("labels", np.array([[1, 7]], np.int64)),
+            from_numpy("num", np.array([[2]], np.int32)),
+        ],
+        {"labels": ("cat", "dog")},
+    )
+
+    assert found is not None
+    assert [(box.label, round(box.score or 0, 2), box.place) for box in found.boxes] == [
+        ("7", 0.9, (1, 2, 3, 4)), ("dog", 0.3, (10, 20, 30, 40)),
+    ]  # fmt: skip
+    assert (found.form, found.are_fractions, found.total) == ("xyxy", False, 2)
+
+
+def test_boxes_are_found_by_shape() -> None:
+    yolo = np.array([[[0.1, 0.1, 0.5, 0.5, 0.8, 1], [np.nan, 0, 0, 0, 0, 0]]], np.float32)
+    by_class = np.array([[0.1, 0.7], [0.6, 0.2]], np.float32)
+
+    six = detected_boxes([from_numpy("output0", yolo)], {"output0": ("ant", "bee")})
+    four = detected_boxes([from_numpy("a", EDGES[..., ::-1].copy()), from_numpy("prob", by_class)], {})
+
+    assert six is not None
+    assert four is not None
+    assert [(box.label, box.place[2]) for box in six.boxes] == [("bee", 0.5)]
+    assert six.are_fractions
+    assert [(box.label, box.colour) for box in four.boxes] == [("1", 0), ("0", 1)]
+    assert four.form == "cxcywh"
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 6), (2, 3, 6), (1, 5, 5), (8,)])
+def test_other_outputs_have_no_boxes(shape: tuple[int, ...]) -> None:
+    assert detected_boxes([from_numpy("probabilities", np.zeros(shape, np.float32))], {}) is None
+
+
+def test_boxes_of_no_row_and_texts_as_classes() -> None:
+    texts = from_numpy("classes", np.array([b"cat"], dtype=object))
+
+    empty = detected_boxes([from_numpy("detection_boxes", np.zeros((1, 0, 4), np.float32))], {})
+    named = detected_boxes([from_numpy("detection_boxes", EDGES[0, :1]), texts], {})
+
+    assert empty is not None
+    assert (empty.boxes, empty.form) == ([], "yxyx")
+    assert named is not None
+    assert [(box.label, box.score) for box in named.boxes] == [("cat", None)]
+
+
+def test_texts_of_the_classification_extension_become_classes() -> None:
+    ranked = view_of(from_numpy("p", np.array([b"0.75:2:cow", b"0.25:0:ant"], dtype=object)))
+    times = view_of(from_numpy("p", np.array([b"12:30", b"0.25:0"], dtype=object)))
+
+    assert [(one.label, one.part) for one in ranked.classes] == [("cow", 20), ("ant", 7)]
+    assert times.classes == ()

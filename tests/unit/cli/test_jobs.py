@@ -514,6 +514,13 @@ def test_a_job_is_shown(gateway: Talk) -> None:
             "GET /v1/jobs/j1/log",
             "2026-01-31T12:00:00.000Z  planned",
         ),
+        (
+            ["preview", "j1", "--of", "failed", "--rows", "3"],
+            [reply(200, of="failed", file="s3://o/a", columns=[{"name": "c, d", "type": "x"}], rows=[[None], ["7"]])],
+            "GET /v1/jobs/j1/preview?of=failed&rows=3",
+            "s3://o/a",
+        ),
+        (["preview", "j1"], [reply(200, of="output")], "GET /v1/jobs/j1/preview?of=output&rows=20", "output: none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and isinstance(value[0], str) else "",
 )
@@ -530,7 +537,7 @@ def test_jobs_are_changed(gateway: Talk, arguments: list[str], answers: list[Scr
     assert json.loads(as_json)
 
 
-@pytest.mark.parametrize("command", ["show", "wait", "cancel", "resume", "delete", "logs"])
+@pytest.mark.parametrize("command", ["show", "wait", "cancel", "resume", "delete", "logs", "preview"])
 def test_a_job_that_is_not_there(gateway: Talk, command: str) -> None:
     """The server's text, and 2."""
     gateway(reply(404, error="job 'j1' is not known"))

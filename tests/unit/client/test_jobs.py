@@ -210,17 +210,20 @@ def test_a_job_is_looked_at() -> None:
 def test_a_job_is_changed() -> None:
     """By the paths of the API, its id quoted."""
     log = reply(200, log=[{"at": "2026-01-31T12:00:00.000Z", "text": "planned"}])
-    server = Server(job("cancelling"), job("planning"), httpx.Response(204), log)
+    rows = reply(200, of="failed", file="s3://b/o/a", columns=[{"name": "c", "type": "int64"}], rows=[["1"], [None]])
+    server = Server(job("cancelling"), job("planning"), httpx.Response(204), log, rows)
     made = server.client().job("a~b")
 
     assert (made.cancel().state, made.resume().state) == ("cancelling", "planning")
     made.delete()
     assert [(line.at, line.text) for line in made.log()] == [("2026-01-31T12:00:00.000Z", "planned")]
+    assert made.preview("failed", 5).rows == (("1",), (None,))
     assert server.paths == [
         "POST /v1/jobs/a~b/cancel",
         "POST /v1/jobs/a~b/resume",
         "DELETE /v1/jobs/a~b",
         "GET /v1/jobs/a~b/log",
+        "GET /v1/jobs/a~b/preview?of=failed&rows=5",
     ]
 
 
@@ -233,7 +236,7 @@ def test_a_job_is_resumed_with_changes() -> None:
     assert json.loads(server.requests[0].content) == {"error_threshold": -1, "deadline_s": 0}
 
 
-@pytest.mark.parametrize("call", ["status", "cancel", "resume", "delete", "log", "wait", "to_arrow"])
+@pytest.mark.parametrize("call", ["status", "cancel", "resume", "delete", "log", "preview", "wait", "to_arrow"])
 def test_a_job_that_is_not_there(call: str) -> None:
     """404 is about the job."""
     made = Server(reply(404, error="job 'j1' is not known")).client().job("j1")

@@ -27,7 +27,7 @@ from qinfer.core.settings import BulkSettings, Settings, StoreSettings
 from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError, UnsupportedFeature
 from qinfer.jobs.columns import ERROR_COLUMNS
-from qinfer.jobs.examiner import ExaminerHello
+from qinfer.jobs.examiner import ExaminerHello, PreviewJob
 from qinfer.jobs.examiner_pool import COMMAND, ExaminerPool
 from qinfer.jobs.examiner_pool import GATEWAY_PROCESSES as PROCESSES
 from qinfer.jobs.job import JobSpec, Output
@@ -101,6 +101,17 @@ async def test_jobs_are_looked_at_by_one_process(lake: str) -> None:
             await examiner.check(job(lake, "*a.parquet"), MODEL, ANY_FILE)
 
         assert looking() == before
+
+
+async def test_previews_are_read_by_such_a_process(lake: str) -> None:
+    """With the least memory; a file that crashes it is an error with the file."""
+    async with examining(lake, COMMAND) as examiner:
+        found = await examiner.preview(PreviewJob("input", 1, job(lake, "a.parquet"), ANY_FILE))
+    async with examining(lake) as examiner:
+        with pytest.raises(InvalidRequest, match=r"'file:.*/crash': the process that read them died \(SIGSEGV\)"):
+            await examiner.preview(PreviewJob("input", 1, job(lake, "crash"), ANY_FILE))
+
+    assert found.rows == (("[1,2]", "1"),)
 
 
 async def test_many_folders_are_looked_at_at_once(lake: str, tmp_path: Path) -> None:
