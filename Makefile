@@ -6,7 +6,7 @@ DEMO := .demo/venv/.setup-stamp
 FRAMEWORKS := .venv/.frameworks-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix lint e2e chaos fuzz bench bench-bulk docs test-gpu bench-gpu test-frameworks
+.PHONY: help setup demo test test-matrix lint e2e chaos fuzz bench bench-bulk docs test-gpu bench-gpu test-frameworks pictures
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
@@ -61,3 +61,6 @@ bench-gpu: $(STAMP) ## Throughput on a GPU as a share of the raw backend; writes
 
 docs: $(STAMP) ## Generate the reference pages, check links and snippets, build the site into .site
 	@scripts/docs
+
+pictures: $(STAMP) ## Make the console's pictures in docs/images anew (ten minutes; scripts/tools chromium)
+	@QINFER_TEST_PICTURES=docs/images $(PYTHON) -m pytest tests/e2e/console -q -k pictures

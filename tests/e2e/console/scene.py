@@ -30,12 +30,38 @@ from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy
 from qinfer.testing import wait_until
 from qinfer.wire.frame import encode_request
+from qinfer_api.console.tensors import png
 from tests.e2e import conftest
 
 APP = """
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
 
 import qinfer
+
+FRUIT = {"orange": (235, 130, 30), "plum": (120, 40, 110), "lime": (110, 175, 40)}
+
+@dataclass
+class Fruit:
+    boxes: Annotated[np.ndarray, "FP32", 3, 4]
+    scores: Annotated[np.ndarray, "FP32", 3]
+    labels: Annotated[np.ndarray, "BYTES", 3]
+
+@qinfer.model
+def fruit(image: Annotated[np.ndarray, "FP32", 240, 320, 3]) -> list[Fruit]:
+    return [Fruit(*map(np.array, zip(*(find(one, name) for name in FRUIT)))) for one in image]
+
+def find(image, name):
+    # the box of a colour, the share of the disc in it that has the colour, and its name
+    rows, columns = np.nonzero(np.abs(255 * image - FRUIT[name]).sum(axis=-1) < 110)
+    if not rows.size:
+        return np.zeros(4, np.float32), np.float32(0), name.encode()
+    box = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1], np.float32)
+    disc = np.pi / 4 * (box[2] - box[0]) * (box[3] - box[1])
+    return box, np.float32(min(rows.size / disc, 1)), name.encode()
 
 @qinfer.model
 def shout(text: str) -> str:
@@ -63,6 +89,8 @@ ENDPOINT = {
     "canary": {"steps": [{"weight": 0.1, "least_s": 600.0}, {"weight": 0.5, "least_s": 600.0}]},
 }
 LETTERS = 3
+FRUIT = ((150, 330, 76, (110, 175, 40)), (330, 250, 92, (120, 40, 110)), (510, 320, 110, (235, 130, 30)))
+"""The discs in the picture for the model `fruit`: x, y, radius and colour."""
 
 
 class Scene(NamedTuple):
@@ -103,7 +131,7 @@ def showing(folder: Path) -> Iterator[Scene]:
         scene = Scene(f"http://{stack.address}", folder)
         over = threading.Event()
         with httpx.Client(base_url=scene.url, timeout=30) as http:
-            for name in ("digits", "shout", "rate", "tell"):
+            for name in ("digits", "shout", "rate", "tell", "fruit"):
                 wait_until(partial(_is_ready, http, name), WITHIN_S, name)
             reply = http.put("/v1/endpoints/reader", json=ENDPOINT)
             assert reply.status_code == 200, reply.text
@@ -120,6 +148,25 @@ def showing(folder: Path) -> Iterator[Scene]:
             over.set()
             for thread in threads:
                 thread.join()
+
+
+def fruit_picture() -> bytes:
+    """Returns a PNG of 640x480 pixels with a lime, a plum and an orange, which the model `fruit` finds."""
+    rows, columns = np.mgrid[0:480, 0:640]
+    pixels = np.empty((480, 640, 3))
+    pixels[:] = np.where(rows < 330, 232, 205)[..., None] - rows[..., None] / 30
+    for x, y, radius, colour in (
+        (150, 330, 76, (110, 175, 40)),
+        (330, 250, 92, (120, 40, 110)),
+        (510, 320, 110, (235, 130, 30)),
+    ):
+        shadow = ((columns - x) / (1.1 * radius)) ** 2 + ((rows - y - radius) / (0.22 * radius)) ** 2 < 1
+        pixels[shadow] *= 0.86
+        distance = ((columns - x) ** 2 + (rows - y) ** 2) / radius**2
+        light = 1.06 - 0.3 * (((columns - x + radius / 3) ** 2 + (rows - y + radius / 3) ** 2) / (1.6 * radius) ** 2)
+        disc = distance < 1
+        pixels[disc] = (np.array(colour) * light[..., None])[disc]
+    return png(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
 def _is_ready(http: httpx.Client, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Each page and act of the console, by a user's clicks in a browser, against a whole server; and its screenshots.
 
-The screenshots are in the folder of `QINFER_TEST_SCREENSHOTS`, or in a temporary one.
+The screenshots of all pages are in the folder of `QINFER_TEST_SCREENSHOTS`, the pictures of the documents in that of
+`QINFER_TEST_PICTURES` (`make pictures`); without these variables, both are in temporary ones.
 """
 
 import os
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pytest
 
-from tests.e2e.console.scene import LETTERS, Scene, showing
+from qinfer.testing import wait_until
+from tests.e2e.console.scene import LETTERS, Scene, fruit_picture, showing
 from tests.support.foreign import tool
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ PAGES = (
     "", "models", "models/digits", "try", "try/digits", "workers", "queues", "letters", "jobs", "jobs/nightly-scores",
     "requests", "operations", "endpoints", "endpoints/reader", "sequences", "labeling", "tenants", "audit",
 )  # fmt: skip
+AXE = "node_modules/axe-core/axe.min.js"
+WCAG = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+MOST_PICTURE_BYTES = 200 * 1024
+DOCUMENTS = (Path("README.md"), Path("docs/how-to/use-the-console.md"))
 WIDTHS = {1440: 900, 1024: 768, 390: 844}
 Theme = Literal["light", "dark"]
 THEMES: tuple[Theme, ...] = ("light", "dark")
@@ -137,6 +143,55 @@ def test_a_model_is_tried_with_numbers_text_and_an_image(page: "sync_api.Page", 
     sync_api.expect(page.locator("main > .note.bad")).to_contain_text("the text is <b>bad</b>")
 
 
+def find_fruit(page: "sync_api.Page", scene: Scene) -> None:
+    """Drops a picture on the form of the detector, and runs it."""
+    page.goto(f"{scene.console}try/fruit")
+    dropped = {"name": "fruit.png", "mimeType": "image/png", "buffer": fruit_picture()}
+    page.locator("input[type=file]").set_input_files(dropped)
+    sync_api.expect(page.locator("textarea")).not_to_have_value("")
+    page.get_by_role("button", name="Run").click()
+    sync_api.expect(page.locator(".drawn text")).to_have_count(3)
+
+
+def test_boxes_are_drawn_over_the_dropped_image(page: "sync_api.Page", scene: Scene) -> None:
+    """At their places in the browser's own image, which stays in the form for the next run."""
+    find_fruit(page, scene)
+
+    table = page.locator(".picture tbody tr")
+    size = page.locator(".drawn img").evaluate("image => [image.naturalWidth, image.naturalHeight]")
+    edges = {
+        box.get_attribute("class"): [float(box.get_attribute(name) or 0) for name in ("x", "y", "width", "height")]
+        for box in page.locator(".drawn rect:not(.tag)").all()
+    }
+    plum = table.filter(has_text="plum")
+    place = edges[f"colour-{plum.get_attribute('data-colour')}"]
+    assert size == [640, 480]
+    assert np.allclose(place, [330 - 92, 250 - 92, 2 * 92, 2 * 92], atol=6)
+    page.locator("[data-form]").select_option("xywh")
+    wider = page.locator(f".drawn rect.colour-{plum.get_attribute('data-colour')}:not(.tag)").get_attribute("width")
+    assert float(wider or 0) > 2 * place[2]
+    page.locator("[data-least]").fill("1")
+    sync_api.expect(page.locator(".drawn text")).to_have_count(0)
+    page.get_by_role("button", name="Run").click()
+    sync_api.expect(page.locator(".drawn text")).to_have_count(3)
+
+
+def test_rows_of_a_job_are_looked_at(page: "sync_api.Page", scene: Scene) -> None:
+    page.goto(f"{scene.console}jobs/nightly-scores")
+    sync_api.expect(page.locator(".head .pill")).to_have_text("completed", timeout=120_000)
+    page.reload()
+
+    rows = page.locator("#preview tbody tr")
+    sync_api.expect(rows).to_have_count(20)
+    sync_api.expect(page.locator("#preview thead")).to_contain_text("probabilities")
+    page.locator("#preview").get_by_role("link", name="Failed").click()
+    sync_api.expect(rows).to_have_count(1)
+    sync_api.expect(rows).to_contain_text("pixels")
+    page.locator("#preview").get_by_role("link", name="Input").click()
+    sync_api.expect(page.locator("#preview")).to_contain_text("rows.jsonl")
+    assert page.url.endswith("/jobs/nightly-scores")
+
+
 def test_a_model_is_paused_and_unloaded_and_loaded(page: "sync_api.Page", scene: Scene) -> None:
     page.goto(f"{scene.console}models/tell")
     page.get_by_role("button", name="Pause").click()
@@ -240,3 +295,78 @@ def test_every_page_fits_every_screen(chromium: "sync_api.Browser", scene: Scene
             name = path.replace("/", "-") or "overview"
             page.screenshot(path=folder / f"{name}-{width}-{theme}.png", full_page=width < 1000)
         context.close()
+
+
+def _has_history(chromium: "sync_api.Browser", scene: Scene) -> bool:
+    context = chromium.new_context()
+    page = context.new_page()
+    page.goto(scene.console)
+    points = page.evaluate("fetch('history?of=').then(reply => reply.json())")
+    context.close()
+    return sum(value is not None for value in points["p50_s"]) > 36
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", [1440, 390])
+def test_every_page_is_accessible(chromium: "sync_api.Browser", scene: Scene, theme: Theme, width: int) -> None:
+    """WCAG 2.2, level AA, as far as axe-core can tell; with the answer of a model, and both dialogs."""
+    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+    context.set_default_timeout(WAIT_MS)
+    context.add_init_script(path=tool("axe", AXE) / AXE)
+    page, problems = context.new_page(), list[tuple[str, str, list[str]]]()
+
+    def look(what: str) -> None:
+        found = page.evaluate("tags => axe.run(document, { runOnly: tags })", WCAG)
+        for one in found["violations"]:
+            problems.append((what, one["id"], [node["html"][:200] for node in one["nodes"][:3]]))
+
+    for path in PAGES:
+        page.goto(scene.console + path)
+        sync_api.expect(page.locator("[data-connection]")).to_have_text("live")
+        look(path)
+    page.keyboard.press("?")
+    look("keys")
+    find_fruit(page, scene)
+    look("answer")
+    page.goto(f"{scene.console}jobs/nightly-scores")
+    sync_api.expect(page.locator("#preview table")).to_be_visible()
+    look("rows")
+    page.goto(f"{scene.console}models/digits")
+    page.get_by_role("button", name="Unload").click()
+    look("question")
+    context.close()
+    assert problems == []
+
+
+@pytest.mark.timeout(600)
+def test_the_pictures_of_the_documents(chromium: "sync_api.Browser", scene: Scene, tmp_path: Path) -> None:
+    """They are small, and each is in a document; those that are kept show some minutes of traffic."""
+    folder = Path(os.environ.get("QINFER_TEST_PICTURES", tmp_path))
+    if folder != tmp_path:
+        wait_until(lambda: _has_history(chromium, scene), 400, "three minutes of traffic")
+
+    def take(name: str, path: str, theme: Theme = "light") -> None:
+        context = chromium.new_context(viewport={"width": 1440, "height": 900}, color_scheme=theme)
+        page = context.new_page()
+        if path == "try/fruit":
+            find_fruit(page, scene)
+        else:
+            page.goto(scene.console + path)
+        sync_api.expect(page.locator("[data-connection]")).to_have_text("live")
+        if path.startswith("jobs/"):
+            sync_api.expect(page.locator("#preview table")).to_be_visible()
+        if not path:
+            sync_api.expect(page.locator(".charts canvas")).to_have_count(4)
+        page.screenshot(path=folder / name)
+        context.close()
+
+    take("console-overview.png", "")
+    take("console-dark.png", "", "dark")
+    take("console-jobs.png", "jobs/nightly-scores")
+    take("console-try.png", "try/fruit")
+    take("console-endpoints.png", "endpoints/reader")
+    made = {path.name: path.stat().st_size for path in folder.glob("console-*.png")}
+    shown = "".join(path.read_text() for path in DOCUMENTS)
+    assert len(made) == 5
+    assert max(made.values()) <= MOST_PICTURE_BYTES, made
+    assert all(f"images/{name})" in shown for name in made)
