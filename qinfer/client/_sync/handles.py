@@ -23,7 +23,7 @@ from qinfer.client.model_flows import Inputs
 from qinfer.client.results import InferResult
 from qinfer.client.steps import FlowRunner, Policy
 from qinfer.core.messages import Scalar
-from qinfer.wire.bodies import JobLogLine
+from qinfer.wire.bodies import JobLogLine, JobPreview
 
 if TYPE_CHECKING:
     import pandas
@@ -110,6 +110,18 @@ class Job:
     def log(self) -> list[JobLogLine]:
         """Returns the events of the job, the oldest first."""
         return self._run(job_flows.job_log(self._policy, self.id))
+
+    def preview(self, of: str = "output", rows: int = 20) -> JobPreview:
+        """Returns the first rows of the job's files as text, which the gateway reads; this machine needs no store.
+
+        Args:
+            of: `output` = the parts written so far, `input`, or `failed` = the rows that failed, with their errors.
+            rows: How many at most, up to 100.
+
+        Raises:
+            InvalidRequest: `of` or `rows` can't be, or the files can't be read.
+        """
+        return self._run(job_flows.job_preview(self._policy, self.id, of, rows))
 
     def to_arrow(
         self,
