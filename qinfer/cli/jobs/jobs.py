@@ -400,12 +400,15 @@ def preview_job(
     """Show the first rows of a job's files, which the gateway reads."""
     from dataclasses import asdict
 
+    from rich.console import Group
+
     with gateway_client(url) as client:
         found = client.job(job_id).preview(of, rows)
     left_out = f", {found.columns_left_out:,} columns left out" if found.columns_left_out else ""
     names = ", ".join(column.name.replace(", ", ",") for column in found.columns)
     shown = [["-" if value is None else value for value in row] for row in found.rows]
-    show(asdict(found), lambda: table(f"{found.file or of}{left_out}", names, shown), as_json=as_json)
+    text = f"{found.file or 'there is no such row yet'}{left_out}"
+    show(asdict(found), lambda: Group(text, table("", names, shown)) if shown else text, as_json=as_json)
 
 
 def _show(status: "JobStatus", *, as_json: bool) -> None:

@@ -520,7 +520,7 @@ def test_a_job_is_shown(gateway: Talk) -> None:
             "GET /v1/jobs/j1/preview?of=failed&rows=3",
             "s3://o/a",
         ),
-        (["preview", "j1"], [reply(200, of="output")], "GET /v1/jobs/j1/preview?of=output&rows=20", "output: none"),
+        (["preview", "j1"], [reply(200, of="output")], "GET /v1/jobs/j1/preview?of=output&rows=20", "no such row"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and isinstance(value[0], str) else "",
 )
