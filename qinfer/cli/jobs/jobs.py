@@ -401,13 +401,14 @@ def preview_job(
     from dataclasses import asdict
 
     from rich.console import Group
+    from rich.text import Text
 
     with gateway_client(url) as client:
         found = client.job(job_id).preview(of, rows)
     left_out = f", {found.columns_left_out:,} columns left out" if found.columns_left_out else ""
     names = ", ".join(column.name.replace(", ", ",") for column in found.columns)
     shown = [["-" if value is None else value for value in row] for row in found.rows]
-    text = f"{found.file or 'there is no such row yet'}{left_out}"
+    text = Text(f"{found.file or 'there is no such row yet'}{left_out}")
     show(asdict(found), lambda: Group(text, table("", names, shown)) if shown else text, as_json=as_json)
 
 

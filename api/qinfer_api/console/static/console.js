@@ -409,7 +409,15 @@ document.addEventListener("htmx:confirm", (event) => {
   dialog.addEventListener("close", () => dialog.returnValue === "yes" && event.detail.issueRequest(true), { once: true });
 });
 
+// The keyboard reaches what scrolls.
+function makeScrollable() {
+  for (const part of all(".scroll, .log, pre.code, pre.text")) {
+    if (part.scrollWidth > part.clientWidth || part.scrollHeight > part.clientHeight) part.tabIndex = 0;
+  }
+}
+
 function prepare(within) {
+  makeScrollable();
   prepareLists(within);
   for (const element of all("[data-charts]:not([data-drawn])", within)) {
     element.dataset.drawn = "";
@@ -439,5 +447,6 @@ document.addEventListener("click", (event) => {
   }
 });
 
+addEventListener("resize", makeScrollable);
 prepare(document);
 connect();
