@@ -28,7 +28,7 @@ def lake(tmp_path: Path) -> str:
 
 async def test_rows_are_shown_to_those_who_may_read(redis_server: RedisServer, lake: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    keys = {scope: add_key(file, scope.value, (scope,), "acme")[1] for scope in (Scope.INFER, Scope.VIEWER)}
+    keys = {scope: add_key(file, "acme", (scope,), scope.value)[1] for scope in (Scope.INFER, Scope.VIEWER)}
     stores = StoreSettings(allow=(lake,), tenants={"acme": TenantStores(read=(lake,), write=(lake,))})
     more = {"auth": AuthSettings(mode="keys", keys_file=str(file)), "stores": stores}
     settings = job_settings(redis_server, lake).model_copy(update=more)
