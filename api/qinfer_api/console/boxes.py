@@ -55,8 +55,9 @@ def detected_boxes(outputs: Sequence[Tensor], labels: Labels) -> Boxes | None:
             continue
         rows = array.reshape(array.shape[-2:]).astype(np.float64)
         beside = {other: values for other, values in arrays.items() if other != name}
-        has_shape = array.ndim > 2 and (rows.shape[1] == 6 or _of_rows(beside, _SCORES, len(rows)) is not None)
-        if rows.shape[1] in (4, 6) and (has_shape or _BOXES.search(name.lower())):
+        width = array.shape[-1]
+        has_shape = array.ndim > 2 and (width == 6 or _of_rows(beside, _SCORES, len(rows)) is not None)
+        if width in (4, 6) and (has_shape or _BOXES.search(name.lower())):
             return _boxes(name, rows, beside, labels)
     return None
 

@@ -61,7 +61,7 @@ def find(image, name):
         return np.zeros(4, np.float32), np.float32(0), name.encode()
     box = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1], np.float32)
     disc = np.pi / 4 * (box[2] - box[0]) * (box[3] - box[1])
-    return box, np.float32(min(rows.size / disc, 1)), name.encode()
+    return box, np.float32(min(rows.size / disc, 0.97)), name.encode()
 
 @qinfer.model
 def shout(text: str) -> str:

@@ -335,7 +335,7 @@ def test_every_page_is_accessible(chromium: "sync_api.Browser", scene: Scene, th
     page.get_by_role("button", name="Unload").click()
     look("question")
     context.close()
-    assert problems == []
+    assert not problems, "\n".join(map(str, problems))
 
 
 @pytest.mark.timeout(600)

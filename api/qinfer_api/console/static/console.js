@@ -411,7 +411,7 @@ document.addEventListener("htmx:confirm", (event) => {
 
 // The keyboard reaches what scrolls.
 function makeScrollable() {
-  for (const part of all(".scroll, .log, pre.code, pre.text")) {
+  for (const part of all(".scroll, .log, pre")) {
     if (part.scrollWidth > part.clientWidth || part.scrollHeight > part.clientHeight) part.tabIndex = 0;
   }
 }
