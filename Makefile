@@ -63,4 +63,4 @@ docs: $(STAMP) ## Generate the reference pages, check links and snippets, build 
 	@scripts/docs
 
 pictures: $(STAMP) ## Make the console's pictures in docs/images anew (ten minutes; scripts/tools chromium)
-	@QINFER_TEST_PICTURES=docs/images $(PYTHON) -m pytest tests/e2e/console -q -k pictures
+	@QINFER_TEST_PICTURES=docs/images $(PYTHON) -m pytest tests/e2e/console -q -k pictures --basetemp=/tmp/qinfer-pictures

@@ -49,7 +49,7 @@ class Boxes(NamedTuple):
 
 def detected_boxes(outputs: Sequence[Tensor], labels: Labels) -> Boxes | None:
     """Returns the boxes of the first output that has some; `None` = no output has boxes."""
-    arrays = {tensor.name: _array(tensor) for tensor in outputs}
+    arrays = {tensor.name: _elements(tensor) for tensor in outputs}
     for name, array in arrays.items():
         if array.dtype.kind not in "iuf" or array.ndim < 2 or math.prod(array.shape[:-2]) != 1:
             continue
@@ -62,7 +62,7 @@ def detected_boxes(outputs: Sequence[Tensor], labels: Labels) -> Boxes | None:
     return None
 
 
-def _array(tensor: Tensor) -> Array:
+def _elements(tensor: Tensor) -> Array:
     if tensor.datatype == "BYTES":
         return np.array([bytes(one).decode(errors="replace") for one in iter_bytes(tensor.data)], dtype=object)
     return to_numpy(tensor)
