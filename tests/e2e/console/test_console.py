@@ -143,6 +143,19 @@ def test_a_model_is_tried_with_numbers_text_and_an_image(page: "sync_api.Page", 
     sync_api.expect(page.locator("main > .note.bad")).to_contain_text("the text is <b>bad</b>")
 
 
+def show(page: "sync_api.Page", scene: Scene, path: str) -> None:
+    """Opens a page, and waits for what it loads by itself; of the detector, its answer."""
+    if path == "try/fruit":
+        find_fruit(page, scene)
+        return
+    page.goto(scene.console + path)
+    sync_api.expect(page.locator("[data-connection]")).to_have_text("live")
+    if path.startswith("jobs/"):
+        sync_api.expect(page.locator("#preview table")).to_be_visible()
+    if not path:
+        sync_api.expect(page.locator(".charts canvas")).to_have_count(4)
+
+
 def find_fruit(page: "sync_api.Page", scene: Scene) -> None:
     """Drops a picture on the form of the detector, and runs it."""
     page.goto(f"{scene.console}try/fruit")
@@ -287,9 +300,8 @@ def test_every_page_fits_every_screen(chromium: "sync_api.Browser", scene: Scene
     for width, height in WIDTHS.items():
         context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
         page = context.new_page()
-        for path in PAGES:
-            page.goto(scene.console + path)
-            sync_api.expect(page.locator("[data-connection]")).to_have_text("live")
+        for path in (*PAGES, "try/fruit"):
+            show(page, scene, path)
             overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
             assert overflow == 0, (path, width)
             name = path.replace("/", "-") or "overview"
@@ -320,17 +332,11 @@ def test_every_page_is_accessible(chromium: "sync_api.Browser", scene: Scene, th
         for one in found["violations"]:
             problems.append((what, one["id"], [node["html"][:200] for node in one["nodes"][:3]]))
 
-    for path in PAGES:
-        page.goto(scene.console + path)
-        sync_api.expect(page.locator("[data-connection]")).to_have_text("live")
+    for path in (*PAGES, "try/fruit"):
+        show(page, scene, path)
         look(path)
     page.keyboard.press("?")
     look("keys")
-    find_fruit(page, scene)
-    look("answer")
-    page.goto(f"{scene.console}jobs/nightly-scores")
-    sync_api.expect(page.locator("#preview table")).to_be_visible()
-    look("rows")
     page.goto(f"{scene.console}models/digits")
     page.get_by_role("button", name="Unload").click()
     look("question")
@@ -348,15 +354,7 @@ def test_the_pictures_of_the_documents(chromium: "sync_api.Browser", scene: Scen
     def take(name: str, path: str, theme: Theme = "light") -> None:
         context = chromium.new_context(viewport={"width": 1440, "height": 900}, color_scheme=theme)
         page = context.new_page()
-        if path == "try/fruit":
-            find_fruit(page, scene)
-        else:
-            page.goto(scene.console + path)
-        sync_api.expect(page.locator("[data-connection]")).to_have_text("live")
-        if path.startswith("jobs/"):
-            sync_api.expect(page.locator("#preview table")).to_be_visible()
-        if not path:
-            sync_api.expect(page.locator(".charts canvas")).to_have_count(4)
+        show(page, scene, path)
         page.screenshot(path=folder / name)
         context.close()
 

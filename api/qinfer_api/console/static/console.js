@@ -326,9 +326,9 @@ function pixelsOf(field, image) {
   }
   const preview = find("canvas", field);
   preview.hidden = false;
-  preview.getContext("2d").clearRect(0, 0, 96, 96);
+  preview.width = Math.min(Math.max(Math.round((preview.height * image.width) / image.height), 24), 240); // clears it, too
   preview.getContext("2d").imageSmoothingEnabled = false;
-  preview.getContext("2d").drawImage(canvas, 0, 0, 96, 96);
+  preview.getContext("2d").drawImage(canvas, 0, 0, preview.width, preview.height);
   find("textarea", field).value = values.join(", ");
   kept.set(nameOf(field), { image, scale, isInverted });
 }
