@@ -159,8 +159,9 @@ def show(page: "sync_api.Page", scene: Scene, path: str) -> None:
 def find_fruit(page: "sync_api.Page", scene: Scene) -> None:
     """Drops a picture on the form of the detector, and runs it."""
     page.goto(f"{scene.console}try/fruit")
-    dropped = {"name": "fruit.png", "mimeType": "image/png", "buffer": fruit_picture()}
-    page.locator("input[type=file]").set_input_files(dropped)
+    page.locator("input[type=file]").set_input_files(
+        {"name": "fruit.png", "mimeType": "image/png", "buffer": fruit_picture()}
+    )
     sync_api.expect(page.locator("textarea")).not_to_have_value("")
     page.get_by_role("button", name="Run").click()
     sync_api.expect(page.locator(".drawn text")).to_have_count(3)
