@@ -7,6 +7,7 @@ not sent, or any content; none but 4xx says anything of another's id or file; an
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -47,6 +48,12 @@ mode: {3}
 inputs: {{x: {{field: file, kind: file}}}}
 results: [{{type: choices, from_name: label, to_name: text, label: y}}]
 """
+INSTALLATION = re.compile(
+    r"/v1/(endpoints|workers|pauses).*"
+    r"|/v1/models/\{model\}(/versions/\{version\})?(/metadata|/pause|/resume|:predict)?"
+)
+"""The paths of routes that have nothing of tenants."""
+
 FINE = range(200, 300)
 
 
@@ -143,7 +150,14 @@ class Caller:
         for end in ("GET", "DELETE", "POST /cancel", "POST /resume", "GET /log", "GET /preview", "GET /events"):
             method, _, rest = end.partition(" ")
             self.routes[f"{method} /v1/jobs/{{job_id}}{rest}"] = self._plain
-        for end in ("GET", "DELETE", "GET /result", "GET /events"):
+        for path in ("requests", "dead-letters", "operations"):
+            self.routes[f"GET /v1/{path}"] = self._search
+        for end in ("GET", "DELETE"):
+            self.routes[f"{end} /v1/operations/{{operation_id}}"] = self._plain
+        for end in ("", "/inputs"):
+            self.routes[f"GET /v1/dead-letters/{{model}}/{{letter_id}}{end}"] = self._plain
+        self.routes["POST /v1/operations"] = self._count
+        for end in ("GET", "DELETE", "GET /result", "GET /timeline", "GET /events"):
             method, _, rest = end.partition(" ")
             for base in ("/v1/requests", "/v1/models/{model}/requests"):
                 self.routes[f"{method} {base}/{{request_id}}{rest}"] = self._plain
@@ -219,6 +233,19 @@ class Caller:
         query["after"] = self._one_of("", self._chance.choice(self._pages), self._name())
         return Call("GET", route, f"/v1/jobs?{urlencode({name: text for name, text in query.items() if text})}")
 
+    def _search(self, route: str) -> Call:
+        query = {"model": self._one_of("", "text", "stuck"), "tenant": self._one_of("", "", self._whose().name)}
+        query |= {"id": self._one_of("", self._name()), "error": self._one_of("", self._whose().content())}
+        query["after"] = self._one_of("", self._chance.choice(self._pages))
+        path = route.partition(" ")[2]
+        return Call("GET", route, f"{path}?{urlencode({name: text for name, text in query.items() if text})}")
+
+    def _count(self, route: str) -> Call:
+        chosen = {"model": self._one_of("text", "stuck"), "tenant": self._whose().name, "id": self._name()}
+        kept = {name: text for name, text in chosen.items() if name == "model" or self._chance.random() < 0.3}
+        action = self._one_of("cancel", "purge", "replay", "discard")
+        return self._plain(route, {"action": action, "filter": kept, "dry_run": True})
+
     def _submit(self, route: str, model: str = "") -> Call:
         model = model or self._one_of("text", "text", "stuck")
         data: list[Any] = [self._who.content()] if model == "text" else [1, 2, 3, 4]
@@ -241,6 +268,8 @@ class Caller:
             "task": str(self._one_of(1, 2, 3)),
             "job_id": identity,
             "request_id": identity,
+            "operation_id": identity,
+            "letter_id": identity,
         }.items():
             path = path.replace(f"{{{name}}}", text)
         return Call(method, route, path, body)
@@ -355,8 +384,8 @@ async def test_tenants_see_nothing_of_each_other(tasks: RedisServer, tmp_path: P
 
 
 def is_ours(path: str) -> bool:
-    """Tells whether a route has something of tenants; endpoints are the installation's."""
-    return path.startswith(("/v1/", "/label-studio/")) and not path.startswith("/v1/endpoints")
+    """Tells whether a route has something of tenants; models, endpoints and workers are the installation's."""
+    return path.startswith(("/v1/", "/label-studio/")) and not INSTALLATION.fullmatch(path)
 
 
 def settings(redis: RedisServer, folder: Path, studio: LabelStudioServer) -> Settings:
