@@ -235,13 +235,13 @@ class Caller:
 
     def _search(self, route: str) -> Call:
         query = {"model": self._one_of("", "text", "stuck"), "tenant": self._one_of("", "", self._whose().name)}
-        query |= {"id": self._one_of("", self._name()), "error": self._one_of("", self._whose().content())}
+        query |= {"id_prefix": self._one_of("", self._name()), "error": self._one_of("", self._whose().content())}
         query["after"] = self._one_of("", self._chance.choice(self._pages))
         path = route.partition(" ")[2]
         return Call("GET", route, f"{path}?{urlencode({name: text for name, text in query.items() if text})}")
 
     def _count(self, route: str) -> Call:
-        chosen = {"model": self._one_of("text", "stuck"), "tenant": self._whose().name, "id": self._name()}
+        chosen = {"model": self._one_of("text", "stuck"), "tenant": self._whose().name, "id_prefix": self._name()}
         kept = {name: text for name, text in chosen.items() if name == "model" or self._chance.random() < 0.3}
         action = self._one_of("cancel", "purge", "replay", "discard")
         return self._plain(route, {"action": action, "filter": kept, "dry_run": True})
