@@ -1,25 +1,32 @@
-"""Many stored requests are searched and replayed by a filter while gateways are killed: the counts are exact.
+"""Many stored requests are searched, replayed and cancelled by a filter while gateways are killed: counts are exact.
 
-`CHAOS_REQUESTS` is their number: 5,000, and 100,000 before a release.
+`CHAOS_REQUESTS` is their number: 5,000, and 100,000 before a release. The output has times and the greatest memory.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Unpack
 
+import psutil
 import pytest
 from pydantic import SecretStr
 
-from qinfer.client import AsyncClient, OperationStatus, RequestStatus
+from qinfer.client import AsyncClient, RequestStatus
+from qinfer.client.request_flows import RequestFilters
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable
+from qinfer.queue import keys
 from qinfer.queue.dead_letters import head_of
-from qinfer.queue.entries import Acceptance, EntryAddress, Lane, RequestState, Settlement
+from qinfer.queue.entries import Acceptance, EntryAddress, Lane, Lease, RequestState, Settlement
 from qinfer.queue.lanes import Queue
+from qinfer.queue.operations import Operations
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
 from qinfer_api.requests.records import failed_outcome
@@ -30,30 +37,40 @@ from tests.chaos.repository import write_stub
 REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "5000"))
 MODEL, REASONS = "company", ("out of memory", "no such file")
 AT_ONCE = 256
+SHARES = (0.05, 0.35, 0.7)
+"""All gateways are killed when an operation has read these shares of its requests."""
 
 pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(300 + REQUESTS / 20)]
 
 
-async def bury_all(queue: Queue) -> set[str]:
+async def bury_all(queue: Queue, lane: Lane) -> set[str]:
     """Stores requests and makes each a dead letter, the odd ones for another reason; returns the ids of the even ones.
 
     They fill the queue before any gateway looks, so that it needs neither a worker nor the time of executions.
     """
-    lane, chosen = Lane(MODEL, 1), set[str]()
+    chosen = set[str]()
     await queue.ensure([lane])
     for first in range(0, REQUESTS, AT_ONCE):
         numbers = range(first, min(first + AT_ONCE, REQUESTS))
         await queue.requests.accept_all([_acceptance(lane, f"r{number}@") for number in numbers])
         while leases := await queue.fetch([lane], "burier", AT_ONCE, 0.0):
-            for lease in leases:
-                request = head_of(lease.frame)
-                assert request is not None
-                reason = REASONS[int(request.id[1:-1]) % 2]
-                await queue.bury(lease, request.id, "inference_failed", reason)
-                address = EntryAddress(MODEL, 0, request.id)
-                outcome = failed_outcome(address, RequestState.FAILED, BrokerUnavailable(reason))
-                await queue.requests.settle([Settlement(address=address, outcome=outcome)])
-                chosen |= {request.id[:-1]} if reason == REASONS[0] else set()
+            chosen |= await _bury(queue, leases)
+    return chosen
+
+
+async def _bury(queue: Queue, leases: list[Lease]) -> set[str]:
+    chosen, buried, settlements = set[str](), [], []
+    for lease in leases:
+        request = head_of(lease.frame)
+        assert request is not None
+        reason = REASONS[int(request.id[1:-1]) % 2]
+        buried.append(queue.bury(lease, request.id, "inference_failed", reason))
+        address = EntryAddress(MODEL, 0, request.id)
+        outcome = failed_outcome(address, RequestState.FAILED, BrokerUnavailable(reason))
+        settlements.append(Settlement(address=address, outcome=outcome))
+        chosen |= {request.id[:-1]} if reason == REASONS[0] else set()
+    assert all(await asyncio.gather(*buried))
+    await queue.requests.settle(settlements)
     return chosen
 
 
@@ -64,41 +81,87 @@ def _acceptance(lane: Lane, request_id: str) -> Acceptance:
 
 
 class Killer:
-    """Kills gateways at moments of the work: one while a list is read, all of them while operations run."""
+    """Kills gateways at moments of the work: one while a list is read, all of them while operations run.
 
-    def __init__(self, cluster: Cluster) -> None:
+    It notes the greatest memory of each kind of process meanwhile.
+    """
+
+    def __init__(self, cluster: Cluster, queue: Queue) -> None:
         self._cluster = cluster
+        self._operations = Operations(queue.router)
+        self._left: dict[str, list[float]] = {}
         self.kills = 0
+        self.peak_mib: dict[str, float] = {}
 
     async def kill_one(self) -> None:
         """Kills a gateway that has begun to work."""
         (await self._cluster.running(Role.GATEWAY, random.randrange(100))).kill()
         self.kills += 1
 
-    def all_at(self, *shares: float) -> Callable[[OperationStatus], None]:
-        """Returns an observer that kills all gateways when an operation has done these shares of its work."""
-        left = list(shares)
+    @contextlib.asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """Kills all gateways at each of `SHARES` of the operations that run while the block does."""
+        async with asyncio.TaskGroup() as group:
+            follows = group.create_task(self._follow())
+            yield
+            follows.cancel()
 
-        def observe(status: OperationStatus) -> None:
-            if left and status.state == "running" and (status.looked or 0) > left[0] * REQUESTS:
-                left.pop(0)
-                for member in self._cluster.of(Role.GATEWAY):
-                    member.kill()
-                    self.kills += 1
+    async def _follow(self) -> None:
+        while True:
+            for operation_id in await self._operations.open():
+                found = await self._operations.find(operation_id)
+                left = self._left.setdefault(operation_id, [*SHARES])
+                if found is not None and left and found.progress.looked > left[0] * found.total:
+                    left.pop(0)
+                    self._kill_all()
+            self._note_memory()
+            await asyncio.sleep(0.02)
 
-        return observe
+    def _kill_all(self) -> None:
+        for member in self._cluster.of(Role.GATEWAY):
+            self.kills += member.runs
+            member.kill()
+
+    def _note_memory(self) -> None:
+        broker = self._cluster.broker.process
+        assert broker is not None
+        pids = [("Redis", broker.pid), *(("gateway", one.pid) for one in self._cluster.of(Role.GATEWAY) if one.runs)]
+        for name, pid in pids:
+            with contextlib.suppress(psutil.Error):
+                mib = psutil.Process(pid).memory_info().rss / 2**20
+                self.peak_mib[name] = max(mib, self.peak_mib.get(name, 0.0))
 
 
-async def searched(client: AsyncClient, **filters: str) -> list[RequestStatus]:
-    return await client.requests(limit=10 * REQUESTS, model=MODEL, **filters)  # type: ignore[arg-type]  # a filter
+class Watch:
+    """Notes how long each part takes."""
+
+    def __init__(self) -> None:
+        self.took_s: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        self.took_s[name] = time.monotonic() - began_s
 
 
-async def test_search_and_replay_are_exact_while_gateways_are_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_stub(
-        tmp_path / "models", MODEL, more='parameters { key: "qinfer.lane_capacity" value { string_value: "1000000" } }'
-    )
+async def searched(client: AsyncClient, **filters: Unpack[RequestFilters]) -> list[RequestStatus]:
+    filters["model"] = MODEL
+    return await client.requests(limit=10 * REQUESTS, **filters)
+
+
+def waiting_in(cluster: Cluster, lane: Lane) -> list[str]:
+    """Returns the id of each entry of a lane."""
+    with cluster.redis() as client:
+        heads = [head_of(fields[b"f"]) for _, fields in client.xrange(keys.lane(lane))]  # type: ignore[union-attr]
+    return sorted(head.id[:-1] for head in heads if head is not None)
+
+
+@contextlib.asynccontextmanager
+async def buried(tmp_path: Path, watch: Watch) -> AsyncIterator[tuple[Cluster, Queue, set[str]]]:
+    """Runs gateways without workers, with `REQUESTS` dead letters; yields the ids of those that ran out of memory."""
+    more = 'parameters { key: "qinfer.lane_capacity" value { string_value: "1000000" } }'
+    write_stub(tmp_path / "models", MODEL, more=more)
     settings = {"QINFER_REQUESTS__MAX_TIMEOUT_S": "86400"}
     async with running_cluster(tmp_path, tmp_path / "models", workers=1, gateways=3, settings=settings) as cluster:
         await cluster.ready((MODEL,))
@@ -107,36 +170,65 @@ async def test_search_and_replay_are_exact_while_gateways_are_killed(
         await eventually(lambda: not worker.runs, 60.0, "the end of the worker")
         queue = await Queue.connect(RedisSettings(url=SecretStr(cluster.broker.url)))
         try:
-            chosen = await bury_all(queue)
-            async with AsyncClient(cluster.urls, timeout_s=300.0) as client:
-                killer = Killer(cluster)
-                async with asyncio.TaskGroup() as group:
-                    searching = group.create_task(searched(client, error=REASONS[0]))
-                    group.create_task(killer.kill_one())
-                found = searching.result()
-                observe = killer.all_at(0.1, 0.6)
-                counted = await client.operate(
-                    "replay", model=MODEL, error=REASONS[0], wait_s=600.0, on_status=observe, dry_run=True
-                )
-                both = [
-                    client.operate("replay", model=MODEL, error=REASONS[0], wait_s=600.0, on_status=observe)
-                    for observe in (killer.all_at(0.1, 0.6), None)
-                ]
-                replayed = await asyncio.gather(*both)
-                queued = await searched(client, state="queued")
-                failed = await searched(client, state="failed")
-            depth, letters = (await queue.depth([Lane(MODEL, 1)]))[0], await queue.dead_letters.count(MODEL)
+            with watch.part("stored and buried"):
+                chosen = await bury_all(queue, Lane(MODEL, 1))
+            yield cluster, queue, chosen
         finally:
             await queue.close()
 
-    changed = [one.changed for one in replayed]
+
+async def test_search_replay_and_cancel_are_exact_while_gateways_are_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch, lane = Watch(), Lane(MODEL, 1)
+    async with (
+        buried(tmp_path, watch) as (cluster, queue, chosen),
+        AsyncClient(cluster.urls, timeout_s=300.0) as client,
+    ):
+        killer = Killer(cluster, queue)
+
+        async def operated(
+            action: str, *, dry_run: bool = False, **filters: Unpack[RequestFilters]
+        ) -> tuple[str, int, int]:
+            filters["model"] = MODEL
+            done = await client.operate(action, dry_run=dry_run, wait_s=1200.0, **filters)
+            return done.state, done.found, done.changed
+
+        with watch.part("searched"):
+            async with asyncio.TaskGroup() as group:
+                searching = group.create_task(searched(client, error=REASONS[0]))
+                group.create_task(killer.kill_one())
+        async with killer.at_work():
+            with watch.part("counted for a replay"):
+                counted = await operated("replay", error=REASONS[0], dry_run=True)
+            with watch.part("replayed twice at once"):
+                both = [operated("replay", error=REASONS[0]) for _ in range(2)]
+                replayed = await asyncio.gather(*both)
+        entries, letters = waiting_in(cluster, lane), await queue.dead_letters.count(MODEL)
+        queued, failed = [await searched(client, state=[state]) for state in ("queued", "failed")]
+        async with killer.at_work():
+            with watch.part("counted for a cancel"):
+                to_cancel = await operated("cancel", state=["queued"], dry_run=True)
+            with watch.part("cancelled"):
+                cancelled = await operated("cancel", state=["queued"])
+        ended = await searched(client, state=["cancelled"])
+        left = waiting_in(cluster, lane)
+
     with capsys.disabled():
-        sys.stdout.write(f"\n{REQUESTS} requests, {killer.kills} kills: {len(found)} found, {changed} replayed\n")
-    assert killer.kills > 1
-    assert {one.id for one in found} == chosen
-    assert (counted.state, counted.found, counted.changed) == ("done", len(chosen), 0)
-    assert [one.state for one in replayed] == ["done", "done"]
-    assert sum(changed) == depth == len(chosen)
+        parts = ", ".join(f"{name} {took_s:.1f} s" for name, took_s in watch.took_s.items())
+        peaks = ", ".join(f"{name} {mib:.0f} MiB" for name, mib in killer.peak_mib.items())
+        counts = f"{len(searching.result())} found, {replayed} replayed, {cancelled} cancelled"
+        sys.stdout.write(f"\n{REQUESTS} requests, {killer.kills} kills: {counts}; {parts}; at most {peaks}\n")
+    assert killer.kills >= 10
+    assert {one.id for one in searching.result()} == chosen
+    assert counted == to_cancel == ("done", len(chosen), 0)
+    assert [state for state, _, _ in replayed] == ["done", "done"]
+    assert sum(changed for _, _, changed in replayed) == len(chosen)
+    assert entries == sorted(chosen), "each is in the lane once"
     assert letters == REQUESTS - len(chosen)
     assert {one.id for one in queued} == chosen
     assert len({one.id for one in failed}) == REQUESTS - len(chosen)
+    assert cancelled[0] == "done"
+    assert cancelled[2] == len(chosen)
+    assert {one.id for one in ended} == chosen
+    assert left == []
