@@ -249,13 +249,15 @@ async def declare_models(store: ControlStore, delivery: Queue) -> None:
 
 
 async def declare_more(
-    running: Running, name: str, *, versions: tuple[int, ...] = (1,), is_ready: bool = False, more: str = ""
+    running: Running, *names: str, versions: tuple[int, ...] = (1,), is_ready: bool = False, more: str = ""
 ) -> None:
-    """Writes a model like `echo` that nobody serves, unless it is said to be READY; `more` is configuration."""
-    await _declare(running.store, running.delivery, *_stored(name, f"{_FP32} {more}", versions))
+    """Writes models like `echo` that nobody serves, unless they are said to be READY; `more` is configuration."""
+    for name in names:
+        await _declare(running.store, running.delivery, *_stored(name, f"{_FP32} {more}", versions))
     if is_ready:
         states = {version: VersionState(State.READY, 1) for version in versions}
-        await running.store.heartbeat(WorkerRecord(id=f"of {name}", started_at=0.0, models={name: states}), ttl_s=3600)
+        models = dict.fromkeys(names, states)
+        await running.store.heartbeat(WorkerRecord(id=f"of {names[0]}", started_at=0.0, models=models), ttl_s=3600)
     await running.store.wake()
 
 
