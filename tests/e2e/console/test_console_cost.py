@@ -159,7 +159,8 @@ async def test_ten_open_pages_take_a_hundredth_of_a_core(
     with capsys.disabled():
         sys.stdout.write(
             f"\n{len(paths)} pages, {load.result():.0f} requests/s, {loads} loads of parts and charts: "
-            f"the console takes {share:.2%} of a core; the idle gateway {alone:.2%} without pages, {idle:.2%} with them\n"
+            f"the console takes {share:.2%} of a core; "
+            f"the idle gateway {alone:.2%} without pages, {idle:.2%} with them\n"
         )
     assert loads >= len(paths)
     assert share <= MOST_SHARE
