@@ -171,11 +171,12 @@ async def _add_job(running: Running) -> None:
         metadata=dict.fromkeys(told("metadata"), ""),
     )
     specs = [JobSpec("echo", ("s3://bucket/in",), Output(f"s3://bucket/{text}"), version=1) for text in told("output")]
+    errors = told("error")
     for number, spec in enumerate([everything, *specs]):
         name = JOB if spec is everything else f"job-{number}"
         record = JobRecord(
             id=f"{name}@ops", model="echo", version=1, tenant="ops", state=JobState.FAILED, spec=encode_spec(spec),
-            rows=10, shards=len(HOSTILE), ended_at=1.0, error=told("error")[number - 1], endpoint=told("error")[number - 1],
+            rows=10, shards=len(HOSTILE), ended_at=1.0, error=errors[number - 1], endpoint=errors[number - 1],
         )  # fmt: skip
         assert await jobs.create(record)
     outcomes = JobAddress("echo", 0, f"{JOB}@ops").part("outcomes")
