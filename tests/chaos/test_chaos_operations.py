@@ -99,19 +99,20 @@ class Killer:
         self.kills += 1
 
     @contextlib.asynccontextmanager
-    async def at_work(self) -> AsyncIterator[None]:
-        """Kills all gateways at each of `SHARES` of the operations that run while the block does."""
+    async def at_work(self, operations: int = 1) -> AsyncIterator[None]:
+        """Kills all gateways at each of `SHARES` of the operations during the block, when so many have begun."""
         async with asyncio.TaskGroup() as group:
-            follows = group.create_task(self._follow())
+            follows = group.create_task(self._follow(len(self._left) + operations))
             yield
             follows.cancel()
 
-    async def _follow(self) -> None:
+    async def _follow(self, begun: int) -> None:
         while True:
             for operation_id in await self._operations.open():
                 found = await self._operations.find(operation_id)
                 left = self._left.setdefault(operation_id, [*SHARES])
-                if found is not None and left and found.progress.looked > left[0] * found.total:
+                have_begun = len(self._left) >= begun
+                if found is not None and have_begun and left and found.progress.looked > left[0] * found.total:
                     left.pop(0)
                     self._kill_all()
             self._note_memory()
@@ -201,6 +202,7 @@ async def test_search_replay_and_cancel_are_exact_while_gateways_are_killed(
         async with killer.at_work():
             with watch.part("counted for a replay"):
                 counted = await operated("replay", error=REASONS[0], dry_run=True)
+        async with killer.at_work(2):
             with watch.part("replayed twice at once"):
                 both = [operated("replay", error=REASONS[0]) for _ in range(2)]
                 replayed = await asyncio.gather(*both)
@@ -209,6 +211,7 @@ async def test_search_replay_and_cancel_are_exact_while_gateways_are_killed(
         async with killer.at_work():
             with watch.part("counted for a cancel"):
                 to_cancel = await operated("cancel", state=["queued"], dry_run=True)
+        async with killer.at_work():
             with watch.part("cancelled"):
                 cancelled = await operated("cancel", state=["queued"])
         ended = await searched(client, state=["cancelled"])

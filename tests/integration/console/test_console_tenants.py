@@ -18,6 +18,7 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.queue.entries import Acceptance, EntryAddress, Lane, RequestState, Settlement
+from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
 from qinfer_api.console.history import ChartPoint
 from qinfer_api.console.routes import HEADERS
@@ -211,8 +212,13 @@ async def _operations(scene: Scene, key: str) -> list[dict[str, Any]]:
 
 
 async def _ended(scene: Scene, operation: str) -> dict[str, Any]:
-    await scene.running.gateway._operations.round()
-    found: dict[str, Any] = (await scene.clients["other"].get(f"/v1/operations/{operation}")).json()
+    found: dict[str, Any] = {}
+
+    async def is_done() -> bool:
+        found.update((await scene.clients["other"].get(f"/v1/operations/{operation}")).json())
+        return bool(found["state"] == "done")
+
+    await eventually(is_done, description="the end of an operation")
     return found
 
 
@@ -225,29 +231,34 @@ async def test_the_stream_tells_another_tenant_figures_of_the_installation_alone
         other.stream("GET", "live") as his,
         admin.stream("GET", "live") as hers,
     ):
-        his_lines, her_lines = his.aiter_lines(), hers.aiter_lines()
-        events = {"his": [await _event(his_lines)], "hers": [await _event(her_lines)]}
-        await declare_more(scene.running, "another", is_ready=True)  # a figure changes, and a list
-        await scene.running.refresh()
-        live.recount()
-        await live._tick()
-        events["his"].append(await _event(his_lines))
-        events["hers"] += [await _event(her_lines), await _event(her_lines)]
+        his_lines, her_lines, his_events, her_events = his.aiter_lines(), hers.aiter_lines(), Events(), Events()
+        for name in ("first", "second"):  # figures change, and lists
+            await declare_more(scene.running, name, is_ready=True)
+            await scene.running.refresh()
+            live.recount()
+            await live._tick()
+            await his_events.read(his_lines, f"{name}:1/work")
+            await her_events.read(her_lines, f"{name}:1/work")
 
-    assert [name for name, _ in events["his"]] == ["figures"] * 2
-    assert "topics" in [name for name, _ in events["hers"]]
-    assert "letters" in events["hers"][0][1]
-    assert not [name for _, told in events["his"] for name in told if "letters" in name or "acme" in name]
+    assert {event for event, _ in his_events} == {"figures"}
+    assert {event for event, _ in her_events} == {"figures", "topics"}
+    assert "letters" in her_events[0][1]
+    assert not [name for _, told in his_events for name in told if "letters" in name or "acme" in name]
 
 
-async def _event(lines: AsyncIterator[str]) -> tuple[str, Any]:
-    name = ""
-    async for line in lines:
-        field, _, value = line.partition(": ")
-        name = value if field == "event" else name
-        if field == "data":
-            return name, json.loads(value)
-    raise EOFError
+class Events(list[tuple[str, Any]]):
+    """The events of a stream: their names, and their data."""
+
+    async def read(self, lines: AsyncIterator[str], figure: str) -> None:
+        """Reads events up to one that tells a figure."""
+        name = ""
+        async for line in lines:
+            field, _, value = line.partition(": ")
+            name = value if field == "event" else name
+            if field == "data":
+                self.append((name, json.loads(value)))
+                if figure in self[-1][1]:
+                    return
 
 
 @pytest.mark.parametrize("series", ["", "echo:1", "(others)", "acme", "nothing"])
