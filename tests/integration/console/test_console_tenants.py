@@ -14,7 +14,7 @@ from starlette.routing import Route
 from qinfer.core.messages import InferRequest
 from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.job import JobSpec, JobState, Output, encode_spec
-from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.jobs import Jobs, cursor_of
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.queue.entries import Acceptance, EntryAddress, Lane, RequestState, Settlement
@@ -27,11 +27,11 @@ from tests.e2e.console.scene import put
 from tests.integration.console.test_console_pages import PAGES, token_of
 from tests.support.gateway import TenantScene, declare_more
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-HIDDEN = "hidden"
+HIDDEN = "confidential"
 """All contents of the tenant `acme` have this word."""
-PART = "idde"
+PART = "nfidenti"
 LANE = Lane("echo", 1, "p32")
 GUARDS = {name: value for name, value in HEADERS.items() if name != "cache-control"}
 
@@ -57,7 +57,8 @@ class Scene(TenantScene):
         body = {"action": "cancel", "filter": {"model": "echo", "error": f"a {HIDDEN} filter"}, "dry_run": True}
         operation = (await self.clients["acme"].post("/v1/operations", json=body)).json()["id"]
         (kept,) = await queue.dead_letters.list("echo")
-        self.ids = {"LETTER": kept.id, "OPERATION": operation, "CURSOR": await self._cursor()}
+        cursors = {"CURSOR": await self._cursor(), "JOBS": cursor_of(99999999999999, "zzz")}
+        self.ids = {"LETTER": kept.id, "OPERATION": operation, **cursors}
         await self.running.refresh()
 
     async def _store(self, name: str) -> None:
@@ -118,7 +119,7 @@ async def signed_in(scene: Scene, key: str) -> AsyncIterator[httpx.AsyncClient]:
 LISTS = (
     *PAGES, f"requests?error={PART}", "requests?id_prefix=ow", "requests?model=echo", "requests?state=queued",
     "requests?after=CURSOR", "requests?model=echo&after=CURSOR", f"letters?error={PART}", "letters?id_prefix=ow",
-    "letters?model=echo&after=echo:0-1", "jobs?model=echo", "jobs?state=failed", "jobs?after=99999999999999:zzz",
+    "letters?model=echo&after=echo:0-1", "jobs?model=echo", "jobs?state=failed", "jobs?after=JOBS",
     f"models?q={PART}", f"queues?q={PART}", f"workers?q={PART}", f"try?q={PART}", f"endpoints?q={PART}",
 )  # fmt: skip
 OTHERS = ("requests?tenant=acme", "letters?tenant=acme", "letters?model=echo&tenant=acme")
