@@ -25,6 +25,9 @@ STATIC = HERE / "static"
 UNKNOWN = "\u2013"
 """A dash, for a figure that is not known."""
 
+MOST_REASON = 300
+"""The most characters of a reason in a list."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
@@ -55,6 +58,7 @@ class Templates:
             "ago": ago,
             "instant": instant,
             "stamp": stamp,
+            "shortened": shortened,
             "part": lambda text: quote(str(text), safe=""),
         }
         self._environment.globals |= {"version": self.version, "qinfer_version": qinfer.__version__}
@@ -125,6 +129,11 @@ def instant(at_s: float) -> str:
 def stamp(text: str | None) -> str:
     """Formats an instant of RFC 3339 in UTC as `instant` does."""
     return f"{text[:10]} {text[11:19]} UTC" if text else UNKNOWN
+
+
+def shortened(text: str) -> str:
+    """Cuts a text to what a row of a list shows; the page of its thing has all of it."""
+    return text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…"
 
 
 def _short(value: float) -> str:

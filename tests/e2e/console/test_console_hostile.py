@@ -198,7 +198,7 @@ async def test_the_console_works_below_a_path_of_a_proxy(tmp_path: Path) -> None
                 await page.goto(f"{visitor.console}models?q=ech")
                 assert urlsplit(page.url).path == f"{PREFIX}/console/sign-in"
 
-    assert [cookie["path"] for cookie in cookies] == [f"{PREFIX}/console/"]
+    assert [cookie["path"] for cookie in cookies] == [f"{PREFIX}/console"]
 
 
 async def test_no_page_shows_the_console_in_a_frame(tmp_path: Path) -> None:

@@ -8,9 +8,13 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from qinfer.core.messages import InferRequest
 from qinfer.models.state import Executing, State, VersionState, WorkerRecord
 from qinfer.observe.host import MemoryUse
 from qinfer.observe.logs import AUDIT, RecentLine, WorkerLog
+from qinfer.queue.entries import Lane
+from qinfer_api.console.render import MOST_REASON
+from tests.e2e.console.scene import put
 from tests.support.gateway import Running, running_gateway
 
 PAGES = (
@@ -182,6 +186,20 @@ async def test_an_operation_is_done_as_its_dry_run_was_asked(client: httpx.Async
 
     assert done["id"] != asked["id"]
     assert (done["dry_run"], done["filter"]) == (False, asked["filter"])
+
+
+async def test_a_list_cuts_a_long_reason_and_its_own_page_does_not(client: httpx.AsyncClient, running: Running) -> None:
+    lane, reason = Lane("echo", 1, "p32"), "x" * 4000
+    await running.delivery.ensure([lane])
+    await put(running.delivery, lane, InferRequest(model="echo", version=1, id="r", inputs=(), timeout_s=30.0))
+    (lease,) = await running.delivery.fetch([lane], "test", 1, 5)
+    await running.delivery.bury(lease, "r", "inference_failed", reason)
+    (letter,) = await running.delivery.dead_letters.list("echo")
+
+    listed, whole = await client.get("letters"), await client.get(f"letters/echo/{letter.id}")
+
+    assert f"{reason[:MOST_REASON]}…" in listed.text
+    assert reason in whole.text
 
 
 @pytest.mark.parametrize("age", ["inf", "nan", "1e400"])
