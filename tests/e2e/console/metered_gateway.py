@@ -5,13 +5,14 @@ is the work that they give to threads. The file of the variable `CONSOLE_METER` 
 """
 
 import asyncio
+import contextlib
 import contextvars
 import mmap
 import os
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,21 @@ class Meter:
         path.write_bytes(bytes(8))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 8)
-        self._sum_s = 0.0
+        self.sum_s = 0.0
+
+    @contextlib.contextmanager
+    def on_console(self) -> Iterator[None]:
+        """Measures the consoles of this process during the block."""
+        with (
+            mock.patch.object(Console, "__call__", _of_console(self, Console.__call__)),
+            mock.patch.object(Console, "run", _of_console(self, Console.run)),
+        ):
+            yield
+
+    def make_task(self, loop: Any, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+        """Makes a task, which is measured if the console starts it; a task factory."""
+        measured = _measured(self, coroutine) if _is_console.get() else coroutine
+        return asyncio.Task(measured, loop=loop, **options)
 
     def run(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a step of the console."""
@@ -42,8 +57,8 @@ class Meter:
         try:
             return step(*arguments)
         finally:
-            self._sum_s += time.thread_time() - began_s
-            struct.pack_into("d", self._memory, 0, self._sum_s)
+            self.sum_s += time.thread_time() - began_s
+            struct.pack_into("d", self._memory, 0, self.sum_s)
 
 
 def read_meter(path: Path) -> float:
@@ -82,17 +97,13 @@ class MeteredLoop(uvloop.Loop):
     def __init__(self, meter: Meter) -> None:
         super().__init__()
         self._meter = meter
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(meter.make_task)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         """Runs a function in a thread."""
         if _is_console.get():
             return super().run_in_executor(executor, self._meter.run, func, *args)
         return super().run_in_executor(executor, func, *args)
-
-    def _make_task(self, loop: Any, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
-        measured = _measured(self._meter, coroutine) if _is_console.get() else coroutine
-        return asyncio.Task(measured, loop=loop, **options)
 
 
 def _of_console(meter: Meter, inner: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
@@ -109,11 +120,7 @@ def _of_console(meter: Meter, inner: Callable[..., Coroutine[Any, Any, Any]]) ->
 def main() -> int:
     """Runs the gateway."""
     meter = Meter(Path(os.environ[METER]))
-    with (
-        mock.patch.object(uvloop, "new_event_loop", partial(MeteredLoop, meter)),
-        mock.patch.object(Console, "__call__", _of_console(meter, Console.__call__)),
-        mock.patch.object(Console, "run", _of_console(meter, Console.run)),
-    ):
+    with mock.patch.object(uvloop, "new_event_loop", partial(MeteredLoop, meter)), meter.on_console():
         return program.main()
 
 

@@ -48,8 +48,9 @@ LOOK = """() => {
 }"""
 """Looks for elements that no template has, and returns the text of the page."""
 
-REPLACE = "htmx.ajax('GET', location.href, { target: '#main', select: '#main', swap: 'outerHTML' })"
-"""Fetches the page's part as htmx does."""
+REPLACE = """() => typeof htmx === "undefined" ? null
+  : htmx.ajax("GET", location.href, { target: "#main", select: "#main", swap: "outerHTML" })"""
+"""Fetches the page's part as htmx does; an answer that is no page has no htmx."""
 
 
 class Visitor:
