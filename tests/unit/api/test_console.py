@@ -123,6 +123,7 @@ SPEC = ModelSpec(name="m", backend="stub", max_batch_size=8, inputs=(), outputs=
         ("BOOL", (1,), "true", [True], (1, 1)),
         ("BYTES", (1,), "one text\nof two lines", [b"one text\nof two lines"], (1, 1)),
         ("BYTES", (-1,), "a\nb", [b"a", b"b"], (1, 2)),
+        ("BYTES", (-1,), "a\u2028b\r\nc\n", ["a\u2028b".encode(), b"c"], (1, 2)),
     ],
 )
 def test_a_form_becomes_a_tensor(

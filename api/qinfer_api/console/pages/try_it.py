@@ -274,7 +274,7 @@ def read_input_text(tensor: TensorSpec, spec: ModelSpec, text: str) -> Tensor:
     """
     if tensor.datatype == "BYTES":
         is_one = element_count([abs(size) for size in tensor.dims]) == 1 and -1 not in tensor.dims
-        elements = [text] if is_one else text.splitlines() or [""]
+        elements = [text] if is_one else text.replace("\r\n", "\n").removesuffix("\n").split("\n")
         values: npt.NDArray[Any] = np.array([each.encode() for each in elements], dtype=object)
         return from_numpy(tensor.name, _shaped(tensor, spec, values))
     numbers = _read_numbers(tensor, text)
