@@ -10,9 +10,13 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
+from qinfer.observe.stats import QUEUE_BUCKETS_S
+from qinfer.queue import keys
+from qinfer_api.console.history import SLOT_S, SLOTS, SeriesCounts
 from tests.chaos.cluster import Cluster, running_cluster
 from tests.chaos.member import Role
 from tests.chaos.repository import write_stub
@@ -90,7 +94,20 @@ async def metered(tmp_path: Path) -> AsyncIterator[tuple[Cluster, Path]]:
         more = {METER: str(meter), "PYTHONPATH": str(ROOT)}
         cluster.add(Role.GATEWAY, module=metered_gateway.__name__, settings=more)
         await cluster.ready((MODEL,))
+        fill_history(cluster)
         yield cluster, meter
+
+
+def fill_history(cluster: Cluster) -> None:
+    """Writes the counts of an hour, which charts show."""
+    made = SeriesCounts(3, [*range(len(QUEUE_BUCKETS_S) + 1)])
+    value = msgspec.json.encode({f"{MODEL}:1": made, f"{MODEL}:2": made})
+    last = int(time.time() / SLOT_S)
+    with cluster.redis() as client:
+        for number in range(last - SLOTS, last):
+            key = keys.count_history(number)
+            client.hset(key, "another", value)  # type: ignore[arg-type]  # bytes are a value
+            client.pexpire(key, 3_600_000)
 
 
 @contextlib.asynccontextmanager
@@ -148,7 +165,9 @@ async def test_ten_open_pages_take_a_hundredth_of_a_core(
         alone = await idle_share(gateway.pid)
         async with open_pages(url, paths) as pages:
             await asyncio.sleep(SETTLE_S)
+            before_s = read_meter(meter)
             idle = await idle_share(gateway.pid)
+            share_idle = (read_meter(meter) - before_s) / IDLE_S
             before = sum(page.loads for page in pages)
             async with asyncio.TaskGroup() as group:
                 load = group.create_task(loaded(url))
@@ -159,8 +178,8 @@ async def test_ten_open_pages_take_a_hundredth_of_a_core(
     with capsys.disabled():
         sys.stdout.write(
             f"\n{len(paths)} pages, {load.result():.0f} requests/s, {loads} loads of parts and charts: "
-            f"the console takes {share:.2%} of a core; "
+            f"the console takes {share:.2%} of a core, without load {share_idle:.2%}; "
             f"the idle gateway {alone:.2%} without pages, {idle:.2%} with them\n"
         )
     assert loads >= len(paths)
-    assert share <= MOST_SHARE
+    assert max(share, share_idle) <= MOST_SHARE
