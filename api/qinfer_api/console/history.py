@@ -49,10 +49,11 @@ class SeriesCounts(msgspec.Struct, array_like=True):
 
 
 class HistorySlot(NamedTuple):
-    """The counts of all gateways by series, and the work by series, if it was measured."""
+    """The counts of all gateways by series, the work by series, if it was measured, and the figures of charts."""
 
     counts: Mapping[str, SeriesCounts]
     work: Mapping[str, Work]
+    points: "dict[str, ChartPoint]"
 
 
 class ChartPoint(NamedTuple):
@@ -86,12 +87,16 @@ def quantile(answered: Sequence[int], share: float) -> float:
 
 
 def point_of(number: int, slot: HistorySlot | None, series: str) -> ChartPoint:
-    """Returns the figures of a series; a slot without counts had no requests."""
-    counts = SeriesCounts() if slot is None else slot.counts.get(series, SeriesCounts())
-    work_s, oldest_s = (math.nan, math.nan) if slot is None else slot.work.get(series, (math.nan, math.nan))
-    total = sum(counts.answered) + counts.failed
-    p50_s, p99_s = quantile(counts.answered, 0.5), quantile(counts.answered, 0.99)
-    return ChartPoint(number * SLOT_S, total / SLOT_S, counts.failed / SLOT_S, p50_s, p99_s, work_s, oldest_s)
+    """Returns the figures of a series, computed once for each slot; a slot without counts had no requests."""
+    if slot is None or (series not in slot.counts and series not in slot.work):
+        return ChartPoint(number * SLOT_S, 0.0, 0.0, math.nan, math.nan, math.nan, math.nan)
+    if series not in slot.points:
+        counts, work = slot.counts.get(series, SeriesCounts()), slot.work.get(series, (math.nan, math.nan))
+        total = sum(counts.answered) + counts.failed
+        latencies = (quantile(counts.answered, 0.5), quantile(counts.answered, 0.99))
+        figures = (total / SLOT_S, counts.failed / SLOT_S, *latencies, *work)
+        slot.points[series] = ChartPoint._make((number * SLOT_S, *(round(figure, 6) for figure in figures)))
+    return slot.points[series]
 
 
 class CountHistory:
@@ -172,7 +177,7 @@ class CountHistory:
             for series, made in msgspec.json.decode(value, type=dict[str, SeriesCounts]).items():
                 for each in (series, TOTAL):
                     counts.setdefault(each, SeriesCounts()).add(made)
-        return HistorySlot(counts, work) if counts or work else None
+        return HistorySlot(counts, work, {}) if counts or work else None
 
     def _totals(self) -> dict[str, SeriesCounts]:
         totals: dict[str, SeriesCounts] = {}

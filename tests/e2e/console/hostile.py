@@ -26,7 +26,7 @@ from tests.support.gateway import Running, TenantScene, declare_more
 
 KINDS = (
     "worker", "host", "device", "execution", "unloaded", "gateway", "bulk", "by", "reason", "code", "letter", "tenant",
-    "tensor", "text", "parameter", "message", "label", "error", "file", "output", "log", "shard", "metadata", "audit",
+    "tensor", "text", "parameter", "message", "label", "error", "file", "log", "shard", "metadata", "audit",
     "task", "filter",
 )  # fmt: skip
 """The kinds of texts of the scene."""

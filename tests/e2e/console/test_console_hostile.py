@@ -4,6 +4,7 @@ No page runs a text as code, loads from elsewhere, or breaks its own content sec
 """
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,8 +147,8 @@ async def test_no_text_becomes_code(tmp_path: Path) -> None:
             await ask_before_an_act(visitor)
             seen = "\n".join(visitor.seen)
 
-    missing = [text for kind in KINDS for text in told(kind) if text not in seen]
-    assert missing == []
+    in_json = {text: json.dumps(text, ensure_ascii=False)[1:-1] for kind in KINDS for text in told(kind)}
+    assert [text for text, escaped in in_json.items() if text not in seen and escaped not in seen] == []
     assert [name for name in HOSTILE_NAMES if name not in seen] == []
 
 
