@@ -154,7 +154,7 @@ async def searched(client: AsyncClient, **filters: Unpack[RequestFilters]) -> li
 def waiting_in(cluster: Cluster, lane: Lane) -> list[str]:
     """Returns the id of each entry of a lane."""
     with cluster.redis() as client:
-        heads = [head_of(fields[b"f"]) for _, fields in client.xrange(keys.lane(lane))]  # type: ignore[union-attr]
+        heads = [head_of(fields[b"f"]) for _, fields in client.xrange(keys.lane(lane))]
     return sorted(head.id[:-1] for head in heads if head is not None)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import BrokerUnavailable
@@ -56,8 +57,8 @@ async def fill(scene: TenantScene) -> None:
     await running.refresh()
     _note_acts(running)
     for name in HOSTILE_NAMES:
-        body = {"targets": [{"model": name, "version": 1, "role": "stable"}]}
-        reply = await scene.clients["admin"].put(f"/v1/endpoints/of-{HOSTILE_NAMES.index(name)}", json=body)
+        endpoint = {"targets": [{"model": name, "version": 1, "role": "stable"}]}
+        reply = await scene.clients["admin"].put(f"/v1/endpoints/of-{HOSTILE_NAMES.index(name)}", json=endpoint)
         assert reply.status_code == 200, reply.text
     for text in told("filter"):
         chosen = {"model": "echo", "error": text, "id_prefix": text}
@@ -141,7 +142,7 @@ async def _add_requests(running: Running) -> None:
         await stored.settle([Settlement(address=address, outcome=ended)])
 
 
-def _best_classes() -> Iterator[np.ndarray]:  # type: ignore[type-arg]  # float32[1, classes]
+def _best_classes() -> Iterator[npt.NDArray[np.float32]]:
     for first in range(0, len(HOSTILE), CLASSES):
         scores = np.zeros((1, len(HOSTILE)), np.float32)
         scores[0, first : first + CLASSES] = 1.0

@@ -99,7 +99,7 @@ class MeteredLoop(uvloop.Loop):
         self._meter = meter
         self.set_task_factory(meter.make_task)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]  # any function
         """Runs a function in a thread."""
         if _is_console.get():
             return super().run_in_executor(executor, self._meter.run, func, *args)

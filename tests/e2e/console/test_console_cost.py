@@ -106,7 +106,7 @@ def fill_history(cluster: Cluster) -> None:
     with cluster.redis() as client:
         for number in range(last - SLOTS, last):
             key = keys.count_history(number)
-            client.hset(key, "another", value)  # type: ignore[arg-type]  # bytes are a value
+            client.hset(key, "another", value)
             client.pexpire(key, 3_600_000)
 
 

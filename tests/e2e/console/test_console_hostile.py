@@ -124,6 +124,7 @@ async def test_no_text_becomes_code(tmp_path: Path) -> None:
     async with TenantScene.opened(tmp_path / "keys.json") as scene:
         await fill(scene)
         async with visiting(scene, scene.running.url) as visitor:
+            operations = (await scene.clients["admin"].get("/v1/operations")).json()["operations"]
             letters = await scene.running.delivery.dead_letters.list(LETTERS_OF)
             models = [quote(name, safe="") for name in HOSTILE_NAMES]
             ended = -(-len(HOSTILE) // 8)
@@ -131,6 +132,7 @@ async def test_no_text_becomes_code(tmp_path: Path) -> None:
                 *PAGES, "models/pair", "models/named", "try/named", f"jobs/{JOB}", "jobs?state=failed",
                 f"letters?model={LETTERS_OF}", f"letters/{LETTERS_OF}/{letters[-1].id}",
                 *(f"{page}/{name}" for page in ("models", "try") for name in models),
+                *(f"operations/{each['id']}" for each in operations),
                 *(f"endpoints/of-{number}" for number in range(len(models))),
                 *(f"requests/ended-{number}?model={RESULTS_OF}" for number in range(ended)),
                 *(f"requests/failed-{number}?model=echo&tenant={quote(told('tenant')[number])}" for number in range(3)),

@@ -62,7 +62,8 @@ async def add_workers(running: Running, names: list[str]) -> None:
         own = [names[(number * 10 + step) % MODELS] for step in range(30)]
         models = {name: {1: VersionState(State.READY, 1)} for name in own}
         models[own[0]] = {1: VersionState(State.UNAVAILABLE, 1, REASON[:500])}
-        memory = {name: {1: (MemoryUse("CPU", 0, 10**8),)} for name in own}
+        uses: tuple[MemoryUse, ...] = (MemoryUse("CPU", 0, 10**8),)
+        memory = {name: {1: uses} for name in own}
         record = WorkerRecord(
             id=f"worker-{number:03}", started_at=time.time(), models=models, host=f"host-{number}.example",
             memory=memory, memory_bytes=10**9, throughput_rps=12.5,
@@ -175,7 +176,8 @@ async def cost_of(client: httpx.AsyncClient, meter: Meter, place: str) -> Cost:
         reply = await client.get(place)
         loads.append(Cost(meter.sum_s - before_s, time.perf_counter() - began_s, len(reply.content)))
         assert reply.status_code == 200, (place, reply.text)
-    return Cost(*(pick(load[at] for load in loads) for at, pick in enumerate((min, min, max))))
+    cpu_s, took_s, nbytes = zip(*loads, strict=True)
+    return Cost(min(cpu_s), min(took_s), max(nbytes))
 
 
 def shown(costs: dict[str, Cost]) -> Iterator[str]:
