@@ -48,8 +48,11 @@ class Meter:
 
     def make_task(self, loop: Any, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
         """Makes a task, which is measured if the console starts it; a task factory."""
-        measured = _measured(self, coroutine) if _is_console.get() else coroutine
-        return asyncio.Task(measured, loop=loop, **options)
+        if not _is_console.get():
+            return asyncio.Task(coroutine, loop=loop, **options)
+        task = asyncio.Task(_measured(self, coroutine), loop=loop, **options)
+        task.add_done_callback(lambda _: coroutine.close())  # it may be cancelled before its first step
+        return task
 
     def run(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a step of the console."""

@@ -29,7 +29,7 @@ from tests.e2e.console.metered_gateway import Meter
 from tests.integration.console.test_console_pages import PAGES, token_of
 from tests.support.gateway import Running, declare_more, running_gateway
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 LETTERS, MODELS, JOBS, WORKERS, REQUESTS = 10_000, 1000, 500, 100, 5000
 MOST_S, MOST_BYTES = 0.3, 300_000
