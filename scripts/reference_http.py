@@ -53,7 +53,7 @@ def http_page(notice: str) -> str:
 def document() -> dict[str, Any]:
     """Returns the OpenAPI document; the routes need no services to describe themselves."""
     services = Mock(spec=Services, restrictions=Restrictions.for_http(()))
-    return build_app(cast(Services, services), Features(Mock(), Mock(), Mock(), Mock())).openapi()
+    return build_app(cast(Services, services), Features(Mock(), Mock(), Mock(), Mock(), Mock())).openapi()
 
 
 def _operations(whole: Json) -> Iterator[tuple[str, str, Json]]:

@@ -488,6 +488,21 @@ ROWS = (
     Row(keys.operations, "sorted set", "permanent", "ids of the operations of the last week by their creation"),
     Row(keys.open_operations, "sorted set", "permanent", "ids of the operations that run, by their creation"),
     Row(keys.pauses, "hash", "until resumed", "the paused models and versions: since when, by whom and why"),
+    Row(keys.recordings, "hash", "expires with its last record", "the recordings that run, by model"),
+    Row(
+        keys.recorded,
+        "stream",
+        "ten minutes after the end of the recording",
+        "copies of requests: inputs, parameters and arrival",
+        ({"recording_id": "<id>"},),
+    ),
+    Row(
+        keys.recorded_counts,
+        "hash",
+        "the same",
+        "the recording, its bytes and its counts",
+        ({"recording_id": "<id>"},),
+    ),
     Row(
         keys.pins,
         "hash",

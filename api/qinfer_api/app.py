@@ -46,6 +46,7 @@ from qinfer.submission.pending import PendingCall
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission
 from qinfer.traffic.controller import CanaryController, EndpointWatch
+from qinfer.traffic.recordings import RecordingStore
 from qinfer.traffic.store import EndpointStore, KeptTargets
 from qinfer_api.auth import Auth, RefusedKeys, Restrictions, load_auth
 from qinfer_api.console.access import Access
@@ -69,6 +70,7 @@ from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import TraceStage, Tracing
 from qinfer_api.quotas import Quota
 from qinfer_api.receiving import ReceivingBudget, Reservation
+from qinfer_api.recordings import Recorder, recording_routes
 from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.letters import letter_routes
@@ -253,6 +255,7 @@ class Gateway:
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
             dispatcher.submission.set_cache(cache)
         self._segments = self._share_memory(settings.segments, dispatcher.submission)
+        self._recorder = Recorder(RecordingStore(self._store), dispatcher.submission, settings, queue.clock.now_s)
         return dispatcher
 
     def _share_memory(self, settings: SegmentSettings, submission: Submission) -> SegmentSharing | None:
@@ -338,7 +341,7 @@ class Gateway:
         )
         self._console = Console(parts)
         shared = self._console if settings.console.port is None else None
-        return Features(self.jobs, self._labeling, endpoints, self._operations, shared)
+        return Features(self.jobs, self._labeling, endpoints, self._operations, self._recorder, shared)
 
     def _bulk_jobs(self, settings: Settings) -> BulkJobs:
         return BulkJobs(
@@ -403,7 +406,7 @@ class Gateway:
                     group.create_task(self._console.run()),
                     group.create_task(report_liveness(self._store, f"{self.name}@{socket.gethostname()}", PROGRAM)),
                 ]
-                more = (self._segments, self._quotas, self._watch)
+                more = (self._segments, self._quotas, self._watch, self._recorder)
                 tasks += [group.create_task(one.run()) for one in more if one is not None]
                 tasks += [group.create_task(port.serve()) for port in self._side_ports()]
                 if self._labeling.pusher is not None:
@@ -570,6 +573,7 @@ class Features(NamedTuple):
     labeling: Labeling
     endpoints: EndpointService
     operations: RequestOperations
+    recorder: Recorder
     console: Console | None = None
 
 
@@ -607,6 +611,7 @@ def build_app(services: Services, features: Features, specs: Callable[[], Mappin
     ]
     routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]
     routers.append((endpoint_routes(services, features.endpoints), []))
+    routers.append((recording_routes(services, features.recorder), []))
     routers += [(routes(services), []) for routes in (tf_serving_routes, torchserve_routes)]
     for router, dependencies in routers:
         app.include_router(router, dependencies=dependencies)

@@ -242,10 +242,10 @@ class Dispatcher:
     def store(
         self, request: OutgoingRequest, served: ServedVersion, address: EntryAddress, timeout_s: float
     ) -> Callable[[], StampedRequest]:
-        """See `LaneEntrance.store`."""
+        """See `Entrance.store`."""
         if self.draining:
             raise Overloaded("Server exiting")
-        return self.submission.of(served).lane.store(request, address, timeout_s)
+        return self.submission.of(served).store(request, address, timeout_s)
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
         """Returns the version that serves a model, or an endpoint's stable target, now or soon.

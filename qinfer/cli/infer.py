@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -27,6 +27,7 @@ from qinfer.cli.console import (
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
     from qinfer.cli.load import Load, LoadReport, LoadTarget
+    from qinfer.cli.request_data import DataRequest
     from qinfer.client import InferResult
     from qinfer.core.messages import Scalar
     from qinfer.tensors import Tensor
@@ -38,6 +39,7 @@ class RepeatedCall(TypedDict):
     model: str
     inputs: "dict[str, Tensor]"
     version: int
+    parameters: "Mapping[str, Scalar]"
 
 
 INFER_EXAMPLE = "Example: qinfer infer digits --input image=digit.npy   or   --input 'x=[[1.0, 2.0]]'"
@@ -148,7 +150,9 @@ BENCH_OPTIONS: Options = {
         max=MOST_RATE,
     ),
     "arrivals": option(
-        Path | None, None, "Instead of --rate: a file with seconds between two arrivals, a number a line; it repeats."
+        Path | None,
+        None,
+        "Instead of --rate: a file with seconds between two arrivals, a number a line; it repeats. trace: as recorded.",
     ),
     "deadline_ms": option(float, 0.0, "Report the goodput, too: answers a second within the deadline.", min=0),
 }
@@ -163,14 +167,17 @@ def bench(model: ModelArgument, *, as_json: JsonOption = False, **given: Any) ->
     second the client is the bottleneck.
     """
     from qinfer.cli.load import LoadReport, batch_counts, mean_batch, run_load
+    from qinfer.cli.request_data import requests_of
 
     _check_kinds(given)
     sequences, streaming = given["sequences"], given["streaming"]
     with gateway_client(given["url"]) as client:
-        asked = _calls(client, model, given)
+        each = requests_of(client, model, given["version"], given["inputs"], given["data"])
+        asked = [_call(model, given["version"], one) for one in each]
+        gaps_s = _gaps(given, each)
         _ask_once(client, asked[0], streaming=streaming, is_stateful=sequences > 0)
         encoders = [_encoder(given["url"], one, binary=given["binary"], streaming=streaming) for one in asked]
-        load = _load_of(encoders, given)._replace(watch=None if as_json else _bar(given["duration"]))
+        load = _load_of(encoders, given, gaps_s)._replace(watch=None if as_json else _bar(given["duration"]))
         before = batch_counts(client.metrics(), model)
         report = LoadReport(sequences or given["concurrency"], given["deadline_ms"] / 1000 or math.inf)
         run_load(encoders[0]({}), report, given["duration"], load)
@@ -193,12 +200,9 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
         raise typer.BadParameter("give this without --input and --sequences", param_hint="--data")
 
 
-def _calls(client: "GatewayClient", model: str, given: Mapping[str, Any]) -> list[RepeatedCall]:
-    """Returns the calls that the load repeats, at least one."""
-    from qinfer.cli.request_data import requests_of
-
-    each = requests_of(client, model, given["version"], given["inputs"], given["data"])
-    return [{"model": model, "inputs": {t.name: t for t in one}, "version": given["version"]} for one in each]
+def _call(model: str, version: int, one: "DataRequest") -> RepeatedCall:
+    inputs = {tensor.name: tensor for tensor in one.tensors}
+    return {"model": model, "inputs": inputs, "version": version, "parameters": one.parameters}
 
 
 def _ask_once(client: "GatewayClient", asked: RepeatedCall, *, streaming: bool, is_stateful: bool) -> None:
@@ -223,13 +227,18 @@ def _encoder(
     path = f"{model_path(asked['model'], asked['version'], api)}/{call}"
 
     def encode(parameters: "Mapping[str, Scalar]") -> LoadTarget:
-        body, json_length = encode_request(list(asked["inputs"].values()), parameters=parameters, binary=binary)
+        tensors, parameters = list(asked["inputs"].values()), {**asked["parameters"], **parameters}
+        body, json_length = encode_request(tensors, parameters=parameters, binary=binary)
         return LoadTarget.for_url(url, path, body, json_length if binary else None, api_key())
 
     return encode
 
 
-def _load_of(encoders: "Sequence[Callable[[Mapping[str, Scalar]], LoadTarget]]", given: Mapping[str, Any]) -> "Load":
+def _load_of(
+    encoders: "Sequence[Callable[[Mapping[str, Scalar]], LoadTarget]]",
+    given: Mapping[str, Any],
+    gaps_s: "Iterator[float] | None",
+) -> "Load":
     from qinfer.cli.load import (
         Arrivals,
         Load,
@@ -238,21 +247,32 @@ def _load_of(encoders: "Sequence[Callable[[Mapping[str, Scalar]], LoadTarget]]",
         SequenceConnection,
         StepRequests,
         StreamConnection,
-        poisson,
     )
 
     if given["sequences"]:
         steps = StepRequests(lambda parameters: encoders[0](parameters).request, given["per_sequence"])
         return Load(partial(SequenceConnection, steps))
     following = cycle([encode({}).request for encode in encoders]).__next__
-    if given["rate"] or given["arrivals"] is not None:
-        gaps = poisson(given["rate"]) if given["arrivals"] is None else cycle(_gaps(given["arrivals"]))
-        arriving = Arrivals(gaps)
+    if gaps_s is not None:
+        arriving = Arrivals(gaps_s)
         return Load(partial(OpenConnection, following, arriving.free), arriving)
     return Load(partial(StreamConnection if given["streaming"] else LoadConnection, following))
 
 
-def _gaps(path: Path) -> list[float]:
+def _gaps(given: Mapping[str, Any], requests: "Sequence[DataRequest]") -> "Iterator[float] | None":
+    """Returns the seconds between two arrivals; `None` = a request follows an answer."""
+    from qinfer.cli.load import poisson
+    from qinfer.cli.request_data import gaps_of
+
+    if given["rate"]:
+        return poisson(given["rate"])
+    path: Path | None = given["arrivals"]
+    if path is None:
+        return None
+    return cycle(gaps_of(requests, given["data"]) if path == Path("trace") else _read_gaps(path))
+
+
+def _read_gaps(path: Path) -> list[float]:
     from qinfer.errors import InvalidRequest
 
     try:

@@ -9,7 +9,21 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import apps, backends, bridge, dlq, endpoints, example, infer, keys, models, requests, status, workers
+from qinfer.cli import (
+    apps,
+    backends,
+    bridge,
+    dlq,
+    endpoints,
+    example,
+    infer,
+    keys,
+    models,
+    recorded,
+    requests,
+    status,
+    workers,
+)
 from qinfer.cli.analyze import command as analyze
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
@@ -54,6 +68,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
     (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),
+    (recorded.record, recorded.EXAMPLE, "Record a model's real requests for load tests."),
     (analyze.analyze, analyze.EXAMPLE, "Find a model's best configuration by measurements."),
 ]
 """Command and example, or group and name; and a shorter help text."""

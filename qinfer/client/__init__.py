@@ -12,7 +12,15 @@ from qinfer.client._sync.handles import Job, ModelFunction, Sequence
 from qinfer.client.job_flows import JobStatus
 from qinfer.client.request_flows import OperationStatus
 from qinfer.client.results import InferResult, ModelStatistics, RequestHandle, RequestStatus
-from qinfer.wire.bodies import JobEstimate, JobLogLine, JobPreview, ModelIndexEntry, ModelMetadata, TensorMetadata
+from qinfer.wire.bodies import (
+    JobEstimate,
+    JobLogLine,
+    JobPreview,
+    ModelIndexEntry,
+    ModelMetadata,
+    RecordedRequest,
+    TensorMetadata,
+)
 
 __all__ = [
     "AsyncClient",
@@ -31,6 +39,7 @@ __all__ = [
     "ModelMetadata",
     "ModelStatistics",
     "OperationStatus",
+    "RecordedRequest",
     "RequestHandle",
     "RequestStatus",
     "Sequence",

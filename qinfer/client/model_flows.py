@@ -6,7 +6,7 @@ except by the usual rounding of floats.
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -15,9 +15,9 @@ import numpy as np
 
 from qinfer.client.results import Array, ModelStatistics, path_part
 from qinfer.client.steps import JSON, Flow, Policy, Send, call, converted, encode_json, json_object
-from qinfer.errors import InvalidRequest, Unreachable
+from qinfer.errors import InvalidRequest, RequestNotFound, Unreachable
 from qinfer.tensors import Tensor, from_numpy, numpy_dtype
-from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata
+from qinfer.wire.bodies import ModelIndexEntry, ModelMetadata, RecordedPage, Recording
 
 Inputs = Mapping[str, Array | Tensor | list[Any] | tuple[Any, ...] | float | str | bytes]
 """Inputs by name: arrays; lists and single values, with datatypes from the model's metadata; or a `Tensor`."""
@@ -122,6 +122,33 @@ def unload(policy: Policy, model: str, *, unload_dependents: bool) -> Flow[None]
     """Unloads a model."""
     body = {"parameters": {"unload_dependents": True}} if unload_dependents else {}
     yield from call(policy, _post(f"{_control_path(model)}/unload", body))
+
+
+OnPage = Callable[[RecordedPage], object]
+
+
+def begin_recording(policy: Policy, model: str, requests: int, max_bytes: int, duration_s: float) -> Flow[Recording]:
+    """Begins to record a model's requests."""
+    bounds = {"requests": requests, "bytes": max_bytes, "seconds": duration_s}
+    path = f"{model_path(model, None, 'v1')}/recordings"
+    send = Send("POST", path, JSON, encode_json("the recording", bounds), repeats=False)
+    return converted(policy, json_object(policy, (yield from call(policy, send))), Recording, "recording")
+
+
+def recorded_page(policy: Policy, recording: Recording, after: str) -> Flow[RecordedPage]:
+    """Returns the copies behind a place; the gateway waits a moment for the first."""
+    path = f"/v1/recordings/{path_part('the recording', recording.id)}" + (f"?after={after}" if after else "")
+    reply = yield from call(policy, Send("GET", path, {}), not_found=RequestNotFound)
+    try:
+        return msgspec.json.decode(reply.content, type=RecordedPage)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreachable(f"the server at {policy.url} sent no recording ({error}); is it a gateway?") from None
+
+
+def stop_recording(policy: Policy, recording: Recording) -> Flow[None]:
+    """Ends a recording."""
+    path = f"/v1/recordings/{path_part('the recording', recording.id)}"
+    yield from call(policy, Send("DELETE", path, {}), not_found=RequestNotFound)
 
 
 def model_path(model: str, version: int | None = None, api: str = "v2") -> str:

@@ -292,6 +292,21 @@ def pauses() -> str:
     return "qinfer:pauses"
 
 
+def recordings() -> str:
+    """Hash of the recordings that run, by model, with expiry (ms of Redis' time)."""
+    return "qinfer:recordings"
+
+
+def recorded(recording_id: str) -> str:
+    """Stream of a recording's copies."""
+    return f"qinfer:{{recorded|{recording_id}}}:copies"
+
+
+def recorded_counts(recording_id: str) -> str:
+    """Hash with a recording and its counts."""
+    return f"qinfer:{{recorded|{recording_id}}}:counts"
+
+
 def pins() -> str:
     """Hash of pins, with expiry (ms of Redis' time)."""
     return "qinfer:pins"

@@ -4,7 +4,7 @@
     cache(lane), split(lane), split(cache(lane))
 
 The catalog's refresh replaces all entrances at once; requests in flight keep theirs. Stored requests (`/v1`) enter by
-`LaneEntrance.store`, those of bridges by `prepare`. Similar requests are neither checked nor laid out again
+`Entrance.store`, those of bridges by `prepare`. Similar requests are neither checked nor laid out again
 (`Layouts`). Large tensors travel beside the entry.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
@@ -134,6 +134,16 @@ class Submission:
             entrance = SplitEntrance(entrance)
         return self.outermost(entrance)
 
+    def recompose(self, model: str) -> None:
+        """Composes a model's entrances again, because `outermost` wraps them in another way now."""
+        fresh: dict[int, Entrance] = {}
+        for (name, version), entrance in list(self._entrances.items()):
+            if name == model:
+                served = entrance.served
+                self._entrances[name, version] = fresh.get(id(served)) or fresh.setdefault(
+                    id(served), self.compose(served)
+                )
+
     def enqueue(self, waiting: PendingCall, request: OutgoingRequest, lane: Lane) -> None:
         """Enqueues a pending request that a local batcher admitted and did not execute."""
         if waiting not in self.pending:
@@ -192,6 +202,12 @@ class Entrance(ABC):
     ) -> PendingCall:
         """Submits a plain request to a batcher of this process, if nothing waits."""
         return self.submit(request, sink, timeout_s)
+
+    def store(
+        self, request: OutgoingRequest, address: EntryAddress, timeout_s: float
+    ) -> Callable[[], "StampedRequest"]:
+        """Admits a checked request to be stored; returns its `prepare`."""
+        return self.lane.store(request, address, timeout_s)
 
 
 class LaneEntrance(Entrance):
@@ -295,7 +311,7 @@ class LaneEntrance(Entrance):
     def store(
         self, request: OutgoingRequest, address: EntryAddress, timeout_s: float
     ) -> Callable[[], "StampedRequest"]:
-        """Admits a checked request to be stored; returns its `prepare`."""
+        """See `Entrance.store`."""
         self.admit(request, self.served.routes.for_priority(request.priority), timeout_s)
         return partial(prepare, request, self.served, address, timeout_s, self._layouts.inline_max_bytes)
 

@@ -1,8 +1,11 @@
 """Bodies of the gateway's replies that are records of the Python client too, each defined once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # numpy, which the command line loads late
+    from qinfer.tensors import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,79 @@ class JobPreview:
     columns: tuple[PreviewColumn, ...] = ()
     columns_left_out: int = 0
     rows: tuple[tuple[str | None, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTensor:
+    """An input of a recorded request; JSON has `data`, the raw elements as in Triton's binary form, in base64."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRequest:
+    """The copy of a request that has arrived at a gateway, without its caller, headers and id.
+
+    Attributes:
+        arrival_ms: Milliseconds from the begin of the recording to the request's arrival.
+        inputs: The inputs.
+        parameters: Custom parameters without forwarded headers; and `sequence_id`, a number in place of the caller's
+            id, `sequence_start` and `sequence_end` of a sequence's step.
+    """
+
+    arrival_ms: float
+    inputs: tuple[RecordedTensor, ...]
+    parameters: Mapping[str, bool | int | float | str]
+
+    @property
+    def tensors(self) -> "tuple[Tensor, ...]":
+        """The inputs as tensors; `qinfer.tensors.to_numpy` makes arrays of them."""
+        from qinfer.tensors import Tensor
+
+        return tuple(Tensor(one.name, one.datatype, one.shape, one.data) for one in self.inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A recording of the requests for a model.
+
+    Attributes:
+        id: The recording's id.
+        model: The model.
+        requests: The most copies.
+        nbytes: The most bytes of all copies.
+        begins_at: Its begin, in seconds since the epoch.
+        ends_at: Its end, unless it is full or stopped before.
+    """
+
+    id: str
+    model: str
+    requests: int
+    nbytes: int
+    begins_at: float
+    ends_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPage:
+    """The next copies of a recording.
+
+    Attributes:
+        recording: The recording.
+        requests: The copies, in the order in which gateways wrote them; those of several gateways are not sorted.
+        next: The place behind the last copy, for the next page.
+        ended: Whether no page with copies follows.
+        dropped: Requests so far that were not copied, because copies came too fast or were too large.
+    """
+
+    recording: Recording
+    requests: tuple[RecordedRequest, ...]
+    next: str
+    ended: bool
+    dropped: int
 
 
 def index_body(entries: Iterable[ModelIndexEntry]) -> list[dict[str, Any]]:

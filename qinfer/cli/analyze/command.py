@@ -301,8 +301,9 @@ def _bodies(stack: "Stack", model: str, inputs: Sequence[str], data: Path | None
     from qinfer.wire.kserve_client import encode_request
 
     each = requests_of(stack.client, model, 0, inputs, data)
-    stack.client.infer(model, {one.name: one for one in each[0]})
-    return [encode_request(tensors, parameters={}, binary=True) for tensors in each]
+    first = each[0]
+    stack.client.infer(model, {one.name: one for one in first.tensors}, parameters=first.parameters)
+    return [encode_request(one.tensors, parameters=one.parameters, binary=True) for one in each]
 
 
 def _write(directory: Path, found: "Facts", journal: Any) -> None:

@@ -2,7 +2,16 @@
 
 import os
 from asyncio import sleep
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -16,7 +25,7 @@ from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, StepFlags, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
 from qinfer.client.job_flows import JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
-from qinfer.client.model_flows import Inputs
+from qinfer.client.model_flows import Inputs, OnPage
 from qinfer.client.request_flows import OnOperation, OperationStatus, RequestFilters
 from qinfer.client.results import (
     EventReader,
@@ -36,7 +45,7 @@ from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
 from qinfer.core.retry import RETRY_SHARE
 from qinfer.errors import QinferError
-from qinfer.wire.bodies import JobEstimate, ModelIndexEntry, ModelMetadata
+from qinfer.wire.bodies import JobEstimate, ModelIndexEntry, ModelMetadata, RecordedRequest
 
 T = TypeVar("T")
 
@@ -615,6 +624,50 @@ class AsyncClient:
             QinferError: As `infer`.
         """
         await self._run_flow(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
+
+    async def record(
+        self,
+        model: str,
+        *,
+        requests: int = 1000,
+        max_bytes: int = 64 * 2**20,
+        duration_s: float = 60.0,
+        on_page: OnPage | None = None,
+    ) -> AsyncGenerator[RecordedRequest, None]:
+        """Records the requests for a model that arrive at any gateway, and yields copies as they come.
+
+        The recording ends after so many requests, bytes or seconds, or when the iteration is left. Copies have the
+        inputs, parameters and time of arrival, but no header, key, tenant or id. It needs the scope `admin`.
+
+        In an event loop, close the iterator after a `break` (`contextlib.aclosing`), which ends the recording.
+
+        Args:
+            model: The model's name; not an endpoint's.
+            requests: The most requests, up to 100,000.
+            max_bytes: The most bytes of all copies, up to 256 MiB.
+            duration_s: The longest time, up to an hour.
+            on_page: Called with each page that is read; it tells how many requests were dropped.
+
+        Raises:
+            ModelNotFound: The model does not exist.
+            Conflict: The model is being recorded already.
+            QinferError: As `infer`.
+        """
+        recording = await self._run_flow(
+            model_flows.begin_recording(self._policy, model, requests, max_bytes, duration_s)
+        )
+        after, has_ended = "", False
+        try:
+            while not has_ended:
+                page = await self._run_flow(model_flows.recorded_page(self._policy, recording, after))
+                after, has_ended = page.next, page.ended
+                if on_page is not None:
+                    on_page(page)
+                for request in page.requests:
+                    yield request
+        finally:
+            if not has_ended:
+                await self._run_flow(model_flows.stop_recording(self._policy, recording))
 
     async def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
         """Returns whether a model can answer now; without a model, whether all models of the server can.

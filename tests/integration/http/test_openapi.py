@@ -59,7 +59,7 @@ def document() -> dict[str, Any]:
     """Returns the document as it is sent; the routes need no services to describe themselves."""
     services = Mock(spec=Services, restrictions=Restrictions.for_http(()))
     found: dict[str, Any] = json.loads(
-        json.dumps(build_app(cast(Services, services), Features(Mock(), Mock(), Mock(), Mock())).openapi())
+        json.dumps(build_app(cast(Services, services), Features(Mock(), Mock(), Mock(), Mock(), Mock())).openapi())
     )
     return found
 

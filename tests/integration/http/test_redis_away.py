@@ -96,7 +96,7 @@ class Away:
     def __init__(self, running: Running, client: httpx.AsyncClient, bodies: dict[str, Any], request_id: str) -> None:
         self.running, self.client = running, client
         self._bodies = bodies
-        self.places = {**PLACES, **dict.fromkeys(("request_id", "letter_id", "operation_id"), request_id)}
+        self.places = {**PLACES, **dict.fromkeys(("request_id", "letter_id", "operation_id", "recording"), request_id)}
 
     async def operations(self) -> list[tuple[str, str]]:
         """Returns method and path of each."""

@@ -10,7 +10,7 @@ import pytest
 from typer import BadParameter
 
 from qinfer.cli.console import CommandFailed
-from qinfer.cli.infer import _check_kinds, _gaps
+from qinfer.cli.infer import _check_kinds, _read_gaps
 from qinfer.cli.load import (
     Arrivals,
     Load,
@@ -327,13 +327,13 @@ def test_gaps_are_seconds_of_at_most_a_million_arrivals_each(tmp_path: Path, tex
     trace = tmp_path / "gaps.txt"
     trace.write_text(text)
     with pytest.raises(InvalidRequest, match="has"):
-        _gaps(trace)
+        _read_gaps(trace)
 
 
 def test_gaps_may_be_zero_between_others(tmp_path: Path) -> None:
     trace = tmp_path / "gaps.txt"
     trace.write_text("0\n0\n\n0.5\n")
-    assert _gaps(trace) == [0.0, 0.0, 0.5]
+    assert _read_gaps(trace) == [0.0, 0.0, 0.5]
 
 
 def test_a_rate_and_a_trace_exclude_one_another() -> None:

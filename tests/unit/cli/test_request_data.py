@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from qinfer.cli.request_data import read_requests
+from qinfer.cli.recorded import ARRIVAL, PARAMETERS
+from qinfer.cli.request_data import gaps_of, read_requests
 from qinfer.client import TensorMetadata
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import to_numpy
@@ -52,9 +53,9 @@ def test_each_format_gives_tensors_of_the_models_shape(
 ) -> None:
     found = read_requests(written(tmp_path / name, content), INPUTS)
 
-    assert all([tensor.shape for tensor in each] == [(1, 2), (1, 1)] for each in found)
-    assert to_numpy(found[0][0]).tolist() == [[1.0, 2.0]]
-    assert (to_numpy(found[0][1]).item(), to_numpy(found[-1][1]).item()) == (first, last)
+    assert all([tensor.shape for tensor in each.tensors] == [(1, 2), (1, 1)] for each in found)
+    assert to_numpy(found[0].tensors[0]).tolist() == [[1.0, 2.0]]
+    assert (to_numpy(found[0].tensors[1]).item(), to_numpy(found[-1].tensors[1]).item()) == (first, last)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,8 @@ def test_each_format_gives_tensors_of_the_models_shape(
         ("a.jsonl", [{"x": [1.0, 2.0]}], "request 1 has no 'text'; it has x"),
         ("a.jsonl", [{"x": ["one", "two"], "text": ["a"]}], "request 1: input 'x' can't be read as FP32"),
         ("a.jsonl", [[1]], "line 1: expected an object"),
+        ("a.parquet", [{"x": [[1.0, 2.0], [3.0]], "text": "a"}], "'x' can't be read as FP32"),
+        ("a.parquet", [{"x": [1.0, 2.0], "text": "a", PARAMETERS: "[1]"}], "qinfer.parameters: expected an object"),
         ("a.json", {"rows": []}, "has no list 'data'"),
         ("a.json", {"data": [{"x": {"b64": "%"}, "text": ["a"]}]}, "'x' is not FP32"),
         ("a.json", {"data": [{"x": {"shape": [2]}, "text": ["a"]}]}, "'x' has neither 'content' nor 'b64'"),
@@ -84,3 +87,28 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_bytes(b'{"x": ')
     with pytest.raises(InvalidRequest, match="line 1 is not JSON"):
         read_requests(tmp_path / "broken.jsonl", INPUTS)
+
+
+def test_requests_come_in_the_order_of_their_arrivals_with_their_gaps(tmp_path: Path) -> None:
+    """The last gap, before the requests are repeated, is the mean of the others."""
+    rows = [{"x": [float(n), 0.0], "text": "a", ARRIVAL: at} for n, at in enumerate((500.0, 0.0, 100.0))]
+
+    found = read_requests(written(tmp_path / "a.parquet", rows), INPUTS)
+
+    assert [to_numpy(one.tensors[0])[0, 0] for one in found] == [1.0, 2.0, 0.0]
+    assert gaps_of(found, tmp_path / "a.parquet") == pytest.approx([0.1, 0.4, 0.25])
+
+
+def test_requests_without_arrivals_have_no_gaps(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", PLAIN)
+
+    with pytest.raises(InvalidRequest, match=r"a.jsonl has no arrivals; give --data with a file of `qinfer record`"):
+        gaps_of(read_requests(file, INPUTS), file)
+    with pytest.raises(InvalidRequest, match="the request has no arrivals"):
+        gaps_of([], None)
+
+
+def test_an_input_that_is_null_is_left_out(tmp_path: Path) -> None:
+    found = read_requests(written(tmp_path / "a.jsonl", [{"x": [1.0, 2.0], "text": None}]), INPUTS)
+
+    assert [tensor.name for tensor in found[0].tensors] == ["x"]

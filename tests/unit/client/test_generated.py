@@ -12,7 +12,7 @@ from qinfer.client import AsyncJob, AsyncSequence, Job, Sequence
 from scripts import generate_client
 
 PAIRS = [(qinfer.Client, qinfer.AsyncClient), (Job, AsyncJob), (Sequence, AsyncSequence)]
-NOT_AWAITED = {"model", "generate_stream", "infer_stream", "job", "responses", "sequence", "stream"}
+NOT_AWAITED = {"model", "generate_stream", "infer_stream", "job", "record", "responses", "sequence", "stream"}
 
 
 @pytest.fixture(scope="module")
