@@ -180,9 +180,9 @@ def zeros(name: str, shape: tuple[int, ...]) -> Array:
     return np.zeros(shape, dtype=numpy_dtype(name))
 
 
-def random(name: str, shape: tuple[int, ...]) -> Array:
+def random(name: str, shape: tuple[int, ...], seed: int = 0) -> Array:
     """Returns reproducible random data: floats in [0, 1), else 0 and 1."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     if name == "BYTES":
         return zeros(name, shape)
     if np.issubdtype(numpy_dtype(name), np.floating):

@@ -6,6 +6,7 @@ A minimal HTTP/1.1 client: a general client costs more than the server that it m
     OpenConnection       a request whenever one arrives
     StreamConnection     one request after another, answered by streams
     SequenceConnection   the steps of one sequence after another
+    MixConnection        requests of several kinds by their shares
 """
 
 import asyncio
@@ -424,6 +425,55 @@ class SequenceConnection(LoadConnection):
             self._send_request()
         else:
             super()._go_on()
+
+
+class LoadPart:
+    """One kind of requests in a mixed load.
+
+    Attributes:
+        following: Returns the next request.
+        share: Its share of the requests, in any unit.
+        streams: Whether its answers are streams.
+        latencies_s: The latencies of its answers.
+    """
+
+    def __init__(self, following: NextRequest, share: float = 1.0, *, streams: bool = False) -> None:
+        self.following, self.share, self.streams = following, share, streams
+        self.latencies_s: list[float] = []
+
+
+def by_share(parts: Sequence[LoadPart]) -> Iterator[LoadPart]:
+    """Yields parts evenly interleaved, each as often as its share says (smooth weighted round robin)."""
+    credit, total = [0.0] * len(parts), sum(part.share for part in parts)
+    while True:
+        credit = [one + part.share for one, part in zip(credit, parts, strict=True)]
+        chosen = max(range(len(parts)), key=credit.__getitem__)
+        credit[chosen] -= total
+        yield parts[chosen]
+
+
+class MixConnection(StreamConnection):
+    """Sends the requests of a mixed load; each kind has latencies of its own, too."""
+
+    def __init__(self, parts: Iterator[LoadPart], report: LoadReport, ended: Callable[[LoadConnection], None]) -> None:
+        super().__init__(lambda: self._part.following(), report, ended)
+        self._parts = parts
+
+    def _send_request(self) -> None:
+        self._part = next(self._parts)
+        super()._send_request()
+
+    def on_body(self, body: bytes) -> None:
+        """Measures the events of a stream, or keeps the body of an error."""
+        if self._part.streams:
+            super().on_body(body)
+        else:
+            LoadConnection.on_body(self, body)
+
+    def _on_response(self, error: str) -> None:
+        if not error and not self._error:
+            self._part.latencies_s.append(time.perf_counter() - self._sent_s)
+        super()._on_response(error)
 
 
 MakeConnection = Callable[[LoadReport, Callable[[LoadConnection], None]], LoadConnection]

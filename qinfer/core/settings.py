@@ -383,7 +383,9 @@ class AuthSettings(Section):
 class WorkerSettings(Section):
     """The inference worker."""
 
-    models: tuple[str, ...] = Field(("*",), description="Globs of the models that this worker loads.")
+    models: tuple[str, ...] = Field(
+        ("*",), description="Globs of the models that this worker loads; names with `~` need a glob with `~`."
+    )
     gpus: tuple[int, ...] | None = Field(
         None, description="GPUs that this worker may use, by index; unset = all of this machine, [] = none."
     )

@@ -22,10 +22,13 @@ import msgspec
 
 from qinfer.models.state import DesiredState, ModelUse, State, StoredModel, VersionState, WorkerRecord
 
+APART = "~"
+"""The beginning of names of models that only workers of their own load."""
+
 
 def is_placed(model: str, globs: Sequence[str]) -> bool:
-    """Tells whether a worker loads the model."""
-    return any(fnmatchcase(model, glob) for glob in globs)
+    """Tells whether a worker loads the model; `*` is for all models but those that are apart."""
+    return any(fnmatchcase(model, glob) and model.startswith(APART) <= glob.startswith(APART) for glob in globs)
 
 
 PENDING_REASON = "its configuration is being completed by a worker"

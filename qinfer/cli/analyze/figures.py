@@ -45,12 +45,14 @@ class LoadWindow(NamedTuple):
     Attributes:
         requests_per_s: Answers per second.
         p50_ms: The median latency.
-        p99_ms: The latency of the slowest 1 %.
+        p99_ms: The latency of the slowest 1 %; of several models, that of the slowest.
         good_per_s: Answers per second within the deadline; all answers without a deadline.
         errors: Requests that failed.
         noise: The part of the machine's time that others took, between 0 and 1.
         first_error: The text of the first error.
         cores: Cores that the server's processes used on average.
+        first_ms: The p99 of the time to the first response of a stream.
+        between_ms: The p99 of the time between two responses of a stream.
     """
 
     requests_per_s: float
@@ -61,6 +63,8 @@ class LoadWindow(NamedTuple):
     noise: float = 0.0
     first_error: str = ""
     cores: float = 0.0
+    first_ms: float = 0.0
+    between_ms: float = 0.0
 
 
 class MeterRules(NamedTuple):
@@ -83,12 +87,14 @@ class Figures(NamedTuple):
         mean_batch: Rows of a mean batch.
         memory_mb: Resident memory of the server's processes, in MiB; shared memory counts in each.
         batches: Rows of a batch → milliseconds of an execution.
+        accuracy: How far the answers agree with the present configuration's, from 0 to 1; `None` = not compared.
     """
 
     windows: tuple[LoadWindow, ...]
     mean_batch: float = 0.0
     memory_mb: float = 0.0
     batches: tuple[tuple[int, float], ...] = ()
+    accuracy: float | None = None
 
     @property
     def throughput(self) -> Interval:
@@ -109,6 +115,16 @@ class Figures(NamedTuple):
     def p99_ms(self) -> float:
         """The median of the windows' p99."""
         return median([one.p99_ms for one in self.windows])
+
+    @property
+    def first_ms(self) -> float:
+        """The median of the windows' p99 of first responses; 0 = no streams."""
+        return median([one.first_ms for one in self.windows])
+
+    @property
+    def between_ms(self) -> float:
+        """The median of the windows' p99 between responses; 0 = no streams."""
+        return median([one.between_ms for one in self.windows])
 
     @property
     def errors(self) -> int:
@@ -139,6 +155,9 @@ class Goal(NamedTuple):
         memory_mb: The most memory of the server.
         price_per_hour: The price of a core and hour, for `cost`: the score is requests for a unit of money.
         cores: The cores of the machine.
+        accuracy: The least agreement of answers with the present configuration's; 0 = they are not compared.
+        first_ms: The largest p99 of the time to the first response of a stream.
+        between_ms: The largest p99 of the time between two responses of a stream.
     """
 
     objective: Objective = "throughput"
@@ -146,10 +165,14 @@ class Goal(NamedTuple):
     memory_mb: float = math.inf
     price_per_hour: float = 0.0
     cores: int = 1
+    accuracy: float = 0.0
+    first_ms: float = math.inf
+    between_ms: float = math.inf
 
     def score(self, found: Figures) -> Interval:
         """Returns the score, more is better; 0 where a constraint or a request failed, or none was answered."""
-        if found.errors or not found.throughput.mean or found.p99_ms > self.p99_ms or found.memory_mb > self.memory_mb:
+        is_late = found.p99_ms > self.p99_ms or found.first_ms > self.first_ms or found.between_ms > self.between_ms
+        if found.errors or not found.throughput.mean or is_late or found.memory_mb > self.memory_mb:
             return Interval(0.0, 0.0, 0.0)
         if self.objective == "p99":
             slow = interval([one.p99_ms for one in found.windows])

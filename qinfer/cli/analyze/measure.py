@@ -6,24 +6,15 @@ repeated: stolen time of a virtual machine, and pauses of a cgroup's quota.
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow, MeterRules
+from qinfer.cli.analyze.loads import LoadPlan
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.client import GatewayClient
-from qinfer.cli.load import (
-    Load,
-    LoadConnection,
-    LoadReport,
-    LoadTarget,
-    NextRequest,
-    batch_counts,
-    mean_batch,
-    run_load,
-)
+from qinfer.cli.load import LoadPart, LoadReport, batch_counts, mean_batch, percentile, run_load
 from qinfer.observe.host import ProcessUse
 
 LEAST_WINDOWS, MOST_WINDOWS = 3, 8
@@ -33,25 +24,25 @@ MOST_NOISE, REPEATS = 0.05, 3
 
 
 class Meter(NamedTuple):
-    """Measures one model of a gateway.
+    """Measures a load on a gateway, and one of the models.
 
     Attributes:
         client: A client of the gateway.
-        model: The model's name.
-        target: The gateway's address.
-        following: Returns the next request.
+        model: The model whose batches are counted.
+        plan: The load.
         goal: The objective.
         rules: How long a measurement lasts.
         use: Returns CPU time and memory of the server.
+        check: Called after each window; raises `CommandFailed` if no more load may be sent.
     """
 
     client: GatewayClient
     model: str
-    target: LoadTarget
-    following: NextRequest
+    plan: LoadPlan
     goal: Goal
     rules: MeterRules
     use: Callable[[], ProcessUse]
+    check: Callable[[], None]
 
     def measure(self, wanted: Wanted) -> Figures:
         """Loads the model and returns what was found.
@@ -78,25 +69,31 @@ class Meter(NamedTuple):
         for left in reversed(range(REPEATS)):
             clock, used = _Machine.now(), self.use().cpu_s
             report = LoadReport(level, self.rules.deadline_ms / 1000)
-            run_load(self.target, report, self.rules.window_s, Load(partial(LoadConnection, self.following)))
+            for part in self.plan.parts:
+                part.latencies_s.clear()
+            run_load(self.plan.target, report, self.rules.window_s, self.plan.load())
             if report.interrupted:
                 raise KeyboardInterrupt
+            self.check()
             noise = clock.noise_until(_Machine.now())
             if noise <= MOST_NOISE or not left:
-                return _as_window(report, noise, self.use().cpu_s - used)
+                return _as_window(report, self.plan.parts, noise, self.use().cpu_s - used)
         raise AssertionError("a window is measured at least once")
 
 
-def _as_window(report: LoadReport, noise: float, cpu_s: float) -> LoadWindow:
+def _as_window(report: LoadReport, parts: Sequence[LoadPart], noise: float, cpu_s: float) -> LoadWindow:
+    each = [part.latencies_s for part in parts if part.latencies_s] if len(parts) > 1 else []
     return LoadWindow(
         report.requests_per_s,
         report.percentile_s(50) * 1000,
-        report.percentile_s(99) * 1000,
+        max(percentile(one, 99) for one in each or [report.latencies_s]) * 1000,
         report.goodput_per_s,
-        report.errors,
+        report.errors + (report.sequences_lost if not report.errors else 0),
         noise,
         report.first_error,
         cpu_s / report.duration_s,
+        percentile(report.first_s or (), 99) * 1000,
+        percentile(report.between_s, 99) * 1000,
     )
 
 

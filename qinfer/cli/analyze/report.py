@@ -36,6 +36,7 @@ class Facts(NamedTuple):
         outcome: The search's result.
         figures: All figures by point.
         config: The winner's configuration as `config.pbtxt`.
+        is_alone: Whether all requests are for the model.
     """
 
     model: str
@@ -44,6 +45,12 @@ class Facts(NamedTuple):
     outcome: Outcome
     figures: Mapping[Point, Figures]
     config: str
+    is_alone: bool = True
+
+    @property
+    def limit(self) -> str:
+        """The limit of the winner in words; empty where it is not known."""
+        return limit_of(self.outcome.winner, self.figures[self.outcome.winner]) if self.is_alone else ""
 
 
 def page(facts: Facts) -> str:
@@ -60,7 +67,7 @@ def page(facts: Facts) -> str:
         f'<p class="key">{verdict}</p>',
         f"<p><b>{escape(outcome.winner.candidate.text())}</b> at {outcome.winner.level} concurrent requests: "
         f"{winner.throughput.mean:,.0f} requests/s, p50 {winner.p50_ms:.2f} ms, p99 {winner.p99_ms:.2f} ms{between}. "
-        f"{escape(limit_of(outcome.winner, winner))}</p>",
+        f"{escape(facts.limit)}{_agreement_text(winner)}</p>",
         f"<p>Today: {escape(outcome.today.candidate.text())} at {outcome.today.level}: "
         f"{today.throughput.mean:,.0f} requests/s, p99 {today.p99_ms:.2f} ms.</p>",
         "<h2>Throughput and latency</h2>",
@@ -128,7 +135,7 @@ def _row(point: Point, found: Figures, facts: Facts) -> tuple[str, ...]:
         f"{one.max_batch}",
         f"{one.delay_ms:g}",
         f"{one.threads or '-'}",
-        one.backend,
+        one.backend if one.precision == "full" else f"{one.backend} mixed",
         f"{point.level}",
         f"{found.throughput.mean:,.0f}",
         "" if math.isinf(width) else f"{width:.0%}",
@@ -145,8 +152,15 @@ def _mean(facts: Facts, point: Point) -> float:
 
 def _goal_text(goal: Goal) -> str:
     limits = [f"p99 ≤ {goal.p99_ms:g} ms"] if goal.p99_ms < math.inf else []
+    limits += [f"first response, p99 ≤ {goal.first_ms:g} ms"] if goal.first_ms < math.inf else []
+    limits += [f"between responses, p99 ≤ {goal.between_ms:g} ms"] if goal.between_ms < math.inf else []
     limits += [f"memory ≤ {goal.memory_mb:g} MiB"] if goal.memory_mb < math.inf else []
+    limits += [f"accuracy ≥ {goal.accuracy:g}"] if goal.accuracy else []
     return ", ".join([goal.objective, *limits])
+
+
+def _agreement_text(found: Figures) -> str:
+    return "" if found.accuracy is None else f" Its answers agree with today's by {found.accuracy:.4f}."
 
 
 def _table(facts: Facts) -> str:

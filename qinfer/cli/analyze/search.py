@@ -173,7 +173,7 @@ def optuna(space: Space, goal: Goal, seed: int = 0) -> Search:
 
 
 def _suggested(trial: Any, space: Space) -> Point:
-    names = ("instances", "max_batch", "delay_ms", "threads", "backend", "levels")
+    names = (*Candidate._fields, "levels")
     *values, level = (trial.suggest_categorical(name, list(getattr(space, name))) for name in names)
     return Point(Candidate(*values), level)
 
@@ -205,8 +205,9 @@ def _shapes(board: Measurements) -> list[Candidate]:
     space = board.space
     batch, delay = space.max_batch[-1], space.delay_ms[0]
     shapes = [
-        Candidate(instances, batch, delay, threads, backend)
+        Candidate(instances, batch, delay, threads, backend, precision)
         for backend in space.backend
+        for precision in space.precision
         for instances in space.instances
         for threads in space.threads
     ]
@@ -250,7 +251,7 @@ def _delays(board: Measurements) -> Generator[Wanted, Figures, None]:
 def _neighbours(board: Measurements, point: Point) -> list[Point]:
     """Returns the points that differ by one step in one dimension: load first, then batch and the others."""
     found = [Point(point.candidate, level) for level in _beside(board.space.levels, point.level)]
-    for name in ("max_batch", "delay_ms", "threads", "instances", "backend"):
+    for name in ("max_batch", "delay_ms", "threads", "instances", "backend", "precision"):
         values = _beside(getattr(board.space, name), getattr(point.candidate, name))
         found += [Point(point.candidate._replace(**{name: value}), point.level) for value in values]
     return [one for one in found if one not in board.figures]

@@ -6,7 +6,7 @@ A *candidate* names a value of each dimension, a *point* is a candidate under a 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qinfer.errors import InvalidRequest
 
@@ -16,6 +16,13 @@ THREAD_PARAMETERS = {
     "pytorch": "INTRA_OP_THREAD_COUNT",
 }
 """Backend → the parameter with the threads of an instance."""
+
+MIXED_BACKENDS = ("onnxruntime", "openvino", "pytorch")
+"""The backends with the accelerator `auto_mixed_precision`."""
+
+Precision = Literal["full", "mixed"]
+_MIXED = "auto_mixed_precision"
+_DEVICES = ("cpu_execution_accelerator", "gpu_execution_accelerator")
 
 
 class Candidate(NamedTuple):
@@ -27,6 +34,7 @@ class Candidate(NamedTuple):
         delay_ms: The longest wait for a fuller batch, in milliseconds.
         threads: Threads of an instance; 0 = the backend's default.
         backend: The backend that executes the model.
+        precision: `mixed` = the accelerator `auto_mixed_precision`.
     """
 
     instances: int
@@ -34,12 +42,27 @@ class Candidate(NamedTuple):
     delay_ms: float
     threads: int
     backend: str
+    precision: Precision = "full"
 
     def text(self) -> str:
         """Returns it as `2 onnxruntime, batch 32, delay 1 ms, 1 thread`."""
         threads = f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""
         batch = f", batch {self.max_batch}, delay {self.delay_ms:g} ms" if self.max_batch else ""
-        return f"{self.instances} {self.backend}{batch}{threads}"
+        precision = ", mixed precision" if self.precision == "mixed" else ""
+        return f"{self.instances} {self.backend}{batch}{threads}{precision}"
+
+    @property
+    def computation(self) -> "Computation":
+        """The part that may change answers."""
+        return Computation(self.backend, self.threads, self.precision)
+
+
+class Computation(NamedTuple):
+    """The part of a candidate that may change a model's answers; instances and batches do not."""
+
+    backend: str
+    threads: int
+    precision: Precision
 
 
 class Point(NamedTuple):
@@ -65,6 +88,7 @@ class Space(NamedTuple):
         backend: As `Candidate`.
         levels: Numbers of concurrent requests.
         today: The configuration that the model has.
+        precision: As `Candidate`.
     """
 
     instances: tuple[int, ...]
@@ -74,10 +98,11 @@ class Space(NamedTuple):
     backend: tuple[str, ...]
     levels: tuple[int, ...]
     today: Candidate
+    precision: tuple[Precision, ...] = ("full",)
 
     def candidates(self) -> Iterator[Candidate]:
         """Yields all combinations."""
-        values = (self.instances, self.max_batch, self.delay_ms, self.threads, self.backend)
+        values = (self.instances, self.max_batch, self.delay_ms, self.threads, self.backend, self.precision)
         return (Candidate(*one) for one in product(*values))
 
     def points(self) -> Iterator[Point]:
@@ -102,7 +127,13 @@ def today_of(config: Mapping[str, Any]) -> Candidate:
         int((batching or {}).get("max_queue_delay_microseconds", 0)) / 1000,
         int(threads),
         backend,
+        "mixed" if any(entry.get("name") == _MIXED for entry in _accelerators(config)) else "full",
     )
+
+
+def _accelerators(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    given = (config.get("optimization") or {}).get("execution_accelerators") or {}
+    return (entry for device in _DEVICES for entry in given.get(device) or ())
 
 
 def configured(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
@@ -146,6 +177,11 @@ def configured(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any
     if candidate.threads and (candidate.threads, candidate.backend) != (today.threads, today.backend):
         name = THREAD_PARAMETERS[candidate.backend]
         changed["parameters"] = {**changed.get("parameters", {}), name: {"string_value": str(candidate.threads)}}
+    if candidate.precision != today.precision:
+        given = changed.setdefault("optimization", {}).setdefault("execution_accelerators", {})
+        for device in _DEVICES:
+            others = [entry for entry in given.get(device) or () if entry.get("name") != _MIXED]
+            given[device] = [*others, {"name": _MIXED}] if candidate.precision == "mixed" else others
     return changed
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qinfer.cli.analyze.journal import digest
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.console import CommandFailed
 from qinfer.cli.local.machine import read_run
@@ -31,9 +32,16 @@ class Stack:
         client: A client of it.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, url: str, client: GatewayClient) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        log: Path,
+        url: str,
+        client: GatewayClient,
+        repositories: Sequence[str] = (),
+    ) -> None:
         self.url, self.client = url, client
-        self._process, self._log = process, log
+        self._process, self._log, self._repositories = process, log, repositories
 
     def configure(self, model: str, config: Mapping[str, Any]) -> None:
         """Loads a model with a configuration, and waits until it is ready."""
@@ -43,6 +51,15 @@ class Stack:
         """Raises `CommandFailed` if the server has ended."""
         if self._process.poll() is not None:
             raise CommandFailed(f"the private server has ended; the same command goes on:\n{_end_of(self._log)}")
+
+    def files_digest(self, model: str) -> str:
+        """Returns a digest of a model's files."""
+        places = [Path(one) / model for one in self._repositories]
+        return next((digest(place) for place in places if place.is_dir()), "")
+
+    def told(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a configuration as the model's own, which it is."""
+        return config
 
     def use(self) -> ProcessUse:
         """Returns CPU time and memory of the server's processes."""
@@ -76,7 +93,7 @@ def private_stack(repositories: Sequence[str], models: Sequence[str], workers: i
         try:
             url = _started(process, Path(home), log, models)
             with GatewayClient(url) as client:
-                yield Stack(process, log, url, client)
+                yield Stack(process, log, url, client, repositories)
         finally:
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):

@@ -214,3 +214,11 @@ def test_a_model_that_cannot_be_loaded_has_an_error(models: dict[str, StoredMode
 def test_placement(globs: tuple[str, ...], placed: bool) -> None:  # noqa: FBT001
     """Any glob that matches places the model; case matters."""
     assert is_placed("m1", globs) is placed
+
+
+@pytest.mark.parametrize(
+    ("globs", "placed"), [(("*",), False), (("m*", "?m"), False), (("~m",), True), (("m", "~*"), True)]
+)
+def test_a_model_that_is_apart_needs_a_glob_that_is_apart(globs: tuple[str, ...], placed: bool) -> None:  # noqa: FBT001
+    """An analysis in place has a worker of its own."""
+    assert is_placed("~m", globs) is placed

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import typer
 
-from qinfer.cli.analyze.command import _measurer, _parsed, _space
 from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
 from qinfer.cli.analyze.search import Wanted
+from qinfer.cli.analyze.session import Measurer, parsed, read_space
 from qinfer.cli.analyze.space import Candidate, Point
 from qinfer.cli.analyze.stack import Stack
 from qinfer.cli.console import CommandFailed
@@ -19,7 +19,9 @@ from qinfer.errors import ModelLoadFailed
 ONE, TWO = (Candidate(count, 8, 0.0, 0, "python") for count in (1, 2))
 CONFIG = {"max_batch_size": 8, "dynamic_batching": {}, "backend": "python"}
 GOOD = Figures((LoadWindow(100.0, 1.0, 2.0, 100.0),))
-GIVEN = dict.fromkeys(("instances", "max_batch_size", "delay_ms", "threads", "backend", "concurrency"), "")
+GIVEN: dict[str, Any] = dict.fromkeys(
+    ("instances", "max_batch_size", "delay_ms", "threads", "backend", "precision", "concurrency"), ""
+)
 
 
 class Server:
@@ -42,7 +44,8 @@ def measure_of(server: Server, measure: Any = lambda _: GOOD) -> Any:
     kept: dict[Any, Figures] = {}
     journal = SimpleNamespace(known=kept, add=lambda wanted, found: kept.update({(wanted.point, wanted.turn): found}))
     progress = SimpleNamespace(announce=lambda _: None, note=lambda *_: None)
-    return _measurer(server, "m", CONFIG, SimpleNamespace(measure=measure), journal, progress)  # type: ignore[arg-type]
+    meter = SimpleNamespace(measure=measure, goal=Goal())
+    return Measurer(server, "m", CONFIG, meter, journal, progress)  # type: ignore[arg-type]
 
 
 def test_a_configuration_that_cannot_be_loaded_is_refused_and_the_search_goes_on() -> None:
@@ -84,13 +87,48 @@ def test_a_server_that_has_ended_says_its_last_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["nan", "inf", "1e400", ",", "a", "-1"])
 def test_lists_have_finite_numbers(text: str) -> None:
     with pytest.raises(typer.BadParameter):
-        _parsed("--delay-ms", text, float)
+        parsed("--delay-ms", text, float)
 
 
 def test_a_space_has_levels_of_at_most_10_000() -> None:
-    assert _space(ONE, **GIVEN).levels[0] == 1
+    assert read_space(CONFIG, **GIVEN).levels[0] == 1
     with pytest.raises(typer.BadParameter, match="10001 are more than 10000"):
-        _space(ONE, **GIVEN | {"concurrency": "10001"})
+        read_space(CONFIG, **GIVEN | {"concurrency": "10001"})
+
+
+def test_a_configuration_whose_answers_differ_is_refused_without_a_measurement() -> None:
+    measure = measure_of(Server(), lambda _: pytest.fail("it was measured"))
+    measure._meter.goal = Goal(accuracy=0.99)
+    measure.compare_answers(SimpleNamespace(known={}, of=lambda candidate, load: 0.5))
+
+    found = measure(Wanted(Point(ONE, 1)))
+
+    assert (found.first_error, found.accuracy) == ("its answers agree by 0.5000, below 0.99", 0.5)
+
+
+def test_a_limit_on_streams_refuses() -> None:
+    late = Figures((LoadWindow(100.0, 1.0, 2.0, 100.0, first_ms=30.0, between_ms=5.0),))
+
+    assert Goal(first_ms=30.0, between_ms=5.0).score(late).mean == 100.0
+    assert Goal(first_ms=29.0).score(late).mean == 0.0
+    assert Goal(between_ms=4.0).score(late).mean == 0.0
+
+
+def test_of_several_models_options_hold_for_those_that_know_them() -> None:
+    given = GIVEN | {"threads": "1,2", "backend": "onnxruntime,openvino", "precision": "full,mixed"}
+
+    found = read_space(CONFIG, is_alone=False, **given)
+
+    assert (found.backend, found.threads, found.precision) == (("python",), (0,), ("full",))
+    with pytest.raises(typer.BadParameter, match="no list of full and mixed"):
+        read_space({**CONFIG, "backend": "onnxruntime"}, **GIVEN | {"precision": "half"})
+
+
+def test_a_stateful_model_keeps_its_batches() -> None:
+    """Sequences have batches of their own."""
+    stateful = {"max_batch_size": 8, "sequence_batching": {}, "backend": "python"}
+
+    assert read_space(stateful, **GIVEN).max_batch == (1,)
 
 
 def test_no_answer_at_all_is_no_score() -> None:

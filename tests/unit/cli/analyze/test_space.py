@@ -43,6 +43,16 @@ def test_the_present_configuration_is_a_candidate_that_changes_nothing() -> None
             "parameters",
             CONFIG["parameters"] | {"intra_op_thread_count": {"string_value": "1"}},
         ),
+        (
+            TODAY._replace(precision="mixed"),
+            "optimization",
+            {
+                "execution_accelerators": {
+                    "cpu_execution_accelerator": [{"name": "auto_mixed_precision"}],
+                    "gpu_execution_accelerator": [{"name": "auto_mixed_precision"}],
+                }
+            },
+        ),
         (TODAY._replace(backend="openvino"), "default_model_filename", "model.onnx"),
         (
             TODAY._replace(backend="openvino"),
@@ -81,3 +91,18 @@ def test_powers_of_two() -> None:
         (1, 2, 4, 6),
         (1, 2, 4, 8, 16, 32, 64),
     ]
+
+
+def test_full_precision_removes_the_accelerator_alone() -> None:
+    mixed = configured(CONFIG, TODAY._replace(precision="mixed"))
+    mixed["optimization"]["execution_accelerators"]["cpu_execution_accelerator"].append({"name": "openvino"})
+
+    accelerators = configured(mixed, TODAY)["optimization"]["execution_accelerators"]
+
+    assert accelerators == {"cpu_execution_accelerator": [{"name": "openvino"}], "gpu_execution_accelerator": []}
+
+
+def test_instances_and_batches_do_not_change_answers() -> None:
+    assert TODAY.computation == TODAY._replace(instances=4, max_batch=1, delay_ms=0.0).computation
+    for other in ({"threads": 1}, {"backend": "openvino"}, {"precision": "mixed"}):
+        assert TODAY._replace(**other).computation != TODAY.computation
