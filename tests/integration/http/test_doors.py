@@ -34,6 +34,8 @@ CHANGES = {
     "POST /v1/models/echo/recordings",
     "GET /v1/recordings/x",
     "DELETE /v1/recordings/x",
+    "GET /v1/workers/x/log",
+    "POST /v1/workers/x/drain",
     "POST /v2/logging",
     "POST /v2/trace/setting",
     "POST /v2/models/echo/trace/setting",

@@ -60,6 +60,7 @@ NEED_NO_REDIS = (
     "GET /ping",
     "GET /v1/models/{model}",
     "GET /v1/models/{model}/metadata",
+    "GET /v1/workers",
     "GET /v2",
     "GET /v2/models/{model}",
     "GET /v2/models/{model}/config",
@@ -96,7 +97,10 @@ class Away:
     def __init__(self, running: Running, client: httpx.AsyncClient, bodies: dict[str, Any], request_id: str) -> None:
         self.running, self.client = running, client
         self._bodies = bodies
-        self.places = {**PLACES, **dict.fromkeys(("request_id", "letter_id", "operation_id", "recording"), request_id)}
+        self.places = {
+            **PLACES,
+            **dict.fromkeys(("request_id", "letter_id", "operation_id", "recording", "worker"), request_id),
+        }
 
     async def operations(self) -> list[tuple[str, str]]:
         """Returns method and path of each."""
