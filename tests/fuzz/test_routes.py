@@ -195,7 +195,7 @@ class Callers:
             self._remember(who, text)
 
     def _target(self, chance: random.Random, who: Tenant, path: str, entry: dict[str, Any]) -> str:
-        admin = "/load" in path or "/unload" in path or "trace" in path
+        admin = any(word in path for word in ("/load", "/unload", "trace", "/pause", "/resume"))
         ids = [chance.choice(known) for known in self._ids.values() if known]
         values = {
             "model": chance.choice(UNLOADED if admin else [*ASKED, *ASKED, *NAMES, "nobody"]),

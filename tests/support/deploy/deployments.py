@@ -149,6 +149,9 @@ def _parse(arguments: list[str]) -> None:
     command = COMMANDS
     context = command.make_context("qinfer", list(arguments))
     while hasattr(command, "resolve_command"):
-        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        words = [*context._protected_args, *context.args]
+        if not words and command.invoke_without_command:
+            return
+        name, command, rest = command.resolve_command(context, words)
         assert command is not None, f"qinfer {' '.join(arguments)}: {name} is no command"
         context = command.make_context(name, rest, parent=context)

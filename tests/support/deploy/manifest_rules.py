@@ -84,7 +84,8 @@ def is_command(words: Sequence[str]) -> bool:
     options = {option for parameter in command.params for option in parameter.opts}
     given = [word for word in rest if not word.startswith("-")]
     taken = sum(parameter.param_type_name == "argument" for parameter in command.params)
-    return not hasattr(command, "commands") and set(rest) - set(given) <= options and len(given) <= taken
+    runs = not hasattr(command, "commands") or command.invoke_without_command
+    return runs and set(rest) - set(given) <= options and len(given) <= taken
 
 
 @lru_cache
