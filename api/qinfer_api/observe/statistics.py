@@ -103,13 +103,19 @@ class Statistics:
         self._store = store
         self._added = added
 
-    async def model_statistics(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
-        """Returns ready versions' statistics; an empty model or version 0 = all."""
+    async def model_statistics(
+        self, model: str = "", version: int = 0, *, is_latest: bool = True
+    ) -> list[ModelStatistics]:
+        """Returns ready versions' statistics; an empty model or version 0 = all.
+
+        With `is_latest` they wait for the counts of the last second, which each worker is asked to write.
+        """
         asked = model
         if self.endpoints is not None:
             model, version = self.endpoints.stable(model, version)
         wanted = self._all() if not model else [(model, v) for v in self._versions(model, version)]
-        await self._added(model)
+        if is_latest:
+            await self._added(model)
         found = await self._store.all_stats(wanted)
         return [
             model_statistics(asked or which[0], which[1], fields, self._memory(*which))

@@ -92,7 +92,7 @@ async def model(visit: Visit) -> Response:
     statistics: list[ModelStatistics] = []
     if services.catalog.ready_versions(name):
         try:
-            statistics = await services.reporting.statistics.model_statistics(name)
+            statistics = await services.reporting.statistics.model_statistics(name, is_latest=False)
         except InvalidRequest:  # it was unloaded meanwhile
             statistics = []
     return visit.render(
