@@ -311,4 +311,5 @@ def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -
 
 def too_many(failed_rows: int, max_errors: int) -> str:
     """Returns the message that too many rows failed."""
-    return f"{failed_rows} rows failed; the job allows {max_errors} (error_threshold)"
+    rows = "1 row" if failed_rows == 1 else f"{failed_rows} rows"
+    return f"{rows} failed; the job allows {max_errors} (error_threshold)"
