@@ -118,7 +118,7 @@ async def test_a_silent_worker_disappears(stores: ControlPair) -> None:
 
 
 async def test_only_a_live_worker_is_asked_to_drain(stores: ControlPair) -> None:
-    """Its next heartbeat says by which key; no trace is left of a worker that is dead."""
+    """The next heartbeat of a live worker says by which key; no trace is left of a dead one."""
     assert await stores.one.heartbeat(WORKER, LONG_S) is None
     assert await stores.other.ask_drain("w1", "root")
     assert not await stores.other.ask_drain("gone", "root")

@@ -307,7 +307,7 @@ async def test_large_states_and_responses_replace_one_another(queue: RedisQueue,
 async def test_a_gateway_forgets_owners_of_sequences_that_were_left(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without END: each owner that it learns replaces those that it would look up again."""
+    """Without END, too, each owner that a gateway learns replaces those that it would look up again."""
     monkeypatch.setattr(ownership, "_LANE_KNOWN_S", 0.0)
     worker, ids = await Worker(gateway, "w1").join(), [SequenceId("acme", number) for number in range(1, 9)]
     for one in ids:

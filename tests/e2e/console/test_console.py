@@ -347,7 +347,7 @@ def test_every_page_is_accessible(chromium: "sync_api.Browser", scene: Scene, th
 
 @pytest.mark.timeout(600)
 def test_the_pictures_of_the_documents(chromium: "sync_api.Browser", scene: Scene, tmp_path: Path) -> None:
-    """They are small, and each is in a document; those that are kept show some minutes of traffic."""
+    """The pictures are small, and each is in a document; those that are kept show some minutes of traffic."""
     folder = Path(os.environ.get("QINFER_TEST_PICTURES", tmp_path))
     if folder != tmp_path:
         wait_until(lambda: _has_history(chromium, scene), 400, "three minutes of traffic")

@@ -26,7 +26,7 @@ from tests.e2e.console.metered_gateway import METER, read_meter
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 MODEL = "cached"
-"""Its answers come from the gateway's cache, because that is the greatest rate of a gateway."""
+"""The model whose answers come from the gateway's cache, because that is the greatest rate of a gateway."""
 MOST_SHARE = 0.01
 SECONDS, SETTLE_S, IDLE_S = 30.0, 5.0, 15.0
 DIFFERENT = (

@@ -74,7 +74,7 @@ async def test_forms_are_sent_to_its_port() -> None:
 
 
 async def test_a_gateway_for_other_machines_has_a_console_for_its_own() -> None:
-    """Only names of this machine, and no pages of others, though the port of HTTP has neither rule."""
+    """The console takes only names of this machine and its own pages, though the port of HTTP has neither rule."""
     async with apart(settings("127.0.0.1", **OPEN)) as (_, port), httpx.AsyncClient() as client:
         found = [
             (await client.get(f"{port.url}sign-in", headers=headers)).status_code
@@ -125,7 +125,7 @@ def test_without_keys_it_is_off_where_others_reach_it(
 
 
 def test_no_decision_about_keys_is_refused_where_others_reach_it() -> None:
-    """As for HTTP and gRPC."""
+    """The console's port has the rule of HTTP and gRPC."""
     with pytest.raises(SettingsError, match=r"QINFER_CONSOLE__HOST=0\.0\.0\.0 serves other machines"):
         open_console_port(settings("0.0.0.0"))
 

@@ -273,7 +273,7 @@ def is_ready(url: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_real_prometheus_gives_the_figures_of_each_range(real: tuple[str, int]) -> None:
-    """And takes any model's name, of which it knows nothing; wrong labels are told in its words."""
+    """A real Prometheus takes any model's name, of which it knows nothing; wrong labels are told in its words."""
     url, end_s = real
     async with history(url, now_s=end_s) as long, history(url, "no matcher") as wrong:
         asked = [(series, chosen) for series in (TOTAL, "digits:1") for chosen in RANGES[1:]]

@@ -36,7 +36,7 @@ MOST_S, MOST_BYTES = 0.3, 300_000
 LOADS = 5
 AT_ONCE = 250
 REASON = "ValueError: <b>'too'</b> many values & too few names, " * 77
-"""As long as a model's process lets it be."""
+"""A reason as long as a model's process lets it be."""
 
 PLACES = (
     *PAGES, "models/m0500", "models?page=10", "models?q=m09", "models?state=UNAVAILABLE", "try/m0500", "queues?page=10",

