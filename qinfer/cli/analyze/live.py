@@ -5,6 +5,7 @@ other: a name that begins with `~` is loaded only by workers whose globs do. A g
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -38,7 +39,11 @@ class LiveServer:
     def __init__(self, url: str, client: GatewayClient, worker: "subprocess.Popen[bytes]", probes: Probes) -> None:
         self.url, self.client = url, client
         self._worker, self._probes = worker, probes
-        self._guard = GuardState.begun(probes.during(BEFORE_S) or [0.0])
+        self._guard = GuardState.begun(probes.during(BEFORE_S) or [math.inf])
+        if math.isinf(self._guard.limit_ms):  # no latency would be beyond it
+            raise CommandFailed(
+                "requests to the model fail, or get no answer, before anything is tried; see `qinfer status`"
+            )
 
     def configure(self, model: str, config: Mapping[str, Any]) -> None:
         """Loads a configuration of the model beside it."""

@@ -1,12 +1,17 @@
 """The guard of a live model: how often it stops a search, with and without a reason."""
 
 import math
+import subprocess
 from threading import Event
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from qinfer.cli.analyze.guard import GuardState, Probes
+from qinfer.cli.analyze.live import LiveServer
+from qinfer.cli.client import GatewayClient
+from qinfer.cli.console import CommandFailed
 
 WINDOWS, PROBES = 150, 40
 
@@ -71,3 +76,13 @@ def test_probes_measure_answers_and_failures_until_they_are_closed() -> None:
     first, second, *_ = probes.taken()
     assert first < math.inf == second
     assert probes.taken() == []
+
+
+@pytest.mark.parametrize("before_ms", [[], [math.inf], [2.0, math.inf]])
+def test_a_model_that_does_not_answer_well_is_not_analysed(before_ms: list[float]) -> None:
+    """No latency would be beyond the limit, so that the guard could not stop."""
+    probes = mock.Mock(spec=Probes)
+    probes.during.return_value = before_ms
+
+    with pytest.raises(CommandFailed, match="before anything is tried"):
+        LiveServer("http://127.0.0.1:1", mock.Mock(spec=GatewayClient), mock.Mock(spec=subprocess.Popen), probes)
