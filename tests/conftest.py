@@ -26,6 +26,10 @@ _SELDOM = 1000
 
 Sooner, what one test has left open would fail whichever test runs then."""
 
+PATIENCE_S = 60.0
+
+_HTTPX_CALLS = (httpx.request, httpx.get, httpx.post, httpx.put, httpx.patch, httpx.delete, httpx.head, httpx.options)
+
 # The time that an example takes is the machine's.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -36,10 +40,16 @@ def pytest_configure() -> None:
 
     For each connection redis-py reads its own version from the files of its distribution, which takes 0.7 ms: tests
     open tens of thousands. Each client of httpx reads the certificates of all authorities, which takes 25 ms.
+
+    httpx waits for 5 s unless told otherwise, and a loaded machine stands still for longer; tests that mean a timeout
+    name it.
     """
     gc.disable()
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
     httpx.create_ssl_context = default.create_ssl_context = _made_once(httpx.create_ssl_context)  # type: ignore[attr-defined]
+    for call in (*_HTTPX_CALLS, httpx.Client.__init__, httpx.AsyncClient.__init__):
+        assert call.__kwdefaults__["timeout"].read == 5.0
+        call.__kwdefaults__["timeout"] = httpx.Timeout(PATIENCE_S)
 
 
 def _made_once(make: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
