@@ -14,8 +14,9 @@ Each ends with *finals*: the best candidates and the present configuration are m
 minute of the machine hits all of them. Pure.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from qinfer.cli.analyze.figures import Figures, Goal, Interval, RowTimes, learnt
 from qinfer.cli.analyze.space import Candidate, Point, Space
@@ -30,11 +31,14 @@ HOPELESS = 0.7
 """A batch size for which the learnt times allow less than this part of the best is left out."""
 
 
+Beside = tuple[tuple[str, Candidate], ...]
+"""The configurations of the other models of a mix, by name."""
+
+
 class Wanted(NamedTuple):
-    """A measurement to make.
+    """A measurement to make: of a point of a model, beside the other models of a mix.
 
     Attributes:
-        point: The point to measure.
         turn: 0 for the first measurement of the point, then 1, 2, …
         to_beat: A score; a measurement whose interval ends below may end early.
     """
@@ -42,6 +46,18 @@ class Wanted(NamedTuple):
     point: Point
     turn: int = 0
     to_beat: float = 0.0
+    model: str = ""
+    beside: Beside = ()
+
+    @property
+    def key(self) -> "Wanted":
+        """The same measurement, whatever it must beat."""
+        return self._replace(to_beat=0.0)
+
+    @property
+    def candidates(self) -> dict[str, Candidate]:
+        """The configurations of all models."""
+        return {**dict(self.beside), self.model: self.point.candidate}
 
 
 class Outcome(NamedTuple):
@@ -52,15 +68,20 @@ class Outcome(NamedTuple):
         today: The present configuration at its best load.
         gain: The winner's score as times the present one's, with its interval; 1 where the winner is the present one.
         measured: The number of measurements.
+        ranked: The best point of each candidate, best first.
+        figures: What was found.
     """
 
     winner: Point
     today: Point
     gain: Interval
     measured: int
+    ranked: Sequence[Point] = ()
+    figures: Mapping[Point, Figures] = MappingProxyType({})
 
 
 Search = Generator[Wanted, Figures, Outcome]
+Result = TypeVar("Result")
 
 
 class Measurements:
@@ -178,15 +199,15 @@ def _suggested(trial: Any, space: Space) -> Point:
     return Point(Candidate(*values), level)
 
 
-def drive(search: Search, measure: Callable[[Wanted], Figures]) -> Outcome:
+def drive(search: Generator[Wanted, Figures, Result], measure: Callable[[Wanted], Figures]) -> Result:
     """Runs a search to its end."""
     try:
         wanted = next(search)
         while True:
             wanted = search.send(measure(wanted))
     except StopIteration as end:
-        outcome: Outcome = end.value
-        return outcome
+        result: Result = end.value
+        return result
 
 
 def _of(candidate: Candidate, levels: Iterable[int]) -> list[Point]:
@@ -275,13 +296,14 @@ def _finals(board: Measurements) -> Generator[Wanted, Figures, Outcome]:
         for point in finalists:
             yield from board.measure(point, again=True)
     winner = max(finalists, key=lambda point: board.score(point).mean)
-    gain = _times(board.score(winner), board.score(today))
+    gain = gain_of(board.score(winner), board.score(today))
     if winner.candidate == today.candidate or gain.low <= 1.0:
         winner, gain = today, Interval(1.0, 1.0, 1.0)
-    return Outcome(winner, today, gain, board.measured)
+    return Outcome(winner, today, gain, board.measured, board.ranked(), board.figures)
 
 
-def _times(one: Interval, other: Interval) -> Interval:
+def gain_of(one: Interval, other: Interval) -> Interval:
+    """Returns a score as times another one, with its interval."""
     if not other.mean:
         return Interval(float("inf"), float("inf"), float("inf")) if one.mean else Interval(1.0, 1.0, 1.0)
     part = ((one.half_width if one.mean else 0.0) ** 2 + other.half_width**2) ** 0.5
