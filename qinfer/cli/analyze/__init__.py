@@ -2,10 +2,11 @@
 
 space      which configurations there are, and how one becomes a `config.pbtxt`; pure
 figures    what a measurement found, and what the objective says about it; pure
-search     which point is measured next, until there is a winner; pure
+search     which point of a model is measured next, until there is a winner; pure
+mix        which model of several is tuned next, until the others can't gain; pure
 loads      models with their shares of the requests, and how each is asked
 accuracy   how far answers agree with those of the present configuration
-session    a run: the models of a load are tuned one after another
+session    a run, from the load to the reports
 journal    the measurements on disk: a command that was killed goes on with them
 measure    load on a gateway, in windows, until the interval is narrow
 stack      a private server on which configurations are tried

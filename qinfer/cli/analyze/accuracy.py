@@ -6,12 +6,11 @@ as a part of the largest value.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from qinfer.cli.analyze.space import Candidate, Computation
+from qinfer.cli.analyze.space import Candidate, computations
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.request_data import DataRequest
 from qinfer.errors import InvalidRequest
@@ -22,56 +21,52 @@ MOST, MOST_BYTES = 256, 64 * 2**20
 """Requests whose answers are compared, and the most bytes of the present configuration's answers."""
 
 Answer = tuple[Tensor, ...]
+AskedModel = tuple[str, Sequence[DataRequest]]
 
 
 class Accuracy:
-    """The agreement of each `Computation`, measured once; the present configuration's answers are read when needed.
+    """The agreement of each choice of computations, `known` once it is measured.
 
-    `asked` has the models that are asked, and their requests.
+    `asked` has the models that get requests; the answers of the `present` configurations are read when needed.
     """
 
-    def __init__(
-        self, client: GatewayClient, asked: Sequence[tuple[str, Sequence[DataRequest]]], today: Candidate
-    ) -> None:
-        self._client, self._asked, self._today = client, asked, today
+    def __init__(self, client: GatewayClient, asked: Sequence[AskedModel], present: Mapping[str, Candidate]) -> None:
+        self._client, self._asked, self._present = client, asked, present
         self._first: list[list[Answer]] = []
-        self.known: dict[Computation, float] = {today.computation: 1.0}
+        self.known = {computations(present): 1.0}
 
-    def of(self, candidate: Candidate, load: Callable[[Candidate], None]) -> float:
-        """Returns the agreement of a candidate that is loaded; `load` loads another one.
+    def of(self, candidates: Mapping[str, Candidate], load: Callable[[Mapping[str, Candidate]], None]) -> float:
+        """Returns the agreement of candidates that are loaded; `load` loads others.
 
         Raises:
             QinferError: A request failed.
         """
-        known = self.known.get(candidate.computation)
-        if known is None:
+        key = computations(candidates)
+        if key not in self.known:
             if not self._first:
-                load(self._today)
-                self._first = [self._answers(*each, MOST, MOST_BYTES) for each in self._asked]
-                load(candidate)
-            known = 1.0
-            for each, first in zip(self._asked, self._first, strict=True):
-                answers = self._answers(*each, len(first), math.inf)
-                known = min(known, agreement(list(zip(first, answers, strict=True))))
-            self.known[candidate.computation] = known
-        return known
+                load(self._present)
+                self._first = [
+                    list(self._answers(model, requests[:MOST], MOST_BYTES)) for model, requests in self._asked
+                ]
+                load(candidates)
+            self.known[key] = min(
+                agreement(list(zip(first, self._answers(model, requests[: len(first)]), strict=True)))
+                for (model, requests), first in zip(self._asked, self._first, strict=True)
+            )
+        return self.known[key]
 
-    def _answers(self, model: str, requests: Sequence[DataRequest], most: int, most_bytes: float) -> list[Answer]:
-        found, nbytes = list[Answer](), 0
-        for one in islice(requests, most):
+    def _answers(self, model: str, requests: Sequence[DataRequest], most_bytes: float = math.inf) -> Iterator[Answer]:
+        for one in requests:
             inputs = {tensor.name: tensor for tensor in one.tensors}
-            found.append(self._client.infer(model, inputs, parameters=one.parameters).tensors)
-            nbytes += sum(tensor.nbytes for tensor in found[-1])
-            if nbytes > most_bytes:
+            answer = self._client.infer(model, inputs, parameters=one.parameters).tensors
+            yield answer
+            most_bytes -= sum(tensor.nbytes for tensor in answer)
+            if most_bytes < 0:
                 break
-        return found
 
 
 def agreement(pairs: Sequence[tuple[Answer, Answer]]) -> float:
-    """Returns how far answers agree, from 0 to 1: the least of all outputs.
-
-    Args:
-        pairs: The answers of the first and of the other configuration to each request.
+    """Returns how far pairs of answers to the same requests agree, from 0 to 1: the least of all outputs.
 
     Raises:
         InvalidRequest: The answers have different outputs.

@@ -1,6 +1,5 @@
 """`qinfer analyze`: the command."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from qinfer.cli.analyze.report import Facts
-    from qinfer.cli.analyze.session import Asked, TrialServer, Tuned
+    from qinfer.cli.analyze.session import Asked
+    from qinfer.cli.analyze.stack import TrialServer
 
 EXAMPLE = "Example: qinfer analyze digits --model-repository ./models --p99-ms 20"
-
-
 LEVELS, LEVELS_IN_PLACE = "1,2,4,8,16,32,64,128", "1,2,4,8"
 
 
@@ -72,7 +70,12 @@ OPTIONS: Options = {
     "delay_ms": _list_of_numbers("Waits for a fuller batch.", "0,1,5"),
     "threads": _list_of_numbers("Threads of an instance; default: 1 to the number of cores."),
     "backend": option(str, "", "Backends, such as onnxruntime,openvino; default: the model's."),
-    "precision": option(str, "", "full,mixed: also try the accelerator auto_mixed_precision; default: the model's."),
+    "precision": option(
+        Literal["", "full", "mixed", "full,mixed"],
+        "",
+        "mixed: with the accelerator auto_mixed_precision; default: the model's.",
+        show_default=False,
+    ),
     "concurrency": _list_of_numbers("Concurrent requests, streams or sequences; in place: 1,2,4,8.", LEVELS),
     "composing": option(list[str] | None, None, "A model that the load's models call, to be tuned, too."),
     "inputs": option(
@@ -126,10 +129,10 @@ def analyze(models: ModelsArgument, *, as_json: JsonOption = False, **given: Any
     """Find the best configuration of a model by measurements on a private server.
 
     Writes report.html, config.pbtxt of the winner and all measurements into the output directory. The same command goes
-    on after a kill. Let nothing else run on the machine. Of several models, and of an ensemble, each is tuned in turn
+    on after a kill. Let nothing else run on the machine. Several models, and an ensemble's steps, are tuned together
     under the load of all.
     """
-    from qinfer.cli.analyze.apply import hand_over
+    from qinfer.cli.analyze.apply import check_callers, hand_over
     from qinfer.cli.analyze.session import tune
 
     asked = _asked(models, given)
@@ -137,13 +140,15 @@ def analyze(models: ModelsArgument, *, as_json: JsonOption = False, **given: Any
     if given["apply"]:
         with gateway_client(given["url"]) as client:
             client.index()  # a wrong address is known before the search
+            if given["apply"] == "canary":
+                check_callers(client, list(asked.shares), asked.composing, given["endpoint"])
     with _server(asked, given) as server:
-        tuned = tune(asked.apart() if given["in_place"] else asked, server, directory)
-    _check_winners(tuned, directory)
-    found = [one.facts for one in tuned]
-    show(_all_as_json(found), lambda: _views(found, directory), as_json=as_json)
+        found = tune(asked, server, directory)
+    _check_winners(found, directory)
+    answers = [_as_json(one) for one in found]
+    show({"models": answers} if len(found) > 1 else answers[0], lambda: _views(found, directory), as_json=as_json)
     if given["apply"]:
-        hand_over(tuned, given["url"], given["endpoint"], as_canary=given["apply"] == "canary")
+        hand_over(found, given["url"], given["endpoint"], as_canary=given["apply"] == "canary")
 
 
 def _server(asked: "Asked", given: Mapping[str, Any]) -> "AbstractContextManager[TrialServer]":
@@ -151,20 +156,25 @@ def _server(asked: "Asked", given: Mapping[str, Any]) -> "AbstractContextManager
     from qinfer.cli.analyze.stack import private_stack
     from qinfer.cli.overview import program_variables
 
-    repositories, places = given["model_repository"] or ["models"], [*asked.shares, *asked.called]
-    for model in places:
+    repositories, models = asked.model_repository, [*asked.shares, *asked.composing]
+    for model in models:
         if not any((Path(one) / model).is_dir() for one in repositories):
             raise CommandFailed(f"no {model} in {', '.join(repositories)}; give --model-repository, a local directory")
     if not given["in_place"]:
-        return private_stack(repositories, places)
-    if len(places) > 1 or asked.inputs:
-        raise typer.BadParameter("give one model, and --data in place of --input", param_hint="--in-place")
+        return private_stack(repositories, models)
+    if asked.composing:
+        raise typer.BadParameter("in place, models call those that callers use, not copies", param_hint="--composing")
+    if len(models) > 1 or asked.inputs:
+        raise typer.BadParameter(
+            "give one model or ensemble, whose callers the guard watches, and --data in place of --input",
+            param_hint="--in-place",
+        )
     variables = program_variables(given["redis"], given["data_dir"])
-    return live_server(given["url"], places[0], variables, repositories, asked.data)
+    return live_server(given["url"], models[0], variables, repositories, asked.data)
 
 
 def _asked(models: Sequence[str], given: Mapping[str, Any]) -> "Asked":
-    from qinfer.cli.analyze.figures import Goal, MeterRules
+    from qinfer.cli.analyze.figures import Goal
     from qinfer.cli.analyze.loads import read_shares
     from qinfer.cli.analyze.session import Asked
 
@@ -172,16 +182,7 @@ def _asked(models: Sequence[str], given: Mapping[str, Any]) -> "Asked":
         raise typer.BadParameter("goodput needs it", param_hint="--deadline-ms")
     if given["objective"] == "cost" and not given["price_per_hour"]:
         raise typer.BadParameter("cost needs it", param_hint="--price-per-hour")
-    goal = Goal(
-        given["objective"],
-        given["p99_ms"] or math.inf,
-        given["memory_mb"] or math.inf,
-        given["price_per_hour"],
-        os.cpu_count() or 1,
-        given["accuracy"],
-        given["first_p99_ms"] or math.inf,
-        given["between_p99_ms"] or math.inf,
-    )
+    goal = Goal(cores=os.cpu_count() or 1, **{name: given[name] for name in Goal._fields if given.get(name)})
     values = {name: given[name] for name in SPACE_OPTIONS}
     if given["arrivals"] and not given["data"]:
         raise typer.BadParameter("give a file of `qinfer record`", param_hint="--data")
@@ -189,27 +190,17 @@ def _asked(models: Sequence[str], given: Mapping[str, Any]) -> "Asked":
         raise typer.BadParameter("arrivals fix the throughput; choose p99, goodput or cost", param_hint="--objective")
     if values["concurrency"] == LEVELS and (given["in_place"] or given["arrivals"]):
         values["concurrency"] = LEVELS.rpartition(",")[2] if given["arrivals"] else LEVELS_IN_PLACE
-    return Asked(
-        read_shares(models),
-        given["composing"] or [],
-        given["mode"],
-        goal,
-        MeterRules(given["window_s"], given["deadline_ms"] or math.inf),
-        values,
-        given["inputs"] or [],
-        given["data"] or [],
-        given["per_sequence"],
-        bool(given["arrivals"]),
-    )
+    options = {name: given[name] or () for name in Asked._fields if name in given}
+    options["model_repository"] = options["model_repository"] or ["models"]
+    return Asked(read_shares(models), goal, values, **options)
 
 
-def _check_winners(tuned: "Sequence[Tuned]", directory: Path) -> None:
+def _check_winners(found: "Sequence[Facts]", directory: Path) -> None:
     """Raises `CommandFailed` if a model has no configuration that keeps the limits."""
-    for one, _ in tuned:
-        best = one.figures[one.outcome.winner]
-        if not one.goal.score(best).mean:
-            error = f"; the first error: {best.first_error}" if best.errors else ""
-            which = f" of {one.model}" if len(tuned) > 1 else ""
+    for one in found:
+        if not one.goal.score(one.best).mean:
+            error = f"; the first error: {one.best.first_error}" if one.best.errors else ""
+            which = f" of {one.model}" if len(found) > 1 else ""
             raise CommandFailed(
                 f"no configuration{which} keeps the limits without errors; see report.html in {directory}{error}"
             )
@@ -218,7 +209,8 @@ def _check_winners(tuned: "Sequence[Tuned]", directory: Path) -> None:
 def _views(found: "Sequence[Facts]", directory: Path) -> Any:
     from rich.console import Group
 
-    return Group(*(_view(one, directory if len(found) == 1 else directory / one.model) for one in found))
+    views = (_view(one, directory / one.model if one.is_mix else directory) for one in found)
+    return Group(*views, facts("", {"measurements": directory / "measurements.parquet"}))
 
 
 def _view(found: "Facts", directory: Path) -> Any:
@@ -226,13 +218,10 @@ def _view(found: "Facts", directory: Path) -> Any:
 
     from qinfer.cli.analyze.report import rows
 
-    outcome = found.outcome
-    is_same = outcome.winner.candidate == outcome.today.candidate
-    gain = "stays" if is_same else f"{outcome.gain.mean:.2f} ({outcome.gain.low:.2f} to {outcome.gain.high:.2f})"
-    best = found.figures[outcome.winner]
+    outcome, best = found.outcome, found.best
     values = {
         "winner": f"{outcome.winner.candidate.text()}, at {outcome.winner.level} concurrent requests",
-        "times today's": gain,
+        "gain": found.verdict,
         "requests per second": f"{best.throughput.mean:,.0f}",
         "p50, p99": f"{best.p50_ms:.2f} ms, {best.p99_ms:.2f} ms",
         **({"first response, p99": f"{best.first_ms:.2f} ms"} if best.first_ms else {}),
@@ -240,20 +229,15 @@ def _view(found: "Facts", directory: Path) -> Any:
         **({"agreement with today's answers": f"{best.accuracy:.4f}"} if best.accuracy is not None else {}),
         **({"price of a million": f"{found.goal.per_million(best):.3g}"} if found.goal.price_per_hour else {}),
         "limit": found.limit or "unknown",
-        "files": f"{directory}/report.html, config.pbtxt, measurements.parquet",
+        "files": f"{directory}/report.html, config.pbtxt",
     }
     listed = rows(found)[:10]
     columns = "inst!, batch!, delay!, thr!, backend!, load!, req/s!, ±!, p50!, p99!, rows!, MiB!"
     return Group(table("", columns, listed), facts(f"{found.model}: {outcome.measured} measurements", values))
 
 
-def _all_as_json(found: "Sequence[Facts]") -> dict[str, Any]:
-    return _as_json(found[0]) if len(found) == 1 else {"models": [_as_json(one) for one in found]}
-
-
 def _as_json(found: "Facts") -> dict[str, Any]:
-    outcome = found.outcome
-    best = found.figures[outcome.winner]
+    outcome, best = found.outcome, found.best
     return {
         "model": found.model,
         "winner": {**outcome.winner.candidate._asdict(), "concurrency": outcome.winner.level},

@@ -5,6 +5,7 @@ An interval is that of the mean of the windows' throughputs by Student's distrib
 
 import math
 from collections.abc import Sequence
+from operator import gt
 from statistics import fmean, median, stdev
 from typing import Literal, NamedTuple
 
@@ -43,13 +44,9 @@ class LoadWindow(NamedTuple):
     """A short time under load.
 
     Attributes:
-        requests_per_s: Answers per second.
-        p50_ms: The median latency.
         p99_ms: The latency of the slowest 1 %; of several models, that of the slowest.
         good_per_s: Answers per second within the deadline; all answers without a deadline.
-        errors: Requests that failed.
         noise: The part of the machine's time that others took, between 0 and 1.
-        first_error: The text of the first error.
         cores: Cores that the server's processes used on average.
         first_ms: The p99 of the time to the first response of a stream.
         between_ms: The p99 of the time between two responses of a stream.
@@ -67,23 +64,10 @@ class LoadWindow(NamedTuple):
     between_ms: float = 0.0
 
 
-class MeterRules(NamedTuple):
-    """How long a measurement lasts.
-
-    Attributes:
-        window_s: Seconds of a window.
-        deadline_ms: Latency below which an answer counts for goodput.
-    """
-
-    window_s: float
-    deadline_ms: float
-
-
 class Figures(NamedTuple):
     """A measurement of a point.
 
     Attributes:
-        windows: Its windows, in order.
         mean_batch: Rows of a mean batch.
         memory_mb: Resident memory of the server's processes, in MiB; shared memory counts in each.
         batches: Rows of a batch → milliseconds of an execution.
@@ -100,11 +84,6 @@ class Figures(NamedTuple):
     def throughput(self) -> Interval:
         """Answers per second."""
         return interval([one.requests_per_s for one in self.windows])
-
-    @property
-    def goodput(self) -> Interval:
-        """Answers per second within the deadline."""
-        return interval([one.good_per_s for one in self.windows])
 
     @property
     def p50_ms(self) -> float:
@@ -151,13 +130,9 @@ class Goal(NamedTuple):
 
     Attributes:
         objective: `throughput`, `goodput`, `p99` (its reciprocal is the score) or `cost`.
-        p99_ms: The largest p99.
-        memory_mb: The most memory of the server.
         price_per_hour: The price of a core and hour, for `cost`: the score is requests for a unit of money.
-        cores: The cores of the machine.
         accuracy: The least agreement of answers with the present configuration's; 0 = they are not compared.
-        first_ms: The largest p99 of the time to the first response of a stream.
-        between_ms: The largest p99 of the time between two responses of a stream.
+        deadline_ms: The latency below which an answer counts for goodput.
     """
 
     objective: Objective = "throughput"
@@ -166,21 +141,23 @@ class Goal(NamedTuple):
     price_per_hour: float = 0.0
     cores: int = 1
     accuracy: float = 0.0
-    first_ms: float = math.inf
-    between_ms: float = math.inf
+    first_p99_ms: float = math.inf
+    between_p99_ms: float = math.inf
+    deadline_ms: float = math.inf
 
     def score(self, found: Figures) -> Interval:
         """Returns the score, more is better; 0 where a constraint or a request failed, or none was answered."""
-        is_late = found.p99_ms > self.p99_ms or found.first_ms > self.first_ms or found.between_ms > self.between_ms
-        if found.errors or not found.throughput.mean or is_late or found.memory_mb > self.memory_mb:
+        limits = (self.p99_ms, self.first_p99_ms, self.between_p99_ms, self.memory_mb)
+        is_over = any(map(gt, (found.p99_ms, found.first_ms, found.between_ms, found.memory_mb), limits))
+        if found.errors or not found.throughput.mean or is_over:
             return Interval(0.0, 0.0, 0.0)
         if self.objective == "p99":
             slow = interval([one.p99_ms for one in found.windows])
             return Interval(1 / slow.high, 1 / slow.mean, 1 / slow.low if slow.low else math.inf)
-        of = found.goodput if self.objective == "goodput" else found.throughput
         if self.objective == "cost":
             return interval([one.requests_per_s / self._price_per_s(one) for one in found.windows])
-        return of
+        is_goodput = self.objective == "goodput"
+        return interval([one.good_per_s if is_goodput else one.requests_per_s for one in found.windows])
 
     def per_million(self, found: Figures) -> float:
         """Returns the price of a million requests, by the cores that they used; infinite if none was answered."""

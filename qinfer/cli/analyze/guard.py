@@ -17,17 +17,11 @@ from qinfer.traffic.evidence import Counts, Evidence, EvidenceBlock
 WORSE = 1.1
 TRIPS_AT = 100.0
 """Evidence that chance reaches in at most one of 100 searches."""
-
 PROBE_EVERY_S = 0.02
 
 
 class GuardState(NamedTuple):
-    """The evidence of the probes so far.
-
-    Attributes:
-        limit_ms: The latency beyond which a probe is bad.
-        evidence: The evidence that load makes more probes bad.
-    """
+    """The latency beyond which a probe is bad, and the evidence so far that load makes more probes bad."""
 
     limit_ms: float
     evidence: Evidence

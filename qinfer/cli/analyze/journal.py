@@ -7,52 +7,58 @@ kill cut off is measured again.
 import fcntl
 import hashlib
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from qinfer.cli.analyze.figures import Figures, Goal, MeterRules
-from qinfer.cli.analyze.search import Wanted
+from qinfer.cli.analyze.figures import Figures, Goal
+from qinfer.cli.analyze.search import Beside, Wanted
 from qinfer.cli.analyze.space import Point, Space
 from qinfer.cli.console import CommandFailed
 
 FILE = "measurements.jsonl"
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """A line: a point, its turn, and what was found."""
+class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line: what was wanted (`search.Wanted`), and what was found."""
 
     point: Point
     turn: int
     figures: Figures
+    model: str = ""
+    beside: Beside = ()
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """The first line: what is analysed, and how. Measurements of one subject never serve another."""
+    """The first line: what is analysed, and how. Measurements of one subject never serve another.
 
-    model: str
+    `files` is a digest of the models' files, `sent` one of the requests and of the models' configurations.
+    """
+
     files: str
-    space: Space
+    spaces: Mapping[str, Space]
     goal: Goal
     mode: str
-    rules: MeterRules
+    window_s: float
     sent: str = ""
 
 
-def digest(path: Path) -> str:
-    """Returns a digest of a file, or of the files below a directory without Python's caches."""
+def digest(directories: Iterable[Path]) -> str:
+    """Returns a digest of the files below directories, without Python's caches."""
     found = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file() and file.parent.name != "__pycache__":
-            found.update(f"{file.relative_to(path) if path.is_dir() else file.name}\n".encode())
-            with file.open("rb") as opened:
-                found.update(hashlib.file_digest(opened, "sha256").digest())
+    for directory in directories:
+        for file in sorted(directory.rglob("*")):
+            if file.is_file() and file.parent.name != "__pycache__":
+                found.update(f"{file.relative_to(directory)}\n".encode())
+                with file.open("rb") as opened:
+                    found.update(hashlib.file_digest(opened, "sha256").digest())
     return found.hexdigest()
 
 
 class Journal:
-    """Measurements by point and turn.
+    """The measurements of a directory.
 
     Raises:
         CommandFailed: The directory can't be written, another analysis writes into it, or it has measurements of
@@ -61,7 +67,6 @@ class Journal:
 
     def __init__(self, directory: Path, subject: Subject) -> None:
         self.path = directory / FILE
-        self.known: dict[tuple[Point, int], Figures] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b")
@@ -71,29 +76,33 @@ class Journal:
             raise CommandFailed(f"another analysis writes into {directory}; give another --output") from None
         except OSError as error:
             raise CommandFailed(f"{directory} can't be written: {error.strerror}; give another --output") from None
+        try:
+            self.known = self._read(subject)
+        except CommandFailed:
+            self._file.close()
+            raise
+
+    def _read(self, subject: Subject) -> dict[Wanted, Figures]:
         self._file.seek(0)
         whole = [line for line in self._file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         try:
-            is_other = bool(whole) and msgspec.json.decode(whole[0]) != msgspec.json.decode(_line(subject))
-            measured = [] if is_other else [msgspec.json.decode(line, type=Measured) for line in whole[1:]]
+            if whole and msgspec.json.decode(whole[0]) != msgspec.json.decode(_line(subject)):
+                raise CommandFailed(
+                    f"{self.path} has measurements of another model, configuration or set of options; "
+                    "give another --output, or delete the file"
+                )
+            measured = [msgspec.json.decode(line, type=Measured) for line in whole[1:]]
         except msgspec.DecodeError as error:
-            self._file.close()
             raise CommandFailed(f"{self.path} is damaged: {error}; give another --output, or delete the file") from None
-        if is_other:
-            self._file.close()
-            raise CommandFailed(
-                f"{self.path} has measurements of another model, configuration or set of options; "
-                "give another --output, or delete the file"
-            )
-        self.known.update(((one.point, one.turn), one.figures) for one in measured)
         self._file.truncate(sum(map(len, whole)))
         if not whole:
             self._write(subject)
+        return {Wanted(one.point, one.turn, model=one.model, beside=one.beside): one.figures for one in measured}
 
     def add(self, wanted: Wanted, figures: Figures) -> None:
         """Writes a measurement to the disk."""
-        self.known[wanted.point, wanted.turn] = figures
-        self._write(Measured(wanted.point, wanted.turn, figures))
+        self.known[wanted.key] = figures
+        self._write(Measured(wanted.point, wanted.turn, figures, wanted.model, wanted.beside))
 
     def close(self) -> None:
         """Closes the file."""
@@ -106,15 +115,17 @@ class Journal:
 
         rows: list[dict[str, Any]] = [
             {
-                **point.candidate._asdict(),
-                "concurrency": point.level,
-                "turn": turn,
+                "model": wanted.model,
+                "beside": "; ".join(f"{name}: {candidate.text()}" for name, candidate in wanted.beside),
+                **wanted.point.candidate._asdict(),
+                "concurrency": wanted.point.level,
+                "turn": wanted.turn,
                 "window": number,
                 **window._asdict(),
                 "mean_batch": figures.mean_batch,
                 "memory_mb": figures.memory_mb,
             }
-            for (point, turn), figures in self.known.items()
+            for wanted, figures in self.known.items()
             for number, window in enumerate(figures.windows)
         ]
         parquet.write_table(pa.Table.from_pylist(rows), path)

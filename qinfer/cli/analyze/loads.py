@@ -7,6 +7,7 @@ them.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from itertools import cycle
@@ -35,17 +36,14 @@ from qinfer.core.messages import Scalar
 from qinfer.wire.kserve_client import encode_request
 
 GENERATED = 64
-"""Requests of random data whose answers are compared, where no others are given."""
 
 
 class Loaded(NamedTuple):
-    """A model that gets requests.
+    """A model that gets requests, sent in turn.
 
     Attributes:
-        model: Its name.
         share: Its share of the requests, in any unit.
         config: Its configuration, in Triton's JSON.
-        requests: The requests, sent in turn.
     """
 
     model: str
@@ -82,14 +80,12 @@ def read_shares(texts: Sequence[str]) -> dict[str, float]:
     for text in texts:
         name, has_share, share = text.rpartition("=")
         name, share = (name, share) if has_share else (text, "1")
-        try:
+        with suppress(ValueError):
             shares[name] = float(share)
-        except ValueError:
+        if not (name and 0 < shares.get(name, 0) < math.inf):
             raise typer.BadParameter(
-                f"'{text}' is no model with a share, such as digits=3", param_hint="MODEL"
-            ) from None
-        if not (0 < shares[name] < math.inf and name):
-            raise typer.BadParameter(f"'{text}': the share must be a positive number", param_hint="MODEL")
+                f"'{text}' is no model with a positive share, such as digits=3", param_hint="MODEL"
+            )
     if len(shares) < len(texts):
         raise typer.BadParameter("a model is given twice", param_hint="MODEL")
     return shares
@@ -100,11 +96,7 @@ def loaded_models(
 ) -> list[Loaded]:
     """Returns the models of a load with their requests.
 
-    Args:
-        client: A client of the server.
-        shares: The models' shares.
-        inputs: `--input` options of the only model.
-        data: Files of requests: one, or `MODEL=FILE` for each.
+    `inputs` are `--input` options of the only model; `data` is a file of requests, or `MODEL=FILE` for each model.
 
     Raises:
         InvalidRequest: As `requests_of`.
@@ -126,30 +118,29 @@ def loaded_models(
     return found
 
 
+def steps_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Returns the steps of an ensemble; any other model has none."""
+    return (config.get("ensemble_scheduling") or {}).get("step") or ()
+
+
 def models_of(client: GatewayClient, config: Mapping[str, Any]) -> Iterator[str]:
     """Yields the steps of an ensemble, also of ensembles in it; any other model yields itself."""
-    steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
-    if not steps:
+    if not steps_of(config):
         yield str(config["name"])
-    for step in steps:
+    for step in steps_of(config):
         yield from models_of(client, client.config(str(step["model_name"])))
 
 
-def compared_requests(client: GatewayClient, one: Loaded, *, is_given: bool) -> Sequence[DataRequest]:
-    """Returns the requests whose answers are compared: the given ones, or more random ones."""
-    if is_given:
-        return one.requests
-    wanted = client.metadata(one.model).inputs
+def random_requests(client: GatewayClient, model: str) -> Sequence[DataRequest]:
+    """Returns requests of random data, whose answers are compared where no others are given."""
+    wanted = client.metadata(model).inputs
     return [DataRequest(fill(wanted, partial(random, seed=seed))) for seed in range(GENERATED)]
 
 
 class LoadPlan(NamedTuple):
-    """How a load is sent.
+    """How a load is sent to a gateway; `parts` are the requests of each model.
 
     Attributes:
-        target: The gateway's address.
-        make: Makes a connection.
-        parts: The kinds of requests, one for each model.
         digest: A digest of the requests and shares.
         gaps_s: Seconds between two arrivals; `None` = a request follows an answer.
     """
@@ -169,13 +160,7 @@ class LoadPlan(NamedTuple):
 
 
 def plan_of(url: str, loads: Sequence[Loaded], per_sequence: int, traced: Path | None = None) -> LoadPlan:
-    """Encodes the requests of a load.
-
-    Args:
-        url: A gateway's URL.
-        loads: The models.
-        per_sequence: Steps of a sequence.
-        traced: The file whose gaps are kept, if any.
+    """Encodes the requests of a load; sequences have `per_sequence` steps, and the gaps of a file `traced` are kept.
 
     Raises:
         InvalidRequest: The file has no gaps.

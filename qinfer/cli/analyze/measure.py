@@ -6,16 +6,16 @@ repeated: stolen time of a virtual machine, and pauses of a cgroup's quota.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow, MeterRules
+from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
 from qinfer.cli.analyze.loads import LoadPlan
 from qinfer.cli.analyze.search import Wanted
+from qinfer.cli.analyze.stack import TrialServer
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.load import LoadPart, LoadReport, batch_counts, mean_batch, percentile, run_load
-from qinfer.observe.host import ProcessUse
 
 LEAST_WINDOWS, MOST_WINDOWS = 3, 8
 NARROW = 0.03
@@ -24,60 +24,45 @@ MOST_NOISE, REPEATS = 0.05, 3
 
 
 class Meter(NamedTuple):
-    """Measures a load on a gateway, and one of the models.
+    """Measures a load on a server."""
 
-    Attributes:
-        client: A client of the gateway.
-        model: The model whose batches are counted.
-        plan: The load.
-        goal: The objective.
-        rules: How long a measurement lasts.
-        use: Returns CPU time and memory of the server.
-        check: Called after each window; raises `CommandFailed` if no more load may be sent.
-    """
-
-    client: GatewayClient
-    model: str
+    server: TrialServer
     plan: LoadPlan
     goal: Goal
-    rules: MeterRules
-    use: Callable[[], ProcessUse]
-    check: Callable[[], None]
+    window_s: float
 
     def measure(self, wanted: Wanted) -> Figures:
-        """Loads the model and returns what was found.
+        """Loads the server and returns what was found; batches are those of the wanted model.
 
         Raises:
+            CommandFailed: No more load may be sent.
             KeyboardInterrupt: Ctrl-C; nothing of the measurement is kept.
         """
-        level = wanted.point.level
+        client, level = self.server.client, wanted.point.level
         self._window(level)  # connections, arenas and caches grow
-        before, executed = self._batches(), _executions(self.client, self.model)
+        before, executed = batch_counts(client.metrics(), wanted.model), _executions(client, wanted.model)
         found = Figures(())
         while not _is_enough(found, wanted, self.goal):
             found = found._replace(windows=(*found.windows, self._window(level)))
         return found._replace(
-            mean_batch=mean_batch(before, self._batches()) or 0.0,
-            memory_mb=self.use().memory_bytes / 2**20,
-            batches=_times(executed, _executions(self.client, self.model)),
+            mean_batch=mean_batch(before, batch_counts(client.metrics(), wanted.model)) or 0.0,
+            memory_mb=self.server.use().memory_bytes / 2**20,
+            batches=_times(executed, _executions(client, wanted.model)),
         )
-
-    def _batches(self) -> tuple[float, float]:
-        return batch_counts(self.client.metrics(), self.model)
 
     def _window(self, level: int) -> LoadWindow:
         for left in reversed(range(REPEATS)):
-            clock, used = _Machine.now(), self.use().cpu_s
-            report = LoadReport(level, self.rules.deadline_ms / 1000)
+            clock, used = _Machine.now(), self.server.use().cpu_s
+            report = LoadReport(level, self.goal.deadline_ms / 1000)
             for part in self.plan.parts:
                 part.latencies_s.clear()
-            run_load(self.plan.target, report, self.rules.window_s, self.plan.load())
+            run_load(self.plan.target, report, self.window_s, self.plan.load())
             if report.interrupted:
                 raise KeyboardInterrupt
-            self.check()
+            self.server.check()
             noise = clock.noise_until(_Machine.now())
             if noise <= MOST_NOISE or not left:
-                return _as_window(report, self.plan.parts, noise, self.use().cpu_s - used)
+                return _as_window(report, self.plan.parts, noise, self.server.use().cpu_s - used)
         raise AssertionError("a window is measured at least once")
 
 

@@ -1,8 +1,8 @@
-"""The joint search of a mix of models: each is tuned beside the best of the others, again when one of them has changed.
+"""The joint search of a mix of models: each is tuned beside the best of the others, again when another has changed.
 
-Each measurement is one of the whole load, and a configuration replaces another only if it is better beyond the interval:
-the search ends after a round that improves nothing. The winners together are then measured by turns with the present
-configurations together, so that a slow minute of the machine hits both. Pure.
+Each measurement is one of the whole load, and a configuration replaces another only if it is better beyond the
+interval: the search ends after a round that improves nothing. The winners together are then measured by turns with the
+present configurations together, so that a slow minute of the machine hits both. Pure.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -41,7 +41,7 @@ def joint(
         outcomes[name] = found._replace(measured=earlier + found.measured)
         is_changed = is_changed or found.winner.candidate != best[name]
         best[name] = found.winner.candidate
-        levels = [*levels, found.today.level][:1] + [found.winner.level]
+        levels = [levels[0] if levels else found.today.level, found.winner.level]
     if len(spaces) == 1 or not is_changed:
         return outcomes
     old, new = yield from _compared(_all_of(present, levels[0]), _all_of(best, levels[1]))

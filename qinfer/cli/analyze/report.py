@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qinfer.cli.analyze.figures import Figures, Goal
 from qinfer.cli.analyze.search import Outcome
-from qinfer.cli.analyze.space import Candidate, Point
+from qinfer.cli.analyze.space import Point, config_text
 
 WIDTH, HEIGHT, EDGE = 640, 300, 52
 _STYLE = Path(__file__).with_name("report.css")
@@ -30,44 +30,57 @@ class Facts(NamedTuple):
     """The contents of the page.
 
     Attributes:
-        model: The model's name.
         machine: The machine in words.
-        goal: The objective.
-        outcome: The search's result.
-        figures: All figures by point.
-        config: The winner's configuration as `config.pbtxt`.
-        is_alone: Whether all requests are for the model.
+        winner: The winner's configuration, in Triton's JSON.
+        limit: The limit of the winner in words; empty where it is not known.
+        is_mix: Whether the outcome's gain is that of several models together.
     """
 
     model: str
     machine: str
     goal: Goal
     outcome: Outcome
-    figures: Mapping[Point, Figures]
-    config: str
-    is_alone: bool = True
+    winner: Mapping[str, Any]
+    limit: str = ""
+    is_mix: bool = False
 
     @property
-    def limit(self) -> str:
-        """The limit of the winner in words; empty where it is not known."""
-        return limit_of(self.outcome.winner, self.figures[self.outcome.winner]) if self.is_alone else ""
+    def is_same(self) -> bool:
+        """Whether the present configuration stays."""
+        return self.outcome.winner.candidate == self.outcome.today.candidate
+
+    @property
+    def verdict(self) -> str:
+        """The gain in words."""
+        if self.is_same:
+            return "the present configuration stays"
+        gain, together = self.outcome.gain, ", all models together" if self.is_mix else ""
+        return f"{gain.mean:.2f} times the present one ({gain.low:.2f} to {gain.high:.2f} at 95 %){together}"
+
+    @property
+    def best(self) -> Figures:
+        """What was found of the winner."""
+        return self.outcome.figures[self.outcome.winner]
+
+    @property
+    def config(self) -> str:
+        """The winner's configuration as `config.pbtxt`."""
+        return config_text(self.winner)
 
 
 def page(facts: Facts) -> str:
     """Returns the page."""
-    outcome, figures = facts.outcome, facts.figures
-    winner, today = figures[outcome.winner], figures[outcome.today]
-    is_same = outcome.winner.candidate == outcome.today.candidate
-    verdict = "the present configuration stays" if is_same else f"{outcome.gain.mean:.2f} times the present one"
-    between = "" if is_same else f" ({outcome.gain.low:.2f} to {outcome.gain.high:.2f} at 95 %)"
+    outcome, winner = facts.outcome, facts.best
+    today = outcome.figures[outcome.today]
+    agreement = "" if winner.accuracy is None else f" Its answers agree with today's by {winner.accuracy:.4f}."
     parts = [
         f"<h1>{escape(facts.model)}</h1>",
         f'<p class="dim">{escape(facts.machine)} · objective: {escape(_goal_text(facts.goal))} · '
-        f"{outcome.measured} measurements of {len(figures)} points</p>",
-        f'<p class="key">{verdict}</p>',
+        f"{outcome.measured} measurements of {len(outcome.figures)} points</p>",
+        f'<p class="key">{facts.verdict}</p>',
         f"<p><b>{escape(outcome.winner.candidate.text())}</b> at {outcome.winner.level} concurrent requests: "
-        f"{winner.throughput.mean:,.0f} requests/s, p50 {winner.p50_ms:.2f} ms, p99 {winner.p99_ms:.2f} ms{between}. "
-        f"{escape(facts.limit)}{_agreement_text(winner)}</p>",
+        f"{winner.throughput.mean:,.0f} requests/s, p50 {winner.p50_ms:.2f} ms, p99 {winner.p99_ms:.2f} ms. "
+        f"{escape(facts.limit)}{agreement}</p>",
         f"<p>Today: {escape(outcome.today.candidate.text())} at {outcome.today.level}: "
         f"{today.throughput.mean:,.0f} requests/s, p99 {today.p99_ms:.2f} ms.</p>",
         "<h2>Throughput and latency</h2>",
@@ -109,102 +122,71 @@ def limit_of(point: Point, found: Figures) -> str:
     return f"The way to the model limits it: instances execute {busy:.0%} of the time."
 
 
-def best_points(facts: Facts) -> list[Point]:
-    """Returns the best point of each candidate, best first."""
-    best: dict[Candidate, Point] = {}
-    for point in facts.figures:
-        known = best.get(point.candidate)
-        if known is None or _mean(facts, point) > _mean(facts, known):
-            best[point.candidate] = point
-    return sorted(best.values(), key=lambda point: -_mean(facts, point))
+COLUMNS = "instances, batch, delay, threads, backend, load, requests/s, ±, p50 ms, p99 ms, rows, MiB"
+"""The columns of `rows`; rows are those of a mean batch, delays are milliseconds."""
 
 
 def rows(facts: Facts) -> list[tuple[str, ...]]:
-    """Returns a row for each of `best_points`."""
-    return [_row(point, facts.figures[point], facts) for point in best_points(facts)]
-
-
-COLUMNS = "instances, batch, delay, threads, backend, load, requests/s, ±, p50 ms, p99 ms, rows, MiB"
-"""`rows` are those of a mean batch; delays are milliseconds."""
-
-
-def _row(point: Point, found: Figures, facts: Facts) -> tuple[str, ...]:
-    width, one = found.throughput.half_width, point.candidate
-    return (
-        f"{one.instances}",
-        f"{one.max_batch}",
-        f"{one.delay_ms:g}",
-        f"{one.threads or '-'}",
-        one.backend if one.precision == "full" else f"{one.backend} mixed",
-        f"{point.level}",
-        f"{found.throughput.mean:,.0f}",
-        "" if math.isinf(width) else f"{width:.0%}",
-        f"{found.p50_ms:.3g}",
-        f"{found.p99_ms:.3g}",
-        f"{found.mean_batch:.1f}",
-        f"{found.memory_mb:,.0f}" + ("" if facts.goal.score(found).mean else " (refused)"),
-    )
-
-
-def _mean(facts: Facts, point: Point) -> float:
-    return facts.goal.score(facts.figures[point]).mean
+    """Returns a row for each candidate at its best load, best first."""
+    found = []
+    for point in facts.outcome.ranked:
+        one, figures = point.candidate, facts.outcome.figures[point]
+        width = figures.throughput.half_width
+        row = (
+            f"{one.instances}",
+            f"{one.max_batch}",
+            f"{one.delay_ms:g}",
+            f"{one.threads or '-'}",
+            one.backend if one.precision == "full" else f"{one.backend} mixed",
+            f"{point.level}",
+            f"{figures.throughput.mean:,.0f}",
+            "" if math.isinf(width) else f"{width:.0%}",
+            f"{figures.p50_ms:.3g}",
+            f"{figures.p99_ms:.3g}",
+            f"{figures.mean_batch:.1f}",
+            f"{figures.memory_mb:,.0f}" + ("" if facts.goal.score(figures).mean else " (refused)"),
+        )
+        found.append(row)
+    return found
 
 
 def _goal_text(goal: Goal) -> str:
     limits = [f"p99 ≤ {goal.p99_ms:g} ms"] if goal.p99_ms < math.inf else []
-    limits += [f"first response, p99 ≤ {goal.first_ms:g} ms"] if goal.first_ms < math.inf else []
-    limits += [f"between responses, p99 ≤ {goal.between_ms:g} ms"] if goal.between_ms < math.inf else []
+    limits += [f"first response, p99 ≤ {goal.first_p99_ms:g} ms"] if goal.first_p99_ms < math.inf else []
+    limits += [f"between responses, p99 ≤ {goal.between_p99_ms:g} ms"] if goal.between_p99_ms < math.inf else []
     limits += [f"memory ≤ {goal.memory_mb:g} MiB"] if goal.memory_mb < math.inf else []
     limits += [f"accuracy ≥ {goal.accuracy:g}"] if goal.accuracy else []
     return ", ".join([goal.objective, *limits])
-
-
-def _agreement_text(found: Figures) -> str:
-    return "" if found.accuracy is None else f" Its answers agree with today's by {found.accuracy:.4f}."
 
 
 def _table(facts: Facts) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS.split(", "))
     body = "".join(
         f'<tr class="{_colour(point, facts.outcome)}">{"".join(f"<td>{escape(cell)}</td>" for cell in row)}</tr>'
-        for point, row in zip(best_points(facts), rows(facts), strict=True)
+        for point, row in zip(facts.outcome.ranked, rows(facts), strict=True)
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _scatter(facts: Facts) -> str:
-    figures = facts.figures
-    front = pareto(figures)
-    marks = [
-        Mark(
-            figures[point].p99_ms,
-            figures[point].throughput.mean,
-            _colour(point, facts.outcome),
-            f"{point.candidate.text()} at {point.level}",
-        )
-        for point in figures
-    ]
-    line = [(figures[point].p99_ms, figures[point].throughput.mean) for point in front]
-    return _figure(
-        marks,
-        [("dot", line)],
-        "p99, ms",
-        "requests/s",
-        "Each point is a configuration under a load; the line is the Pareto front.",
-    )
+    figures, outcome = facts.outcome.figures, facts.outcome
+    marks = {point: _mark(point, found.p99_ms, found.throughput.mean, outcome) for point, found in figures.items()}
+    front = [marks[point][:2] for point in pareto(figures)]
+    text = "Each point is a configuration under a load; the line is the Pareto front."
+    return _figure(list(marks.values()), [("dot", front)], "p99, ms", "requests/s", text)
 
 
 def _curves(facts: Facts) -> str:
-    lines, marks = [], []
-    for colour, candidate in (("today", facts.outcome.today.candidate), ("best", facts.outcome.winner.candidate)):
-        known = sorted((p for p in facts.figures if p.candidate == candidate), key=lambda p: p.level)
-        lines.append((colour, [(float(p.level), facts.figures[p].p99_ms) for p in known]))
-        marks += [
-            Mark(float(p.level), facts.figures[p].p99_ms, colour, f"{p.candidate.text()} at {p.level}") for p in known
-        ]
-    return _figure(
-        marks, lines, "concurrent requests", "p99, ms", "Green: the winner. Orange: the present configuration."
-    )
+    figures, outcome = facts.outcome.figures, facts.outcome
+    shown = sorted((point for point in figures if _colour(point, outcome) != "dot"), key=lambda point: point.level)
+    marks = [_mark(point, point.level, figures[point].p99_ms, outcome) for point in shown]
+    lines = [(colour, [mark[:2] for mark in marks if mark.colour == colour]) for colour in ("today", "best")]
+    text = "Green: the winner. Orange: the present configuration."
+    return _figure(marks, lines, "concurrent requests", "p99, ms", text)
+
+
+def _mark(point: Point, x: float, y: float, outcome: Outcome) -> Mark:
+    return Mark(x, y, _colour(point, outcome), f"{point.candidate.text()} at {point.level}")
 
 
 def _colour(point: Point, outcome: Outcome) -> str:

@@ -15,7 +15,6 @@ minute of the machine hits all of them. Pure.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from qinfer.cli.analyze.figures import Figures, Goal, Interval, RowTimes, learnt
@@ -64,20 +63,18 @@ class Outcome(NamedTuple):
     """The result of a search.
 
     Attributes:
-        winner: The best point.
         today: The present configuration at its best load.
         gain: The winner's score as times the present one's, with its interval; 1 where the winner is the present one.
         measured: The number of measurements.
         ranked: The best point of each candidate, best first.
-        figures: What was found.
     """
 
     winner: Point
     today: Point
     gain: Interval
     measured: int
-    ranked: Sequence[Point] = ()
-    figures: Mapping[Point, Figures] = MappingProxyType({})
+    ranked: Sequence[Point]
+    figures: Mapping[Point, Figures]
 
 
 Search = Generator[Wanted, Figures, Outcome]
@@ -149,13 +146,7 @@ def budget_of(space: Space, mode: str = "quick") -> int:
 
 
 def quick(space: Space, goal: Goal, budget: int = 0) -> Search:
-    """Measures few points, those first that decide most.
-
-    Args:
-        space: The configurations.
-        goal: The objective.
-        budget: The most measurements; 0 = `budget_of`.
-    """
+    """Measures few points, those first that decide most; at most `budget`, where 0 = `budget_of`."""
     board = Measurements(space, goal, budget or budget_of(space))
     yield from board.measure_all(_of(space.today, reversed(space.levels)))
     level = _level(board, space.today)

@@ -1,7 +1,4 @@
-"""A run of `qinfer analyze`: the tuned models one after another, each search with a journal of its own.
-
-A model is searched while the others have the best configurations that were found before; the load is the same for all.
-"""
+"""A run of `qinfer analyze`: a load, the joint search of the models that it reaches, and what is written about them."""
 
 import math
 import os
@@ -11,279 +8,208 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import typer
 
 from qinfer.cli.analyze import search
 from qinfer.cli.analyze.accuracy import Accuracy
-from qinfer.cli.analyze.figures import Figures, Goal, MeterRules
-from qinfer.cli.analyze.journal import Journal, Subject
-from qinfer.cli.analyze.loads import Loaded, compared_requests, loaded_models, models_of, plan_of
+from qinfer.cli.analyze.apply import as_own
+from qinfer.cli.analyze.figures import Figures, Goal
+from qinfer.cli.analyze.journal import Journal, Subject, digest
+from qinfer.cli.analyze.loads import Loaded, loaded_models, models_of, plan_of, random_requests
 from qinfer.cli.analyze.measure import Meter
-from qinfer.cli.analyze.report import Facts, page
-from qinfer.cli.analyze.search import Search, Wanted
+from qinfer.cli.analyze.mix import joint, most_measurements
+from qinfer.cli.analyze.report import Facts, limit_of, page
+from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.analyze.space import (
-    MIXED_BACKENDS,
     THREAD_PARAMETERS,
     Candidate,
-    Point,
-    Precision,
     Space,
+    computations,
+    config_text,
     configured,
     powers_of_two,
     today_of,
 )
-from qinfer.cli.analyze.stack import config_text
+from qinfer.cli.analyze.stack import TrialServer
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.console import CommandFailed
 from qinfer.errors import QinferError
-from qinfer.models.readiness import APART
-from qinfer.observe.host import ProcessUse
 
 MOST_LEVEL = 10_000
 MOST_BATCH = 64
 """The largest batch that is tried where the configuration has a smaller one."""
+SEARCHES = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}
 
 
 class Asked(NamedTuple):
-    """The options, read.
-
-    Attributes:
-        shares: The models of the load, and their shares.
-        called: Further models to tune, which loaded ones call.
-        mode: quick | brute | optuna
-        goal: The objective.
-        rules: How long a measurement lasts.
-        values: The options with lists of values, by name.
-        inputs: `--input` options.
-        data: `--data` options.
-        per_sequence: Steps of a sequence.
-        is_traced: Whether requests arrive as they were recorded.
-    """
+    """The options of these names, read; `shares` are the load's by model, `values` the options of a space."""
 
     shares: Mapping[str, float]
-    called: Sequence[str]
-    mode: str
     goal: Goal
-    rules: MeterRules
     values: Mapping[str, str]
+    model_repository: Sequence[str]
+    mode: str
+    composing: Sequence[str]
     inputs: Sequence[str]
     data: Sequence[str]
+    arrivals: str
     per_sequence: int
-    is_traced: bool = False
-
-    def apart(self) -> "Asked":
-        """Returns the options for the models of a live installation that only workers of their own load."""
-        return self._replace(shares={f"{APART}{model}": share for model, share in self.shares.items()})
+    window_s: float
 
 
-class TrialServer(Protocol):
-    """A server on which configurations are tried."""
-
-    url: str
-    client: GatewayClient
-
-    def configure(self, model: str, config: Mapping[str, Any]) -> None:
-        """Loads a model with a configuration, and waits until it is ready."""
-        ...
-
-    def check(self) -> None:
-        """Raises `CommandFailed` if the server can't be used any longer."""
-        ...
-
-    def use(self) -> ProcessUse:
-        """Returns CPU time and memory of the server's processes."""
-        ...
-
-    def files_digest(self, model: str) -> str:
-        """Returns a digest of a model's files."""
-        ...
-
-    def told(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a configuration as the model's own."""
-        ...
-
-
-class Tuned(NamedTuple):
-    """A model's result: what was found, and its present configuration."""
-
-    facts: Facts
-    config: Mapping[str, Any]
-
-
-def tune(asked: Asked, server: TrialServer, directory: Path) -> list[Tuned]:
-    """Searches the best configuration of each model, and writes what was found into a directory.
+def tune(asked: Asked, server: TrialServer, directory: Path) -> list[Facts]:
+    """Searches the best configurations of the models, and writes what was found into a directory.
 
     Raises:
         CommandFailed: The search was interrupted, or the server has ended.
         QinferError: The load can't be sent.
     """
-    client = server.client
-    loads = loaded_models(client, asked.shares, asked.inputs, asked.data)
-    if asked.goal.accuracy and (odd := next((one for one in loads if one.streams or one.is_stateful), None)):
-        kind = "streams" if odd.streams else "sequences"
-        raise typer.BadParameter(f"{odd.model} answers by {kind}, which are not compared", param_hint="--accuracy")
+    client, goal = server.client, asked.goal
+    shares = {f"{server.prefix}{model}": share for model, share in asked.shares.items()}
+    loads = loaded_models(client, shares, asked.inputs, asked.data)
     for one in loads:
         one.ask_once(client)
-    names = list(dict.fromkeys([*(name for one in loads for name in models_of(client, one.config)), *asked.called]))
-    run = _Run(asked, server, loads, {name: client.config(name) for name in names})
-    found = []
-    for name in names:
-        config = run.configs[name]
-        facts = run.search_model(name, directory if len(names) == 1 else directory / name)
-        found.append(Tuned(facts, server.told(config)))
-        if name != names[-1]:
-            run.configs[name] = configured(config, facts.outcome.winner.candidate)
-            server.configure(name, run.configs[name])
+    names = dict.fromkeys([*(name for one in loads for name in models_of(client, one.config)), *asked.composing])
+    configs = {name: client.config(name) for name in names}
+    spaces = {name: read_space(config, is_alone=len(configs) == 1, **asked.values) for name, config in configs.items()}
+    traced = Path(asked.data[0].rpartition("=")[2]) if asked.arrivals else None
+    plan = plan_of(server.url, loads, asked.per_sequence, traced)
+    accuracy = _accuracy(asked, client, loads, spaces) if goal.accuracy else None
+    sent = sha256(repr((plan.digest, [config_text(config) for config in configs.values()])).encode()).hexdigest()
+    own_names = [name.removeprefix(server.prefix) for name in {**configs, **shares}]
+    files = digest(Path(one) / name for name in own_names for one in asked.model_repository)
+    journal = Journal(directory, Subject(files, spaces, goal, asked.mode, asked.window_s, sent))
+    progress = _Progress(spaces, most_measurements(spaces, asked.mode), len(journal.known))
+    measure = Measurer(configs, Meter(server, plan, goal, asked.window_s), journal, progress, accuracy)
+    try:
+        outcomes = search.drive(joint(spaces, goal, SEARCHES[asked.mode]), measure)
+    except KeyboardInterrupt:
+        known = len(journal.known)
+        raise CommandFailed(f"interrupted; the same command goes on after {known} measurements") from None
+    finally:
+        journal.close()
+        progress.clear()
+    journal.write_parquet(directory / "measurements.parquet")
+    found, machine = [], f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"
+    for name, outcome in outcomes.items():
+        winner = as_own(configured(configs[name], outcome.winner.candidate))
+        is_alone, is_mix = [one.model for one in loads] == [name], len(outcomes) > 1
+        limit = limit_of(outcome.winner, outcome.figures[outcome.winner]) if is_alone else ""
+        facts = Facts(winner["name"], machine, goal, outcome, winner, limit, is_mix)
+        written = directory / facts.model if is_mix else directory
+        written.mkdir(exist_ok=True)
+        (written / "report.html").write_text(page(facts), encoding="utf-8")
+        (written / "config.pbtxt").write_text(facts.config, encoding="utf-8")
+        found.append(facts)
     return found
 
 
-class _Run:
-    """The load, and the configurations that the models have now."""
-
-    def __init__(
-        self, asked: Asked, server: TrialServer, loads: Sequence[Loaded], configs: dict[str, Mapping[str, Any]]
-    ) -> None:
-        self._asked, self._server, self._loads, self.configs = asked, server, loads, configs
-        traced = Path(next(iter(asked.data), "")) if asked.is_traced else None
-        self._plan = plan_of(server.url, loads, asked.per_sequence, traced)
-        is_given = bool(asked.inputs or asked.data)
-        self._compared = [
-            (one.model, compared_requests(server.client, one, is_given=is_given))
-            for one in loads
-            if asked.goal.accuracy
-        ]
-
-    def search_model(self, model: str, directory: Path) -> Facts:
-        """Searches a model's best configuration beside the others."""
-        asked, goal, server, config = self._asked, self._asked.goal, self._server, self.configs[model]
-        space = read_space(config, is_alone=len(self.configs) == 1, **asked.values)
-        others = {name: config_text(of) for name, of in self.configs.items() if name != model}
-        files = " ".join(server.files_digest(name) for name in dict.fromkeys([*self.configs, *asked.shares]))
-        sent = sha256(repr((self._plan.digest, sorted(others.items()))).encode()).hexdigest()
-        meter = Meter(server.client, model, self._plan, goal, asked.rules, server.use, server.check)
-        journal = Journal(directory, Subject(model, files, space, goal, asked.mode, asked.rules, sent))
-        progress = _Progress(model, space, search.budget_of(space, asked.mode), len(journal.known))
-        plan: Search = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}[asked.mode](space, goal)
-        measure = Measurer(server, model, config, meter, journal, progress)
-        if goal.accuracy:
-            measure.compare_answers(Accuracy(server.client, self._compared, space.today))
-        try:
-            outcome = search.drive(plan, measure)
-        except KeyboardInterrupt:
-            known = len(journal.known)
-            raise CommandFailed(f"interrupted; the same command goes on after {known} measurements") from None
-        finally:
-            journal.close()
-            progress.clear()
-        figures: dict[Point, Figures] = {}
-        for (point, _), one in journal.known.items():
-            figures[point] = figures[point].joined(one) if point in figures else one
-        text = config_text(server.told(configured(config, outcome.winner.candidate)))
-        is_alone = [one.model for one in self._loads] == [model]
-        found = Facts(server.told(config)["name"], _machine(), goal, outcome, figures, text, is_alone)
-        (directory / "report.html").write_text(page(found), encoding="utf-8")
-        (directory / "config.pbtxt").write_text(found.config, encoding="utf-8")
-        journal.write_parquet(directory / "measurements.parquet")
-        return found
+def _accuracy(asked: Asked, client: GatewayClient, loads: Sequence[Loaded], spaces: Mapping[str, Space]) -> Accuracy:
+    if odd := next((one for one in loads if one.streams or one.is_stateful), None):
+        kind = "streams" if odd.streams else "sequences"
+        raise typer.BadParameter(f"{odd.model} answers by {kind}, which are not compared", param_hint="--accuracy")
+    is_given = asked.inputs or asked.data
+    compared = [(one.model, one.requests if is_given else random_requests(client, one.model)) for one in loads]
+    return Accuracy(client, compared, {name: space.today for name, space in spaces.items()})
 
 
 class Measurer:
-    """Measures points: loads their candidates, compares answers, and notes what was found."""
+    """Measures points: loads candidates, compares answers, and notes what it found, so that it is never asked twice."""
 
     def __init__(
         self,
-        server: TrialServer,
-        model: str,
-        config: Mapping[str, Any],
+        configs: Mapping[str, Mapping[str, Any]],
         meter: Meter,
-        journal: Any,
+        journal: Journal,
         progress: "_Progress",
+        accuracy: Accuracy | None = None,
     ) -> None:
-        self._server, self._model, self._config = server, model, config
-        self._meter, self._journal, self._progress = meter, journal, progress
-        self._accuracy: Accuracy | None = None
-        self._loaded: Candidate | None = None
-        self._refusals: dict[Candidate, str] = {}
-
-    def compare_answers(self, accuracy: Accuracy) -> None:
-        """Compares answers, too, except those that the journal has compared."""
-        for (point, _), found in self._journal.known.items():
-            if found.accuracy is not None:
-                accuracy.known[point.candidate.computation] = found.accuracy
-        self._accuracy = accuracy
+        self._configs = configs
+        self._meter, self._journal, self._progress, self._accuracy = meter, journal, progress, accuracy
+        self._loaded: dict[str, Candidate] = {}
+        self._refusals: dict[Wanted, str] = {}
+        for wanted, found in journal.known.items():
+            if accuracy is not None and found.accuracy is not None:
+                accuracy.known[computations(wanted.candidates)] = found.accuracy
 
     def __call__(self, wanted: Wanted) -> Figures:
         """Returns the figures of a point, which may be known."""
-        known: Figures | None = self._journal.known.get((wanted.point, wanted.turn))
-        if known is not None:
+        if known := self._journal.known.get(wanted.key):
             return known
-        candidate, agrees = wanted.point.candidate, None
+        agrees = None
         self._progress.announce(wanted)
-        reason = self._refusal(candidate)
+        reason = self._refusal(wanted)
         try:
             if not reason and self._accuracy is not None:
-                agrees = self._accuracy.of(candidate, self._load_candidate)
-                reason = _disagreement(agrees, self._meter.goal)
+                agrees, least = self._accuracy.of(wanted.candidates, self._load), self._meter.goal.accuracy
+                reason = f"its answers agree by {agrees:.4f}, below {least:g}" if agrees < least else ""
             found = Figures.refused(reason) if reason else self._meter.measure(wanted)
         except QinferError:
-            self._server.check()
+            self._meter.server.check()
             raise
         found = found._replace(accuracy=agrees)
         self._journal.add(wanted, found)
         self._progress.note(wanted, found)
         return found
 
-    def _refusal(self, candidate: Candidate) -> str:
-        """Loads a candidate; returns why it can't be loaded, or empty."""
-        if self._loaded != candidate and candidate not in self._refusals:
+    def _refusal(self, wanted: Wanted) -> str:
+        """Loads candidates; returns why they can't be loaded, or empty."""
+        at_any_load = Wanted(wanted.point._replace(level=0), model=wanted.model, beside=wanted.beside)
+        if at_any_load not in self._refusals:
             try:
-                self._load_candidate(candidate)
+                self._load(wanted.candidates)
             except QinferError as error:
-                self._server.check()
-                self._refusals[candidate] = error.message
-        return self._refusals.get(candidate, "")
+                self._meter.server.check()
+                self._refusals[at_any_load] = error.message
+        return self._refusals.get(at_any_load, "")
 
-    def _load_candidate(self, candidate: Candidate) -> None:
-        self._loaded = None
-        self._server.configure(self._model, configured(self._config, candidate))
-        self._loaded = candidate
-
-
-def _disagreement(agrees: float, goal: Goal) -> str:
-    return "" if agrees >= goal.accuracy else f"its answers agree by {agrees:.4f}, below {goal.accuracy:g}"
+    def _load(self, candidates: Mapping[str, Candidate]) -> None:
+        for name, candidate in candidates.items():
+            if self._loaded.get(name) != candidate:
+                self._loaded.pop(name, None)
+                self._meter.server.client.load(name, config=configured(self._configs[name], candidate))
+                self._loaded[name] = candidate
 
 
 class _Progress:
     """A line for each measurement on stderr, with the time left."""
 
-    def __init__(self, model: str, space: Space, most: int, known: int) -> None:
+    def __init__(self, spaces: Mapping[str, Space], most: int, known: int) -> None:
         self._most, self._done, self._known = most, known, known
         self._began_s = time.monotonic()
+        self._is_mix = len(spaces) > 1
         if known:
             print(f"goes on after {known} measurements", file=sys.stderr)
-        print(f"{model}: {space.size} points; at most {most} measurements", file=sys.stderr)
+        sizes = ", ".join(f"{name}: {space.size} points" for name, space in spaces.items())
+        print(f"{sizes}; at most {most} measurements", file=sys.stderr)
 
     def announce(self, wanted: Wanted) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{wanted.point.candidate.text()} at {wanted.point.level} …", end="", file=sys.stderr)
+        self._print(f"{self._text(wanted)} …", end="")
 
     def note(self, wanted: Wanted, found: Figures) -> None:
         self._done += 1
         each_s = (time.monotonic() - self._began_s) / (self._done - self._known)
         left_min = max(self._most - self._done, 0) * each_s / 60
-        start = "\r\033[K" if sys.stderr.isatty() else ""
         errors = f"; {found.errors} errors, first: {found.first_error[:300]}" if found.errors else ""
-        print(
-            f"{start}{self._done:4d}/{self._most}  {found.throughput.mean:10,.0f}/s  p99 {found.p99_ms:8.2f} ms  "
-            f"{wanted.point.candidate.text()} at {wanted.point.level}; at most {left_min:.0f} min left{errors}",
-            file=sys.stderr,
+        self._print(
+            f"{self._done:4d}/{self._most}  {found.throughput.mean:10,.0f}/s  p99 {found.p99_ms:8.2f} ms  "
+            f"{self._text(wanted)}; at most {left_min:.0f} min left{errors}"
         )
 
     def clear(self) -> None:
+        self._print("", end="")
+
+    def _print(self, text: str, end: str = "\n") -> None:
         if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr)
+            print(f"\r\033[K{text}", end=end, file=sys.stderr)
+        elif end:
+            print(text, file=sys.stderr)
+
+    def _text(self, wanted: Wanted) -> str:
+        model = f"{wanted.model}: " if self._is_mix else ""
+        return f"{model}{wanted.point.candidate.text()} at {wanted.point.level}"
 
 
 def read_space(config: Mapping[str, Any], *, is_alone: bool = True, **given: str) -> Space:
@@ -297,12 +223,9 @@ def read_space(config: Mapping[str, Any], *, is_alone: bool = True, **given: str
     backends = tuple(dict.fromkeys(name for name in given["backend"].split(",") if name)) or (today.backend,)
     if not is_alone and today.backend not in backends:
         backends = (today.backend,)
-    can_thread = all(name in THREAD_PARAMETERS for name in backends)
-    if given["threads"] and not can_thread and is_alone:
-        raise typer.BadParameter(f"{', '.join(backends)} has no such parameter", param_hint="--threads")
-    can_mix = all(name in MIXED_BACKENDS for name in backends)
-    if given["precision"] and not can_mix and is_alone:
-        raise typer.BadParameter(f"{', '.join(backends)} has no mixed precision", param_hint="--precision")
+    can_vary = all(name in THREAD_PARAMETERS for name in backends)
+    if is_alone and not can_vary and (given["threads"] or given["precision"]):
+        raise typer.BadParameter(f"{', '.join(backends)} has none of them", param_hint="--threads, --precision")
     can_batch = today.max_batch and "sequence_batching" not in config
     batches = powers_of_two(max(today.max_batch, MOST_BATCH))
     levels = parsed("--concurrency", given["concurrency"] or "1", int)
@@ -312,20 +235,12 @@ def read_space(config: Mapping[str, Any], *, is_alone: bool = True, **given: str
         parsed("--instances", given["instances"], int) or cores,
         (parsed("--max-batch-size", given["max_batch_size"], int) or batches) if can_batch else (today.max_batch,),
         (parsed("--delay-ms", given["delay_ms"], float) or (0.0,)) if can_batch else (today.delay_ms,),
-        (parsed("--threads", given["threads"], int) or cores) if can_thread else (0,),
+        (parsed("--threads", given["threads"], int) or cores) if can_vary else (0,),
         backends,
         levels,
         today,
-        _precisions(given["precision"]) if can_mix and given["precision"] else (today.precision,),
+        tuple(given["precision"].split(",")) if can_vary and given["precision"] else (today.precision,),
     )
-
-
-def _precisions(text: str) -> tuple[Precision, ...]:
-    known: tuple[Precision, ...] = ("full", "mixed")
-    words = text.split(",")
-    if not set(words) <= set(known):
-        raise typer.BadParameter(f"'{text}' is no list of full and mixed", param_hint="--precision")
-    return tuple(one for one in known if one in words)
 
 
 def parsed(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
@@ -339,7 +254,3 @@ def parsed(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...
     if values and (values[0] < 0 or (values[0] == 0 and kind is int)):
         raise typer.BadParameter(f"'{text}' has {values[0]:g}, and values must be positive", param_hint=option)
     return values
-
-
-def _machine() -> str:
-    return f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"

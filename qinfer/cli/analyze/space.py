@@ -4,6 +4,7 @@ A *candidate* names a value of each dimension, a *point* is a candidate under a 
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -15,10 +16,7 @@ THREAD_PARAMETERS = {
     "openvino": "INFERENCE_NUM_THREADS",
     "pytorch": "INTRA_OP_THREAD_COUNT",
 }
-"""Backend → the parameter with the threads of an instance."""
-
-MIXED_BACKENDS = ("onnxruntime", "openvino", "pytorch")
-"""The backends with the accelerator `auto_mixed_precision`."""
+"""Backend → the parameter with the threads of an instance; these have the accelerator `auto_mixed_precision`, too."""
 
 Precision = Literal["full", "mixed"]
 _MIXED = "auto_mixed_precision"
@@ -31,9 +29,7 @@ class Candidate(NamedTuple):
     Attributes:
         instances: Instances of the model in each worker.
         max_batch: The most rows of a batch; 0 = the model has no batch dimension.
-        delay_ms: The longest wait for a fuller batch, in milliseconds.
         threads: Threads of an instance; 0 = the backend's default.
-        backend: The backend that executes the model.
         precision: `mixed` = the accelerator `auto_mixed_precision`.
     """
 
@@ -51,45 +47,21 @@ class Candidate(NamedTuple):
         precision = ", mixed precision" if self.precision == "mixed" else ""
         return f"{self.instances} {self.backend}{batch}{threads}{precision}"
 
-    @property
-    def computation(self) -> "Computation":
-        """The part that may change answers."""
-        return Computation(self.backend, self.threads, self.precision)
 
-
-class Computation(NamedTuple):
-    """The part of a candidate that may change a model's answers; instances and batches do not."""
-
-    backend: str
-    threads: int
-    precision: Precision
+def computations(candidates: Mapping[str, Candidate]) -> frozenset[tuple[str, str, int, Precision]]:
+    """Returns the part of models' candidates that may change answers; instances and batches do not."""
+    return frozenset((name, one.backend, one.threads, one.precision) for name, one in candidates.items())
 
 
 class Point(NamedTuple):
-    """A candidate under load.
-
-    Attributes:
-        candidate: The configuration.
-        level: Concurrent requests of a closed loop.
-    """
+    """A candidate under a level of load, which is a number of concurrent requests."""
 
     candidate: Candidate
     level: int
 
 
 class Space(NamedTuple):
-    """The values of each dimension, in ascending order, and the levels of load.
-
-    Attributes:
-        instances: As `Candidate`.
-        max_batch: As `Candidate`.
-        delay_ms: As `Candidate`.
-        threads: As `Candidate`.
-        backend: As `Candidate`.
-        levels: Numbers of concurrent requests.
-        today: The configuration that the model has.
-        precision: As `Candidate`.
-    """
+    """The values of each dimension in ascending order, the levels, and the model's present candidate."""
 
     instances: tuple[int, ...]
     max_batch: tuple[int, ...]
@@ -120,6 +92,8 @@ def today_of(config: Mapping[str, Any]) -> Candidate:
     batching = config.get("dynamic_batching")
     groups: Sequence[Mapping[str, Any]] = config.get("instance_group") or ()
     backend = str(config.get("backend") or "")
+    given = (config.get("optimization") or {}).get("execution_accelerators") or {}
+    is_mixed = any(entry.get("name") == _MIXED for device in _DEVICES for entry in given.get(device) or ())
     threads = config.get("parameters", {}).get(THREAD_PARAMETERS.get(backend, ""), {}).get("string_value", 0)
     return Candidate(
         sum(int(group.get("count", 1)) for group in groups) or 1,
@@ -127,24 +101,15 @@ def today_of(config: Mapping[str, Any]) -> Candidate:
         int((batching or {}).get("max_queue_delay_microseconds", 0)) / 1000,
         int(threads),
         backend,
-        "mixed" if any(entry.get("name") == _MIXED for entry in _accelerators(config)) else "full",
+        "mixed" if is_mixed else "full",
     )
 
 
-def _accelerators(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    given = (config.get("optimization") or {}).get("execution_accelerators") or {}
-    return (entry for device in _DEVICES for entry in given.get(device) or ())
-
-
 def configured(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
-    """Returns a configuration with a candidate's values.
+    """Returns a configuration, in Triton's JSON, with a candidate's values.
 
     Only what differs from the configuration changes: preferred sizes above the largest batch go, and a group of
     instances keeps its kind and its devices.
-
-    Args:
-        config: The model's configuration, in Triton's JSON.
-        candidate: The values.
 
     Raises:
         InvalidRequest: The configuration has several groups of instances and the candidate another number.
@@ -183,6 +148,15 @@ def configured(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any
             others = [entry for entry in given.get(device) or () if entry.get("name") != _MIXED]
             given[device] = [*others, {"name": _MIXED}] if candidate.precision == "mixed" else others
     return changed
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Returns a configuration as `config.pbtxt`."""
+    from google.protobuf import text_format
+
+    from qinfer.models.config.message import from_json
+
+    return text_format.MessageToString(from_json(json.dumps(config)))
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:

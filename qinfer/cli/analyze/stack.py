@@ -1,17 +1,15 @@
 """A private server on which configurations are tried: `qinfer up` in a directory of its own, on free ports."""
 
-import json
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from qinfer.cli.analyze.journal import digest
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.console import CommandFailed
 from qinfer.cli.local.machine import read_run
@@ -24,56 +22,26 @@ STOP_S = 20.0
 _LOG = "up.log"
 
 
-class Stack:
-    """The server.
+class TrialServer(NamedTuple):
+    """A server on which configurations are tried; `prefix` begins the models' names there.
 
-    Attributes:
-        url: Its address.
-        client: A client of it.
+    The process, or its children, execute the models; `check` raises `CommandFailed` if no more load may be sent.
     """
 
-    def __init__(
-        self,
-        process: "subprocess.Popen[bytes]",
-        log: Path,
-        url: str,
-        client: GatewayClient,
-        repositories: Sequence[str] = (),
-    ) -> None:
-        self.url, self.client = url, client
-        self._process, self._log, self._repositories = process, log, repositories
-
-    def configure(self, model: str, config: Mapping[str, Any]) -> None:
-        """Loads a model with a configuration, and waits until it is ready."""
-        self.client.load(model, config=config)
-
-    def check(self) -> None:
-        """Raises `CommandFailed` if the server has ended."""
-        if self._process.poll() is not None:
-            raise CommandFailed(f"the private server has ended; the same command goes on:\n{_end_of(self._log)}")
-
-    def files_digest(self, model: str) -> str:
-        """Returns a digest of a model's files."""
-        places = [Path(one) / model for one in self._repositories]
-        return next((digest(place) for place in places if place.is_dir()), "")
-
-    def told(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a configuration as the model's own, which it is."""
-        return config
+    url: str
+    client: GatewayClient
+    process: "subprocess.Popen[bytes]"
+    check: Callable[[], None]
+    prefix: str = ""
 
     def use(self) -> ProcessUse:
-        """Returns CPU time and memory of the server's processes."""
-        return read_use(pid=self._process.pid) or ProcessUse(0.0, 0)
+        """Returns CPU time and memory of the process and its children."""
+        return read_use(pid=self.process.pid) or ProcessUse(0.0, 0)
 
 
 @contextmanager
-def private_stack(repositories: Sequence[str], models: Sequence[str], workers: int = 1) -> Iterator[Stack]:
+def private_stack(repositories: Sequence[str], models: Sequence[str]) -> Iterator[TrialServer]:
     """Starts a server that serves some models of repositories, and stops it at the end.
-
-    Args:
-        repositories: Their paths.
-        models: The models that it loads.
-        workers: Worker processes.
 
     Raises:
         CommandFailed: The server ended, or the models were not ready in time; the error has the end of its log.
@@ -83,7 +51,7 @@ def private_stack(repositories: Sequence[str], models: Sequence[str], workers: i
         command = [sys.executable, "-P", "-m", "qinfer.cli.local.child", "", "qinfer.cli.main", "up"]
         command += [part for one in repositories for part in ("--model-repository", one)]
         command += ["--data-dir", home, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
-        command += ["--workers", str(workers), "--model-control-mode", "explicit"]
+        command += ["--workers", "1", "--model-control-mode", "explicit"]
         command += [part for model in models for part in ("--load-model", model)]
         log = Path(home) / _LOG
         with log.open("wb") as opened:
@@ -93,16 +61,26 @@ def private_stack(repositories: Sequence[str], models: Sequence[str], workers: i
         try:
             url = _started(process, Path(home), log, models)
             with GatewayClient(url) as client:
-                yield Stack(process, log, url, client, repositories)
+                yield TrialServer(url, client, process, partial(check_running, process, log))
         finally:
-            process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+            end_child(process)
+
+
+def check_running(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Raises `CommandFailed` if the server has ended."""
+    if process.poll() is not None:
+        raise CommandFailed(f"the private server has ended; the same command goes on:\n{_end_of(log)}")
+
+
+def end_child(process: "subprocess.Popen[bytes]") -> None:
+    """Closes the standard input of a child, which drains then and ends; kills it if it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _started(process: "subprocess.Popen[bytes]", home: Path, log: Path, models: Sequence[str]) -> str:
@@ -119,12 +97,3 @@ def _started(process: "subprocess.Popen[bytes]", home: Path, log: Path, models: 
 
 def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-
-
-def config_text(config: Mapping[str, Any]) -> str:
-    """Returns a configuration as `config.pbtxt`."""
-    from google.protobuf import text_format
-
-    from qinfer.models.config.message import from_json
-
-    return text_format.MessageToString(from_json(json.dumps(config)))

@@ -63,11 +63,11 @@ def test_each_computation_is_compared_once_with_the_present_one() -> None:
         return SimpleNamespace(tensors=(tensor([[value]], "INT64"),))
 
     requests = [DataRequest([tensor([[n]], "UINT8", "x")]) for n in range(4)]
-    accuracy = Accuracy(SimpleNamespace(infer=infer), [("m", requests)], FULL)  # type: ignore[arg-type]
+    accuracy = Accuracy(SimpleNamespace(infer=infer), [("m", requests)], {"m": FULL})  # type: ignore[arg-type]
 
     def found(candidate: Candidate) -> float:
         loads.append(candidate)
-        return accuracy.of(candidate, loads.append)
+        return accuracy.of({"m": candidate}, lambda candidates: loads.append(candidates["m"]))
 
     assert [found(one) for one in (FULL, MIXED, MIXED._replace(instances=4), FULL._replace(max_batch=1))] == [
         1.0,

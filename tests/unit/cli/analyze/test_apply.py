@@ -1,10 +1,12 @@
 """A winner beside the model that callers use."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
-from qinfer.cli.analyze.apply import begin_trial, beside
+from qinfer.cli.analyze.apply import as_own, begin_trial, beside, check_callers, copies_apart
 from qinfer.cli.console import CommandFailed
 from qinfer.errors import EndpointNotFound
 from qinfer.traffic.endpoints import read_endpoint
@@ -16,6 +18,67 @@ def test_a_configuration_beside_a_model_uses_its_files() -> None:
     assert found["name"] == "m-tuned"
     assert found["parameters"] == {"mine": {"string_value": "x"}, "qinfer.files_of": {"string_value": "m"}}
     assert beside(found, "m-tuned", "other")["parameters"]["qinfer.files_of"] == {"string_value": "m"}
+
+
+CHAIN = {
+    "name": "chain",
+    "platform": "ensemble",
+    "ensemble_scheduling": {"step": [{"model_name": "m", "model_version": -1}, {"model_name": "inner"}], "more": 1},
+}
+CONFIGS = {
+    "m": {"name": "m", "max_batch_size": 8},
+    "borrowed": {"name": "borrowed", "parameters": {"qinfer.files_of": {"string_value": "m"}}},
+    "inner": {"name": "inner", "ensemble_scheduling": {"step": [{"model_name": "borrowed"}]}},
+    "chain": CHAIN,
+}
+
+
+def copies(model: str) -> dict[str, dict[str, Any]]:
+    return copies_apart(SimpleNamespace(config=CONFIGS.__getitem__), model)  # type: ignore[arg-type]
+
+
+def test_a_copy_of_an_ensemble_refers_to_copies_of_its_steps() -> None:
+    """Steps come first, so that each is loaded before the ensemble; the ensemble's files are its own versions."""
+    found = copies("chain")
+
+    assert list(found) == ["~m", "~borrowed", "~inner", "~chain"]
+    assert found["~chain"] == {
+        "name": "~chain",
+        "platform": "ensemble",
+        "ensemble_scheduling": {
+            "step": [{"model_name": "~m", "model_version": -1}, {"model_name": "~inner"}],
+            "more": 1,
+        },
+        "parameters": {"qinfer.files_of": {"string_value": "chain"}},
+    }
+    assert found["~inner"]["ensemble_scheduling"]["step"] == [{"model_name": "~borrowed"}]
+    assert CHAIN["ensemble_scheduling"]["step"][0]["model_name"] == "m"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("model", ["m", "borrowed"])
+def test_the_configuration_of_a_copy_becomes_the_models_own(model: str) -> None:
+    """A model that borrows files goes on with it."""
+    assert as_own(copies(model)[f"~{model}"]) == {"parameters": {}, **CONFIGS[model]}
+    assert as_own(CONFIGS[model]) == {"parameters": {}, **CONFIGS[model]}
+
+
+@pytest.mark.parametrize(
+    ("models", "called", "endpoint", "why"),
+    [
+        (["chain"], [], "", "past any endpoint; give load"),
+        (["m"], ["borrowed"], "", "past any endpoint; give load"),
+        (["m", "borrowed"], [], "e", "several models have an endpoint each"),
+    ],
+)
+def test_a_canary_that_no_callers_would_reach_is_refused_before_the_search(
+    models: list[str], called: list[str], endpoint: str, why: str
+) -> None:
+    client: Any = SimpleNamespace(config=CONFIGS.__getitem__)
+    check_callers(client, ["m", "borrowed"], [], "")
+    check_callers(client, ["m"], [], "e")
+
+    with pytest.raises(typer.BadParameter, match=why):
+        check_callers(client, models, called, endpoint)
 
 
 class Gateway:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from qinfer.cli.analyze.guard import GuardState, Probes
-from qinfer.cli.analyze.live import LiveServer
-from qinfer.cli.client import GatewayClient
+from qinfer.cli.analyze.live import LiveGuard
 from qinfer.cli.console import CommandFailed
 
 WINDOWS, PROBES = 150, 40
@@ -85,4 +84,4 @@ def test_a_model_that_does_not_answer_well_is_not_analysed(before_ms: list[float
     probes.during.return_value = before_ms
 
     with pytest.raises(CommandFailed, match="before anything is tried"):
-        LiveServer("http://127.0.0.1:1", mock.Mock(spec=GatewayClient), mock.Mock(spec=subprocess.Popen), probes)
+        LiveGuard(mock.Mock(spec=subprocess.Popen), probes)

@@ -141,7 +141,7 @@ def test_a_round_that_improves_nothing_is_the_last() -> None:
     outcomes = found_by(measure)
 
     assert len(asked) == len({one.key for one in asked}) == sum(one.measured for one in outcomes.values())
-    assert {one.beside for one in asked} == {tuple([item]) for item in TODAY.items()}
+    assert {one.beside for one in asked} == {(item,) for item in TODAY.items()}
 
 
 def test_a_single_model_is_searched_as_before() -> None:

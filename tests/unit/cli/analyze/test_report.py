@@ -29,9 +29,10 @@ FACTS = Facts(
     "m<script>alert(1)</script>",
     "a machine",
     Goal(p99_ms=30.0),
-    Outcome(Point(BEST, 32), Point(TODAY, 32), Interval(1.9, 2.0, 2.1), 30),
-    FIGURES,
-    'name: "m"\n<&>',
+    Outcome(
+        Point(BEST, 32), Point(TODAY, 32), Interval(1.9, 2.0, 2.1), 30, [Point(BEST, 32), Point(TODAY, 32)], FIGURES
+    ),
+    {"name": "m<&>"},
 )
 
 
@@ -47,6 +48,17 @@ def test_the_page_is_well_formed_without_scripts_and_addresses() -> None:
     words = "".join(found.itertext())
     assert "2.00 times the present one" in words
     assert "m<script>alert(1)</script>" in words
+    assert 'name: "m<&>"' in words
+
+
+def test_a_gain_of_several_models_is_said_to_be_of_all_together() -> None:
+    assert (
+        FACTS._replace(is_mix=True).verdict == "2.00 times the present one (1.90 to 2.10 at 95 %), all models together"
+    )
+    assert (
+        FACTS._replace(outcome=FACTS.outcome._replace(winner=Point(TODAY, 8))).verdict
+        == "the present configuration stays"
+    )
 
 
 def test_the_front_has_points_that_no_other_beats() -> None:

@@ -156,23 +156,19 @@ def test_a_limit_of_latency_is_kept() -> None:
 def test_a_search_goes_on_after_a_kill() -> None:
     """Whatever was measured before is fed in again: the result is the same, from any moment."""
     at = LANDSCAPES["MiniLM"]
-    known: dict[tuple[Point, int], Figures] = {}
+    known: dict[Wanted, Figures] = {}
     machine = Machine(at, 5)
 
     def measure(wanted: Wanted) -> Figures:
-        return known.setdefault(key_of(wanted), machine.measure(wanted))
+        return known.setdefault(wanted.key, machine.measure(wanted))
 
     whole = drive(quick(SPACE, GOAL), measure)
     everything = dict(known)
     for stop in random.Random(1).sample(range(len(everything)), 10):
         known.clear()
         known.update(list(everything.items())[:stop])
-        again = drive(quick(SPACE, GOAL), lambda wanted: known.get(key_of(wanted)) or everything[key_of(wanted)])
+        again = drive(quick(SPACE, GOAL), lambda wanted: known.get(wanted.key) or everything[wanted.key])
         assert again == whole
-
-
-def key_of(wanted: Wanted) -> tuple[Point, int]:
-    return wanted.point, wanted.turn
 
 
 def test_a_failed_request_refuses_a_point() -> None:

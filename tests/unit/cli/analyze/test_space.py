@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.cli.analyze.space import Candidate, configured, powers_of_two, today_of
+from qinfer.cli.analyze.space import Candidate, computations, configured, powers_of_two, today_of
 from qinfer.errors import InvalidRequest
 
 CONFIG: dict[str, Any] = {
@@ -103,6 +103,9 @@ def test_full_precision_removes_the_accelerator_alone() -> None:
 
 
 def test_instances_and_batches_do_not_change_answers() -> None:
-    assert TODAY.computation == TODAY._replace(instances=4, max_batch=1, delay_ms=0.0).computation
+    first = computations({"m": TODAY})
+
+    assert first == computations({"m": TODAY._replace(instances=4, max_batch=1, delay_ms=0.0)})
     for other in ({"threads": 1}, {"backend": "openvino"}, {"precision": "mixed"}):
-        assert TODAY._replace(**other).computation != TODAY.computation
+        assert computations({"m": TODAY._replace(**other)}) != first
+    assert computations({"other": TODAY}) != first
