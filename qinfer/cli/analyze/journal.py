@@ -77,12 +77,12 @@ class Journal:
         except OSError as error:
             raise CommandFailed(f"{directory} can't be written: {error.strerror}; give another --output") from None
         try:
-            self.known = self._read(subject)
+            self.known = self._measured(subject)
         except CommandFailed:
             self._file.close()
             raise
 
-    def _read(self, subject: Subject) -> dict[Wanted, Figures]:
+    def _measured(self, subject: Subject) -> dict[Wanted, Figures]:
         self._file.seek(0)
         whole = [line for line in self._file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         try:

@@ -119,7 +119,7 @@ def loaded_models(
 
 
 def steps_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Returns the steps of an ensemble; any other model has none."""
+    """Returns the steps of an ensemble; any other model has no steps."""
     return (config.get("ensemble_scheduling") or {}).get("step") or ()
 
 

@@ -59,7 +59,7 @@ class Facts(NamedTuple):
 
     @property
     def best(self) -> Figures:
-        """What was found of the winner."""
+        """The winner's figures."""
         return self.outcome.figures[self.outcome.winner]
 
     @property

@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
 
     @property
     def key(self) -> "Wanted":
-        """The same measurement, whatever it must beat."""
+        """The same measurement, without a score to beat."""
         return self._replace(to_beat=0.0)
 
     @property

@@ -40,7 +40,11 @@ from qinfer.errors import QinferError
 MOST_LEVEL = 10_000
 MOST_BATCH = 64
 """The largest batch that is tried where the configuration has a smaller one."""
-SEARCHES = {"quick": search.quick, "brute": search.brute, "optuna": search.optuna}
+MODES: Mapping[str, Callable[..., search.Search]] = {
+    "quick": search.quick,
+    "brute": search.brute,
+    "optuna": search.optuna,
+}
 
 
 class Asked(NamedTuple):
@@ -68,11 +72,12 @@ def tune(asked: Asked, server: TrialServer, directory: Path) -> list[Facts]:
     """
     client, goal = server.client, asked.goal
     shares = {f"{server.prefix}{model}": share for model, share in asked.shares.items()}
-    loads = loaded_models(client, shares, asked.inputs, asked.data)
+    data = [f"{server.prefix}{text}" if "=" in text else text for text in asked.data]
+    loads = loaded_models(client, shares, asked.inputs, data)
     for one in loads:
         one.ask_once(client)
-    names = dict.fromkeys([*(name for one in loads for name in models_of(client, one.config)), *asked.composing])
-    configs = {name: client.config(name) for name in names}
+    names = [*(name for one in loads for name in models_of(client, one.config)), *asked.composing]
+    configs = {name: client.config(name) for name in dict.fromkeys(names)}
     spaces = {name: read_space(config, is_alone=len(configs) == 1, **asked.values) for name, config in configs.items()}
     traced = Path(asked.data[0].rpartition("=")[2]) if asked.arrivals else None
     plan = plan_of(server.url, loads, asked.per_sequence, traced)
@@ -84,7 +89,7 @@ def tune(asked: Asked, server: TrialServer, directory: Path) -> list[Facts]:
     progress = _Progress(spaces, most_measurements(spaces, asked.mode), len(journal.known))
     measure = Measurer(configs, Meter(server, plan, goal, asked.window_s), journal, progress, accuracy)
     try:
-        outcomes = search.drive(joint(spaces, goal, SEARCHES[asked.mode]), measure)
+        outcomes = search.drive(joint(spaces, goal, MODES[asked.mode]), measure)
     except KeyboardInterrupt:
         known = len(journal.known)
         raise CommandFailed(f"interrupted; the same command goes on after {known} measurements") from None
@@ -92,7 +97,7 @@ def tune(asked: Asked, server: TrialServer, directory: Path) -> list[Facts]:
         journal.close()
         progress.clear()
     journal.write_parquet(directory / "measurements.parquet")
-    found, machine = [], f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"
+    found, machine = list[Facts](), f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"
     for name, outcome in outcomes.items():
         winner = as_own(configured(configs[name], outcome.winner.candidate))
         is_alone, is_mix = [one.model for one in loads] == [name], len(outcomes) > 1
@@ -110,8 +115,8 @@ def _accuracy(asked: Asked, client: GatewayClient, loads: Sequence[Loaded], spac
     if odd := next((one for one in loads if one.streams or one.is_stateful), None):
         kind = "streams" if odd.streams else "sequences"
         raise typer.BadParameter(f"{odd.model} answers by {kind}, which are not compared", param_hint="--accuracy")
-    is_given = asked.inputs or asked.data
-    compared = [(one.model, one.requests if is_given else random_requests(client, one.model)) for one in loads]
+    given = asked.inputs or asked.data
+    compared = [(one.model, one.requests if given else random_requests(client, one.model)) for one in loads]
     return Accuracy(client, compared, {name: space.today for name, space in spaces.items()})
 
 
@@ -143,7 +148,7 @@ class Measurer:
         reason = self._refusal(wanted)
         try:
             if not reason and self._accuracy is not None:
-                agrees, least = self._accuracy.of(wanted.candidates, self._load), self._meter.goal.accuracy
+                agrees, least = self._accuracy.of(wanted.candidates, self._load_candidates), self._meter.goal.accuracy
                 reason = f"its answers agree by {agrees:.4f}, below {least:g}" if agrees < least else ""
             found = Figures.refused(reason) if reason else self._meter.measure(wanted)
         except QinferError:
@@ -159,13 +164,13 @@ class Measurer:
         at_any_load = Wanted(wanted.point._replace(level=0), model=wanted.model, beside=wanted.beside)
         if at_any_load not in self._refusals:
             try:
-                self._load(wanted.candidates)
+                self._load_candidates(wanted.candidates)
             except QinferError as error:
                 self._meter.server.check()
                 self._refusals[at_any_load] = error.message
         return self._refusals.get(at_any_load, "")
 
-    def _load(self, candidates: Mapping[str, Candidate]) -> None:
+    def _load_candidates(self, candidates: Mapping[str, Candidate]) -> None:
         for name, candidate in candidates.items():
             if self._loaded.get(name) != candidate:
                 self._loaded.pop(name, None)

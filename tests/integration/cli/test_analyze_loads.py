@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from qinfer import Client
+from qinfer.cli.analyze.journal import FILE
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.local.machine import read_run
 from qinfer.cli.main import app
@@ -53,7 +54,7 @@ def analyzed(repository: Path, output: Path, *arguments: str, small: bool = True
 
 @pytest.mark.long
 def test_a_mix_tunes_each_model_and_the_steps_of_ensembles(tmp_path: Path) -> None:
-    """Each has a report; the answers of another thread number agree."""
+    """Each has a report; all measurements are in one file; the answers of another batch size agree."""
     repository, output = tmp_path / "models", tmp_path / "found"
     scale(repository, "twice", 2.0)
     scale(repository, "thrice", 3.0)
@@ -65,6 +66,9 @@ def test_a_mix_tunes_each_model_and_the_steps_of_ensembles(tmp_path: Path) -> No
     assert found["code"] == 0, found["stderr"]
     assert [one["model"] for one in found["models"]] == ["twice", "thrice", "four"]
     assert all(one["requests_per_s"] > 0 and one["accuracy"] == 1.0 for one in found["models"])
+    assert len({tuple(one["gain"].values()) for one in found["models"]}) == 1
+    assert len((output / FILE).read_text().splitlines()) > sum(one["measurements"] for one in found["models"])
+    assert (output / "measurements.parquet").exists()
     for name in ("twice", "thrice", "four"):
         assert f'name: "{name}"' in (output / name / "config.pbtxt").read_text()
         assert (output / name / "report.html").exists()
@@ -129,15 +133,16 @@ class Callers:
                     self.errors.append(error)
 
 
-def in_place(tmp_path: Path, *arguments: str) -> Result:
-    """Analyses the live model in this process."""
+def in_place(tmp_path: Path, model: str = "twice") -> Result:
+    """Analyses a live model in this process."""
     run = read_run(tmp_path / "data")
     assert run is not None
-    command = ["analyze", "twice", "--in-place", "--url", run.url, "--redis", run.redis_url, "--concurrency", "1"]
+    command = ["analyze", model, "--in-place", "--url", run.url, "--redis", run.redis_url, "--concurrency", "1"]
     command += ["--model-repository", str(tmp_path / "models"), "--output", str(tmp_path / "found"), "--json"]
-    result = CliRunner().invoke(app, [*command, *QUICK, *SMALL, *arguments])
     with GatewayClient(run.url) as client:
-        assert {one.name for one in client.index(ready=True)} == {"twice"}
+        before = client.index(ready=True)
+        result = CliRunner().invoke(app, [*command, *QUICK, *SMALL])
+        assert client.index(ready=True) == before
     children = psutil.Process(os.getpid()).children(recursive=True)
     assert not [one for one in children if "qinfer_workers.inference" in one.cmdline() and one.ppid() == os.getpid()]
     return result
@@ -157,6 +162,29 @@ def test_in_place_callers_are_answered_and_nothing_is_left(
     assert callers.answers > 100
     assert "files_of" not in found["config"]
     assert 'name: "twice"' in found["config"]
+
+
+@pytest.mark.long
+def test_in_place_an_ensemble_is_tuned_by_copies_of_its_steps(
+    tmp_path: Path, live: Up, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies execute the load; nothing of them is left, neither at the gateway nor in what is written."""
+    monkeypatch.setattr("qinfer.cli.analyze.guard.TRIPS_AT", math.inf)
+    scale(tmp_path / "models", "thrice", 3.0)
+    chain(tmp_path / "models", "chained", "twice", "thrice")
+    with GatewayClient(live.url) as client:
+        client.load("chained")
+        with Callers(live.url) as callers:
+            result = in_place(tmp_path, "chained")
+
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["models"]
+    assert [one["model"] for one in found] == ["twice", "thrice"]
+    assert all("~" not in one["config"] and "files_of" not in one["config"] for one in found)
+    assert callers.errors == []
+    lines = [json.loads(line) for line in (tmp_path / "found" / FILE).read_text().splitlines()[1:]]
+    assert {line["model"] for line in lines} == {"~twice", "~thrice"}
+    assert all(line["figures"][1] > 0 for line in lines), "a mean batch of the copy"
 
 
 @pytest.mark.long
