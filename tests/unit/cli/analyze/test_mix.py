@@ -4,11 +4,13 @@ import random
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from qinfer.cli.analyze import mix
 from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
+from qinfer.cli.analyze.journal import FILE, Journal, Subject
 from qinfer.cli.analyze.mix import joint, most_measurements
 from qinfer.cli.analyze.search import TURNS, Outcome, Wanted, budget_of, drive, quick
 from qinfer.cli.analyze.space import Candidate, Space
@@ -51,7 +53,7 @@ def best_rate() -> float:
 class Machine:
     """Measures with noise of 3 %, and keeps what it measured."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self.random, self.known = random.Random(seed), dict[Wanted, Figures]()
 
     def measure(self, wanted: Wanted) -> Figures:
@@ -84,24 +86,35 @@ def test_rounds_find_the_best_where_one_pass_stays_far_from_it(monkeypatch: pyte
     assert max(in_turn) < 0.9
 
 
-def test_a_killed_search_goes_on_with_the_same_result() -> None:
-    machine = Machine(5)
-    whole = found_by(machine.measure)
-    everything = list(machine.known.items())
+def test_a_joint_search_that_was_killed_at_any_moment_has_the_same_result(tmp_path: Path) -> None:
+    """The journal may end at any byte of any round; what it has is not measured again."""
+    whole, measured = journaled(tmp_path / "whole")
+    written = (tmp_path / "whole" / FILE).read_bytes()
 
-    for stop in random.Random(1).sample(range(len(everything)), 10):
-        again = Machine(0)
-        again.known = dict(everything[:stop])
-        asked = list[Wanted]()
+    for kill in random.Random(1).sample(range(len(written)), 10):
+        directory = tmp_path / str(kill)
+        directory.mkdir()
+        (directory / FILE).write_bytes(written[:kill])
+        kept = max(written[:kill].count(b"\n") - 1, 0)
 
-        def measure(wanted: Wanted, *, again: Machine = again, asked: list[Wanted] = asked) -> Figures:
-            if wanted.key not in again.known:
-                asked.append(wanted)
-                again.known[wanted.key] = machine.known[wanted.key]
-            return again.known[wanted.key]
+        assert journaled(directory) == (whole, measured - kept)
+        assert (directory / FILE).read_bytes() == written
 
-        assert found_by(measure) == whole
-        assert [one.key for one in asked] == [key for key, _ in everything[stop:]]
+
+def journaled(directory: Path) -> tuple[dict[str, Outcome], int]:
+    """Searches with a journal, which may have measurements; returns the outcomes, and how many it measured."""
+    journal = Journal(directory, Subject("", SPACES, GOAL, "quick", 1.0))
+    before = len(journal.known)
+
+    def measure(wanted: Wanted) -> Figures:
+        if wanted.key not in journal.known:
+            journal.add(wanted, Machine(repr(wanted.key)).measure(wanted))
+        return journal.known[wanted.key]
+
+    try:
+        return found_by(measure), len(journal.known) - before
+    finally:
+        journal.close()
 
 
 def test_the_winners_are_compared_with_the_present_set_by_turns() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
 from qinfer.cli.analyze.search import Wanted
@@ -14,6 +15,7 @@ from qinfer.cli.analyze.session import Measurer, parsed, read_space
 from qinfer.cli.analyze.space import Candidate, Point, computations
 from qinfer.cli.analyze.stack import check_running
 from qinfer.cli.console import CommandFailed
+from qinfer.cli.main import app
 from qinfer.errors import ModelLoadFailed
 
 ONE, TWO = (Candidate(count, 8, 0.0, 0, "python") for count in (1, 2))
@@ -177,3 +179,23 @@ def test_a_stateful_model_keeps_its_batches() -> None:
 def test_no_answer_at_all_is_no_score() -> None:
     silent = Figures((LoadWindow(0.0, 0.0, 0.0, 0.0),))
     assert Goal("p99").score(silent).mean == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["n"], "one model or ensemble"),
+        (["--input", "x=1"], "one model or ensemble"),
+        (["--composing", "n"], "not copies"),
+    ],
+)
+def test_in_place_the_load_is_of_one_model_that_the_guard_can_watch(
+    tmp_path: Path, options: list[str], why: str
+) -> None:
+    for model in ("m", "n"):
+        (tmp_path / model).mkdir()
+
+    refused = CliRunner().invoke(app, ["analyze", "m", *options, "--in-place", "--model-repository", str(tmp_path)])
+
+    assert refused.exit_code == 64
+    assert why in " ".join(refused.output.replace("│", " ").split())
