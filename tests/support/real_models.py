@@ -87,12 +87,25 @@ def build_embedders(repository: Path, *, kind: str = "KIND_CPU") -> None:
     module = Embedder()
     example = (torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64))
     onnx_file = _version(repository, "embed_onnx", _EMBED.format(backend="onnxruntime", kind=kind)) / "model.onnx"
+    export_onnx(module, example, onnx_file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tracers
+        version = _version(repository, "embed_export", _EMBED.format(backend="pytorch", kind=kind))
+        save_exported(module, version / "model.pt2", example, variable=(0, 1))
+        version = _version(repository, "embed_torch", _EMBED.format(backend="pytorch", kind=kind))
+        # A trace keeps the device of the tensors that the model makes itself.
+        device = "cuda" if kind == "KIND_GPU" and torch.cuda.is_available() else "cpu"
+        save_torchscript(module.to(device), version / "model.pt", tuple(ones.to(device) for ones in example))
+
+
+def export_onnx(module: Embedder, example: tuple[torch.Tensor, ...], file: Path) -> None:
+    """Writes the sentence encoder as ONNX, with a variable number of texts and of tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the older exporter, which needs no further package
         torch.onnx.export(
             module,
             example,
-            str(onnx_file),
+            str(file),
             input_names=["input_ids", "attention_mask"],
             output_names=["embedding"],
             dynamic_axes={
@@ -103,12 +116,6 @@ def build_embedders(repository: Path, *, kind: str = "KIND_CPU") -> None:
             dynamo=False,
             opset_version=17,
         )
-        version = _version(repository, "embed_export", _EMBED.format(backend="pytorch", kind=kind))
-        save_exported(module, version / "model.pt2", example, variable=(0, 1))
-        version = _version(repository, "embed_torch", _EMBED.format(backend="pytorch", kind=kind))
-        # A trace keeps the device of the tensors that the model makes itself.
-        device = "cuda" if kind == "KIND_GPU" and torch.cuda.is_available() else "cpu"
-        save_torchscript(module.to(device), version / "model.pt", tuple(ones.to(device) for ones in example))
 
 
 def build_digits(repository: Path, *, kind: str = "KIND_CPU") -> digits.Digits:

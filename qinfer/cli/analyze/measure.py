@@ -15,7 +15,7 @@ from qinfer.cli.analyze.loads import LoadPlan
 from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.analyze.stack import TrialServer
 from qinfer.cli.client import GatewayClient
-from qinfer.cli.load import LoadPart, LoadReport, batch_counts, mean_batch, percentile, run_load
+from qinfer.cli.load import LoadPart, LoadReport, percentile, run_load
 
 LEAST_WINDOWS, MOST_WINDOWS = 3, 8
 NARROW = 0.03
@@ -40,14 +40,16 @@ class Meter(NamedTuple):
         """
         client, level = self.server.client, wanted.point.level
         self._window(level)  # connections, arenas and caches grow
-        before, executed = batch_counts(client.metrics(), wanted.model), _executions(client, wanted.model)
+        before = _executions(client, wanted.model)
         found = Figures(())
-        while not _is_enough(found, wanted, self.goal):
+        while not is_enough(found, wanted, self.goal):
             found = found._replace(windows=(*found.windows, self._window(level)))
+        ran = _executed_since(before, _executions(client, wanted.model))
+        batches = sum(count for count, _ in ran.values())
         return found._replace(
-            mean_batch=mean_batch(before, batch_counts(client.metrics(), wanted.model)) or 0.0,
+            mean_batch=round(sum(rows * count for rows, (count, _) in ran.items()) / max(batches, 1), 2),
             memory_mb=self.server.use().memory_bytes / 2**20,
-            batches=_times(executed, _executions(client, wanted.model)),
+            batches=tuple((rows, ns / count / 1e6) for rows, (count, ns) in ran.items()),
         )
 
     def _window(self, level: int) -> LoadWindow:
@@ -82,7 +84,8 @@ def _as_window(report: LoadReport, parts: Sequence[LoadPart], noise: float, cpu_
     )
 
 
-def _is_enough(found: Figures, wanted: Wanted, goal: Goal) -> bool:
+def is_enough(found: Figures, wanted: Wanted, goal: Goal) -> bool:
+    """Tells whether a measurement of a point needs no more windows."""
     count = len(found.windows)
     if count < 2:
         return False
@@ -131,10 +134,10 @@ def _executions(client: GatewayClient, model: str) -> _Executions:
     return found
 
 
-def _times(before: _Executions, after: _Executions) -> tuple[tuple[int, float], ...]:
-    times = []
+def _executed_since(before: _Executions, after: _Executions) -> _Executions:
+    ran = {}
     for rows, (count, ns) in sorted(after.items()):
-        earlier = before.get(rows, (0, 0))
-        if count > earlier[0]:
-            times.append((rows, (ns - earlier[1]) / (count - earlier[0]) / 1e6))
-    return tuple(times)
+        earlier_count, earlier_ns = before.get(rows, (0, 0))
+        if count > earlier_count:
+            ran[rows] = (count - earlier_count, ns - earlier_ns)
+    return ran

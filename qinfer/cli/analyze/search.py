@@ -7,14 +7,14 @@
 A search asks in the same order if it gets the same figures, so that a command that was killed goes on from its journal.
 
     brute     every point once
-    quick     load first, then instances with threads and backend, batch, delay, then the neighbours of the best
+    quick     load first, then instances with threads and backend, batch, delay, then neighbours, best points first
     optuna    tree-structured Parzen estimators (`pip install optuna`)
 
 Each ends with *finals*: the best candidates and the present configuration are measured again by turns, so that a slow
 minute of the machine hits all of them. Pure.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from qinfer.cli.analyze.figures import Figures, Goal, Interval, RowTimes, learnt
@@ -89,6 +89,7 @@ class Measurements:
         self.figures: dict[Point, Figures] = {}
         self.turns: dict[Point, int] = {}
         self.measured = 0
+        self._scores: dict[Point, Interval] = {}
 
     @property
     def left(self) -> int:
@@ -97,7 +98,9 @@ class Measurements:
 
     def score(self, point: Point) -> Interval:
         """Returns a measured point's score."""
-        return self.goal.score(self.figures[point])
+        if point not in self._scores:
+            self._scores[point] = self.goal.score(self.figures[point])
+        return self._scores[point]
 
     def ranked(self) -> list[Point]:
         """Returns the best point of each candidate, best first."""
@@ -111,7 +114,7 @@ class Measurements:
     @property
     def best(self) -> Point:
         """The best point."""
-        return self.ranked()[0]
+        return max(self.figures, key=lambda point: self.score(point).mean)
 
     def measure(self, point: Point, *, again: bool = False) -> Generator[Wanted, Figures, Interval]:
         """Measures a point, unless it was measured; returns its score."""
@@ -121,6 +124,7 @@ class Measurements:
             self.turns[point] = self.turns.get(point, -1) + 1
             self.measured += 1
             self.figures[point] = self.figures[point].joined(found) if point in self.figures else found
+            self._scores.pop(point, None)
         return self.score(point)
 
     def measure_all(self, points: Iterable[Point]) -> Generator[Wanted, Figures, None]:
@@ -154,11 +158,10 @@ def quick(space: Space, goal: Goal, budget: int = 0) -> Search:
     for candidate in [point.candidate for point in _near(board)]:
         yield from _climb(board, Point(candidate, level))
     yield from _delays(board)
-    while board.left > 0:
-        best = board.best
-        yield from board.measure_all(_neighbours(board, best))
-        if board.best == best:
-            break
+    explored: set[Point] = set()
+    while board.left > 0 and (point := _unexplored(board, explored)) is not None:
+        explored.add(point)
+        yield from board.measure_all(_neighbours(board, point))
     return (yield from _finals(board))
 
 
@@ -258,6 +261,13 @@ def _delays(board: Measurements) -> Generator[Wanted, Figures, None]:
     for point in list(_near(board))[:2]:
         delays = [one for one in board.space.delay_ms if one != point.candidate.delay_ms]
         yield from board.measure_all(Point(point.candidate._replace(delay_ms=one), point.level) for one in delays)
+
+
+def _unexplored(board: Measurements, explored: Collection[Point]) -> Point | None:
+    """Returns the best point that was not explored, if it is near the best: two steps may be needed at once."""
+    best = board.score(board.best).mean
+    near = [point for point in board.figures if point not in explored and board.score(point).mean >= NEAR * best]
+    return max(near, key=lambda point: board.score(point).mean, default=None)
 
 
 def _neighbours(board: Measurements, point: Point) -> list[Point]:

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import cache
+from unittest import mock
 
 import pytest
 
@@ -93,6 +94,30 @@ def test_a_quick_search_finds_the_best_with_few_measurements(name: str) -> None:
         outcome = drive(quick(SPACE, GOAL), machine.measure)
         assert machine.count == outcome.measured <= 0.08 * SPACE.size
         assert at(outcome.winner).requests_per_s >= 0.97 * best_of(name), (seed, outcome)
+
+
+def test_a_quick_search_finds_a_best_point_that_is_two_steps_away() -> None:
+    """A smaller batch is no better under the load at which the present one is best, nor is more load without it."""
+    rates = {(64, 32): 900.0, (64, 128): 890.0, (32, 32): 890.0, (32, 128): 1000.0}
+
+    def measure(wanted: Wanted) -> Figures:
+        one, level = wanted.point
+        rate = rates.get((one.max_batch, level), 500.0 if level <= 32 else 300.0)
+        rate *= 1.0 if (one.instances, one.threads, one.backend) == (2, 1, "openvino") else 0.5
+        rate *= 0.92 if one.delay_ms else 1.0
+        return Figures((LoadWindow(rate, 1.0, 2.0, rate),) * 3)
+
+    winner = drive(quick(SPACE._replace(levels=(1, 8, 32, 128)), GOAL), measure).winner
+
+    assert (winner.candidate.max_batch, winner.level) == (32, 128)
+
+
+def test_a_search_computes_a_score_for_each_measurement_only() -> None:
+    """A search of thousands of points would wait longer for its own arithmetic than for measurements."""
+    with mock.patch.object(Goal, "score", autospec=True, side_effect=Goal.score) as score:
+        outcome = drive(brute(SPACE._replace(backend=("openvino",)), GOAL), Machine(LANDSCAPES["conv"], 1).measure)
+
+    assert score.call_count == outcome.measured
 
 
 def test_points_chosen_at_random_find_less() -> None:
