@@ -1,8 +1,9 @@
 """The joint search of a mix of models: each is tuned beside the best of the others, again when another has changed.
 
-Each measurement is one of the whole load, and a configuration replaces another only if it is better beyond the
-interval: the search ends after a round that improves nothing. The winners together are then measured by turns with the
-present configurations together, so that a slow minute of the machine hits both. Pure.
+Each measurement is one of the whole load. A configuration that is better beyond the interval lets the other models be
+tuned again: the search ends after a round that improves nothing. It replaces the present one only then; of two others,
+the better one stays. The winners together are at last measured by turns with the present configurations together, so
+that a slow minute of the machine hits both. Pure.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -24,25 +25,29 @@ def most_measurements(spaces: Mapping[str, Space], mode: str) -> int:
 def joint(
     spaces: Mapping[str, Space], goal: Goal, search: Callable[[Space, Goal], Search]
 ) -> Generator[Wanted, Figures, dict[str, Outcome]]:
-    """Tunes each model, and again while another one has changed since; returns their outcomes.
+    """Tunes each model, and again after another one has improved; returns their outcomes.
 
     The gain of several models is that of all winners together.
     """
     present = {name: space.today for name, space in spaces.items()}
-    best, outcomes, known_beside = dict(present), dict[str, Outcome](), dict[str, Beside]()
-    levels, is_changed = list[int](), False
+    best, outcomes, levels = dict(present), dict[str, Outcome](), list[int]()
+    waiting = set(spaces)
     for name in list(spaces) * ROUNDS:
-        beside = _others(best, name)
-        if known_beside.get(name) == beside:
+        if name not in waiting:
             continue
-        known_beside[name] = beside
-        found = yield from _placed(search(spaces[name]._replace(today=best[name]), goal), name, beside)
+        waiting.remove(name)
+        space, is_present = spaces[name]._replace(today=best[name]), best[name] == present[name]
+        found = yield from _placed(search(space, goal), name, _others(best, name))
         earlier = outcomes[name].measured if name in outcomes else 0
         outcomes[name] = found._replace(measured=earlier + found.measured)
-        is_changed = is_changed or found.winner.candidate != best[name]
-        best[name] = found.winner.candidate
-        levels = [levels[0] if levels else found.today.level, found.winner.level]
-    if len(spaces) == 1 or not is_changed:
+        chosen = found.winner if is_present else found.leader
+        levels = [levels[0] if levels else found.today.level, chosen.level]
+        if found.winner.candidate != best[name]:
+            waiting.update(other for other in spaces if other != name)
+        best[name] = chosen.candidate
+    if len(spaces) == 1 or all(
+        one.winner.candidate == one.today.candidate == present[name] for name, one in outcomes.items()
+    ):
         return outcomes
     old, new = yield from _compared(_all_of(present, levels[0]), _all_of(best, levels[1]))
     gain = gain_of(goal.score(new), goal.score(old))

@@ -30,7 +30,6 @@ class Facts(NamedTuple):
     """The contents of the page.
 
     Attributes:
-        machine: The machine in words.
         winner: The winner's configuration, in Triton's JSON.
         limit: The limit of the winner in words; empty where it is not known.
         is_mix: Whether the outcome's gain is that of several models together.

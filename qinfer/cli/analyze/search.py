@@ -67,6 +67,7 @@ class Outcome(NamedTuple):
         gain: The winner's score as times the present one's, with its interval; 1 where the winner is the present one.
         measured: The number of measurements.
         ranked: The best point of each candidate, best first.
+        leader: The best of the finals; the winner, too, if it is better than the present configuration beyond chance.
     """
 
     winner: Point
@@ -75,6 +76,7 @@ class Outcome(NamedTuple):
     measured: int
     ranked: Sequence[Point]
     figures: Mapping[Point, Figures]
+    leader: Point
 
 
 Search = Generator[Wanted, Figures, Outcome]
@@ -296,11 +298,11 @@ def _finals(board: Measurements) -> Generator[Wanted, Figures, Outcome]:
     for _ in range(TURNS):
         for point in finalists:
             yield from board.measure(point, again=True)
-    winner = max(finalists, key=lambda point: board.score(point).mean)
+    winner = leader = max(finalists, key=lambda point: board.score(point).mean)
     gain = gain_of(board.score(winner), board.score(today))
     if winner.candidate == today.candidate or gain.low <= 1.0:
         winner, gain = today, Interval(1.0, 1.0, 1.0)
-    return Outcome(winner, today, gain, board.measured, board.ranked(), board.figures)
+    return Outcome(winner, today, gain, board.measured, board.ranked(), board.figures, leader)
 
 
 def gain_of(one: Interval, other: Interval) -> Interval:

@@ -184,7 +184,6 @@ class _Progress:
     def __init__(self, spaces: Mapping[str, Space], most: int, known: int) -> None:
         self._most, self._done, self._known = most, known, known
         self._began_s = time.monotonic()
-        self._is_mix = len(spaces) > 1
         if known:
             print(f"goes on after {known} measurements", file=sys.stderr)
         sizes = ", ".join(f"{name}: {space.size} points" for name, space in spaces.items())
@@ -213,8 +212,7 @@ class _Progress:
             print(text, file=sys.stderr)
 
     def _text(self, wanted: Wanted) -> str:
-        model = f"{wanted.model}: " if self._is_mix else ""
-        return f"{model}{wanted.point.candidate.text()} at {wanted.point.level}"
+        return f"{wanted.model}: {wanted.point.candidate.text()} at {wanted.point.level}"
 
 
 def read_space(config: Mapping[str, Any], *, is_alone: bool = True, **given: str) -> Space:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from qinfer.cli.analyze import mix
-from qinfer.cli.analyze.figures import Figures, Goal, LoadWindow
+from qinfer.cli.analyze.figures import Figures, Goal, Interval, LoadWindow
 from qinfer.cli.analyze.journal import FILE, Journal, Subject
 from qinfer.cli.analyze.mix import joint, most_measurements
-from qinfer.cli.analyze.search import TURNS, Outcome, Wanted, budget_of, drive, quick
-from qinfer.cli.analyze.space import Candidate, Space
+from qinfer.cli.analyze.search import TURNS, Outcome, Search, Wanted, budget_of, drive, quick
+from qinfer.cli.analyze.space import Candidate, Point, Space
 
 TODAY = {"light": Candidate(1, 2, 0.0, 1, "onnxruntime"), "heavy": Candidate(1, 1, 0.0, 1, "onnxruntime")}
 SPACES = {
@@ -172,3 +172,27 @@ def test_a_single_model_is_searched_as_before() -> None:
     assert [one._replace(model="") for one in joined] == plain
     assert outcomes == {"heavy": outcome}
     assert most_measurements(only, "quick") == budget_of(space)
+
+
+def test_only_the_present_configuration_stays_where_another_is_hardly_better() -> None:
+    """Of two others, the better one is taken, but no model is tuned again for its sake."""
+    light, heavy = TODAY.values()
+    scripted = {
+        light: [(light, light._replace(max_batch=8)), (light._replace(max_batch=16),) * 2],
+        heavy: [(heavy._replace(max_batch=16),) * 2],
+        light._replace(max_batch=16): [(light._replace(max_batch=16), light._replace(max_batch=32))],
+        heavy._replace(max_batch=16): [(heavy._replace(max_batch=16), heavy._replace(max_batch=32))],
+    }
+    tuned, machine = list[Candidate](), Machine(1)
+
+    def search(space: Space, _: Goal) -> Search:
+        today = Point(space.today, 64)
+        tuned.append(space.today)
+        found = yield Wanted(today)
+        winner, leader = (Point(one, 64) for one in scripted[space.today].pop(0))
+        return Outcome(winner, today, Interval(1.0, 1.0, 1.0), 1, [today], {today: found}, leader)
+
+    outcomes = drive(joint(SPACES, GOAL, search), machine.measure)
+
+    assert tuned == [light, heavy, light, heavy._replace(max_batch=16)]
+    assert [one.winner.candidate.max_batch for one in outcomes.values()] == [16, 32]

@@ -25,13 +25,12 @@ FIGURES = {
     Point(BEST, 8): figures(900, 6.0),
     Point(BEST, 32): figures(3000, 15.0),
 }
+RANKED = [Point(BEST, 32), Point(TODAY, 32)]
 FACTS = Facts(
     "m<script>alert(1)</script>",
     "a machine",
     Goal(p99_ms=30.0),
-    Outcome(
-        Point(BEST, 32), Point(TODAY, 32), Interval(1.9, 2.0, 2.1), 30, [Point(BEST, 32), Point(TODAY, 32)], FIGURES
-    ),
+    Outcome(Point(BEST, 32), Point(TODAY, 32), Interval(1.9, 2.0, 2.1), 30, RANKED, FIGURES, Point(BEST, 32)),
     {"name": "m<&>"},
 )
 
