@@ -73,7 +73,7 @@ OPTIONS: Options = {
     "precision": option(
         Literal["", "full", "mixed", "full,mixed"],
         "",
-        "mixed: with the accelerator auto_mixed_precision; default: the model's.",
+        "full, mixed (accelerator auto_mixed_precision), or full,mixed to try both; default: the model's.",
         show_default=False,
     ),
     "concurrency": _list_of_numbers("Concurrent requests, streams or sequences; in place: 1,2,4,8.", LEVELS),
