@@ -73,7 +73,7 @@ OPTIONS: Options = {
     "precision": option(
         Literal["", "full", "mixed", "full,mixed"],
         "",
-        "mixed: with the accelerator auto_mixed_precision; default: the model's.",
+        "full, mixed (accelerator auto_mixed_precision), or full,mixed to try both; default: the model's.",
         show_default=False,
     ),
     "concurrency": _list_of_numbers("Concurrent requests, streams or sequences; in place: 1,2,4,8.", LEVELS),
@@ -190,7 +190,7 @@ def _asked(models: Sequence[str], given: Mapping[str, Any]) -> "Asked":
         raise typer.BadParameter("arrivals fix the throughput; choose p99, goodput or cost", param_hint="--objective")
     if values["concurrency"] == LEVELS and (given["in_place"] or given["arrivals"]):
         values["concurrency"] = LEVELS.rpartition(",")[2] if given["arrivals"] else LEVELS_IN_PLACE
-    options = {name: given[name] or () for name in Asked._fields if name in given}
+    options: dict[str, Any] = {name: given[name] or () for name in Asked._fields if name in given}
     options["model_repository"] = options["model_repository"] or ["models"]
     return Asked(read_shares(models), goal, values, **options)
 

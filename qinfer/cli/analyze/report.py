@@ -127,7 +127,7 @@ COLUMNS = "instances, batch, delay, threads, backend, load, requests/s, ±, p50 
 
 def rows(facts: Facts) -> list[tuple[str, ...]]:
     """Returns a row for each candidate at its best load, best first."""
-    found = []
+    found = list[tuple[str, ...]]()
     for point in facts.outcome.ranked:
         one, figures = point.candidate, facts.outcome.figures[point]
         width = figures.throughput.half_width

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import typer
 
@@ -25,6 +25,7 @@ from qinfer.cli.analyze.search import Wanted
 from qinfer.cli.analyze.space import (
     THREAD_PARAMETERS,
     Candidate,
+    Precision,
     Space,
     computations,
     config_text,
@@ -229,6 +230,7 @@ def read_space(config: Mapping[str, Any], *, is_alone: bool = True, **given: str
     can_vary = all(name in THREAD_PARAMETERS for name in backends)
     if is_alone and not can_vary and (given["threads"] or given["precision"]):
         raise typer.BadParameter(f"{', '.join(backends)} has none of them", param_hint="--threads, --precision")
+    precisions = tuple(one for one in get_args(Precision) if one in given["precision"].split(","))
     can_batch = today.max_batch and "sequence_batching" not in config
     batches = powers_of_two(max(today.max_batch, MOST_BATCH))
     levels = parsed("--concurrency", given["concurrency"] or "1", int)
@@ -242,7 +244,7 @@ def read_space(config: Mapping[str, Any], *, is_alone: bool = True, **given: str
         backends,
         levels,
         today,
-        tuple(given["precision"].split(",")) if can_vary and given["precision"] else (today.precision,),
+        precisions if can_vary and precisions else (today.precision,),
     )
 
 

@@ -20,12 +20,12 @@ def test_a_configuration_beside_a_model_uses_its_files() -> None:
     assert beside(found, "m-tuned", "other")["parameters"]["qinfer.files_of"] == {"string_value": "m"}
 
 
-CHAIN = {
+CHAIN: dict[str, Any] = {
     "name": "chain",
     "platform": "ensemble",
     "ensemble_scheduling": {"step": [{"model_name": "m", "model_version": -1}, {"model_name": "inner"}], "more": 1},
 }
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "m": {"name": "m", "max_batch_size": 8},
     "borrowed": {"name": "borrowed", "parameters": {"qinfer.files_of": {"string_value": "m"}}},
     "inner": {"name": "inner", "ensemble_scheduling": {"step": [{"model_name": "borrowed"}]}},
@@ -52,7 +52,7 @@ def test_a_copy_of_an_ensemble_refers_to_copies_of_its_steps() -> None:
         "parameters": {"qinfer.files_of": {"string_value": "chain"}},
     }
     assert found["~inner"]["ensemble_scheduling"]["step"] == [{"model_name": "~borrowed"}]
-    assert CHAIN["ensemble_scheduling"]["step"][0]["model_name"] == "m"  # type: ignore[index]
+    assert CHAIN["ensemble_scheduling"]["step"][0]["model_name"] == "m"
 
 
 @pytest.mark.parametrize("model", ["m", "borrowed"])

@@ -40,7 +40,7 @@ def rate_of(candidates: dict[str, Candidate], level: int) -> float:
         threads += one.instances * one.threads
     crowded = 1.0 + 0.15 * max(threads - 2, 0)
     limits.append(1000 * 2 / work_ms)
-    return 1 / sum((crowded / limit) ** 6 for limit in limits) ** (1 / 6)
+    return float(1 / sum((crowded / limit) ** 6 for limit in limits) ** (1 / 6))
 
 
 @cache

@@ -84,7 +84,12 @@ def test_of_a_mix_only_models_whose_configuration_changes_are_loaded() -> None:
 def test_a_measurement_beside_others_serves_no_other_mix() -> None:
     """What was measured is not measured again, as long as the other models have the same configurations."""
     measured: list[Wanted] = []
-    measure = measure_of(Server(), lambda one: measured.append(one) or GOOD)
+
+    def found(one: Wanted) -> Figures:
+        measured.append(one)
+        return GOOD
+
+    measure = measure_of(Server(), found)
     mixes = [
         wanted(ONE, beside=(("n", beside),), to_beat=n) for n, beside in enumerate((ONE, TWO._replace(instances=1)))
     ]
