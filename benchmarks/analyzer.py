@@ -175,8 +175,8 @@ def sweep(given: argparse.Namespace) -> None:
     directory = WORK / ("smoke" if given.smoke else "sweeps") / model
     analyze(model, repository, directory, window_s, "--mode", "brute", *options_of(space))
     first, *lines = (directory / FILE).read_bytes().splitlines()
-    recorded = msgspec.json.decode(first, type=Subject).spaces[model]
-    if recorded != space:
+    recorded = json.loads(first)["spaces"][model]
+    if recorded != json.loads(msgspec.json.encode(space)):
         raise SystemExit(f"the sweep is of another grid: {recorded} is not {space}")
     measured = [(one.point, one.figures) for one in (msgspec.json.decode(line, type=Measured) for line in lines)]
     once = dict(reversed(measured))
