@@ -13,7 +13,6 @@ from qinfer.cli.analyze.search import TURNS, Beside, Outcome, Search, Wanted, bu
 from qinfer.cli.analyze.space import Candidate, Point, Space
 
 ROUNDS = 3
-"""How often a model is tuned at most."""
 
 
 def most_measurements(spaces: Mapping[str, Space], mode: str) -> int:
@@ -25,7 +24,7 @@ def most_measurements(spaces: Mapping[str, Space], mode: str) -> int:
 def joint(
     spaces: Mapping[str, Space], goal: Goal, search: Callable[[Space, Goal], Search]
 ) -> Generator[Wanted, Figures, dict[str, Outcome]]:
-    """Tunes each model, and again after another one has improved; returns their outcomes.
+    """Tunes each model, and again after another one has improved, `ROUNDS` times at most; returns their outcomes.
 
     The gain of several models is that of all winners together.
     """
