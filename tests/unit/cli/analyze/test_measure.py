@@ -50,7 +50,7 @@ def statistics(**executions: tuple[int, int]) -> list[ModelStatistics]:
         {"batch_size": int(rows[2:]), "compute_infer": {"count": count, "ns": ms * 10**6}}
         for rows, (count, ms) in executions.items()
     ]
-    return [ModelStatistics("m", "1", fields={"batch_stats": sizes})]
+    return [ModelStatistics(name="m", version="1", fields={"batch_stats": sizes})]
 
 
 def test_batches_are_those_between_two_readings_of_the_statistics(url: str) -> None:
