@@ -48,8 +48,9 @@ def pytest_configure() -> None:
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
     httpx.create_ssl_context = default.create_ssl_context = _made_once(httpx.create_ssl_context)  # type: ignore[attr-defined]
     for call in (*_HTTPX_CALLS, httpx.Client.__init__, httpx.AsyncClient.__init__):
-        assert call.__kwdefaults__["timeout"].read == 5.0
-        call.__kwdefaults__["timeout"] = httpx.Timeout(PATIENCE_S)
+        named = call.__kwdefaults__ or {}
+        assert named["timeout"] == httpx.Timeout(5.0)
+        named["timeout"] = httpx.Timeout(PATIENCE_S)
 
 
 def _made_once(make: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
