@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from qinfer.backends.isolated import PACKAGES
 from qinfer.backends.python_host.messages import LoadFramework
-from qinfer.cli.load import LoadConnection, LoadTarget, run_load
+from qinfer.cli.load import Load, LoadConnection, LoadReport, LoadTarget, run_load
 from qinfer.models.config.config import FILES_OF
 from qinfer.tensors import Tensor
 from qinfer.wire.kserve_client import encode_request
@@ -103,7 +103,8 @@ def _in_turns(framework: str, stack: Stack, loop: Loop, turns: int, seconds: flo
     best = max(by_batch, key=lambda batch: by_batch[batch])
 
     def serve(duration_s: float) -> float:
-        report = run_load(target, _IN_FLIGHT * best, duration_s, partial(LoadConnection, target.request))
+        load = Load(partial(LoadConnection, lambda: target.request))
+        report = run_load(target, LoadReport(concurrency=_IN_FLIGHT * best), duration_s, load)
         if report.errors:
             raise SystemExit(f"{framework}: {report.errors} requests failed: {report.first_error}")
         return report.requests_per_s
