@@ -178,7 +178,7 @@ def ports_of(framework: str) -> tuple[str, int]:
 
 
 CONFIG = """
-backend: "{framework}" max_batch_size: 64
+backend: "{framework}" max_batch_size: 64 dynamic_batching {{ }}
 input {{ name: "{name}" data_type: TYPE_FP32 dims: [ {width} ] }}
 output {{ name: "{output}" data_type: TYPE_FP32 dims: [ {outputs} ] }}
 parameters {{ key: "{threads}" value {{ string_value: "1" }} }}
