@@ -35,30 +35,43 @@ def load(asked: LoadFramework) -> "ExportedProgram":
         raise ModelLoadFailed(
             f"the program was exported for {', '.join(exported.platforms)}; export it with platforms=['cpu']"
         )
-    return ExportedProgram(jax, exported)
+    return ExportedProgram(jax, exported, asked.max_batch_size)
 
 
 class ExportedProgram:
-    """An exported program, compiled for each shape of its inputs when that occurs first."""
+    """An exported program, compiled for each shape of its inputs when that occurs first.
 
-    def __init__(self, jax: Any, exported: Any) -> None:
+    Batches are filled up to powers of two with their last row: XLA takes seconds to compile a large program.
+    """
+
+    def __init__(self, jax: Any, exported: Any, max_batch_size: int) -> None:
         self._jax = jax
         self._run = jax.jit(exported.call)
         self._in_tree = exported.in_tree
         self._in_names = self._names(exported.in_tree, len(exported.in_avals), "INPUT", drops=1)
         self._out_names = self._names(exported.out_tree, len(exported.out_avals), "OUTPUT", drops=0)
         self._dtypes = [aval.dtype for aval in exported.in_avals]
+        ports = (*exported.in_avals, *exported.out_avals)
+        has_rows = all(aval.shape and not isinstance(aval.shape[0], int) for aval in ports)
+        self._most_rows = max_batch_size if has_rows else 0
         self.inputs: Sequence[DeclaredTensor] = list(map(_declared, self._in_names, exported.in_avals))
         self.outputs: Sequence[DeclaredTensor] = list(map(_declared, self._out_names, exported.out_avals))
 
     def execute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
         """Runs the program."""
         arrays = [taken(inputs, n).astype(d, copy=False) for n, d in zip(self._in_names, self._dtypes, strict=True)]
+        rows = len(arrays[0]) if self._most_rows else 0
+        more = min(1 << (rows - 1).bit_length(), self._most_rows) - rows if rows else 0
+        if more > 0:
+            arrays = [np.concatenate([each, np.repeat(each[-1:], more, axis=0)]) for each in arrays]
         args, keywords = self._jax.tree_util.tree_unflatten(self._in_tree, arrays)
         try:
             outputs = self._jax.tree_util.tree_leaves(self._run(*args, **keywords))
+            part = slice(rows) if more > 0 else ...
             found = {
-                name: np.asarray(each) for name, each in zip(self._out_names, outputs, strict=True) if name in wanted
+                name: np.asarray(each)[part]
+                for name, each in zip(self._out_names, outputs, strict=True)
+                if name in wanted
             }
         except (ValueError, TypeError, RuntimeError) as error:
             raise InferenceFailed(f"jax error: {_first_line(error)}") from error

@@ -1,5 +1,7 @@
 """LiteRT, forests, JAX and MLflow in a real gateway and worker: the frameworks' own answers, and their errors."""
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -159,6 +161,31 @@ async def test_jax_answers_as_the_exported_function(scene: ServedModels) -> None
 
     assert await ports(scene, "classify") == (4, [("TYPE_FP32", [4])], [("TYPE_FP32", [3]), ("TYPE_FP32", [1])])
     assert await ports(scene, "pair") == (0, [("TYPE_FP32", [2])] * 2, [("TYPE_FP32", [2])] * 2)
+
+
+_BATCHES = """
+import sys
+
+import numpy as np
+
+from qinfer.backends.frameworks.jax import load
+from qinfer.backends.python_host.messages import LoadFramework
+
+program = load(LoadFramework("jax", "classify", sys.argv[1], {}, 1, max_batch_size=6))
+for rows in range(1, 7):
+    x = np.arange(4 * rows, dtype=np.float32).reshape(rows, 4)
+    found = program.execute({"x": x}, ["sum"])["sum"]
+    np.testing.assert_array_equal(found, x.sum(axis=-1, keepdims=True))
+print(program._run._cache_size())
+"""
+
+
+@needs("jax")
+def test_jax_compiles_powers_of_two_and_the_largest_batch(repositories: Callable[[str], Path]) -> None:
+    """Batches of 1, 2, 4 and 6 rows; in a process of its own, as JAX is configured once."""
+    path = repositories("jax") / "classify" / "1" / "model.jax"
+    done = subprocess.run([sys.executable, "-c", _BATCHES, path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
 
 
 @of("jax")
