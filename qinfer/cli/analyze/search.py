@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, TypeVar
 from qinfer.cli.analyze.figures import Figures, Goal, Interval, RowTimes, learnt
 from qinfer.cli.analyze.space import Candidate, Point, Space
 
-FINALISTS, TURNS = 3, 2
+FINALISTS, TURNS = 4, 2
 LEAST_BUDGET = 24
 BUDGET_PART = 0.08
 """The part of all points that a quick search measures, finals included."""
 NEAR = 0.9
 """A level, or a candidate, that reaches this part of the best is looked at further."""
 HOPELESS = 0.7
-"""A batch size for which the learnt times allow less than this part of the best is left out."""
+"""A load whose score, or a batch size whose learnt times, are less than this part of the best is left out."""
 
 
 Beside = tuple[tuple[str, Candidate], ...]
@@ -211,16 +211,19 @@ def _of(candidate: Candidate, levels: Iterable[int]) -> list[Point]:
 
 
 def _level(board: Measurements, candidate: Candidate) -> int:
-    """Returns the highest load that is near the candidate's best: larger batches may need it."""
+    """Returns the highest load that the candidate bears: larger batches need it."""
     known = [point for point in board.figures if point.candidate == candidate]
     best = max(board.score(point).mean for point in known)
-    return max(point.level for point in known if board.score(point).mean >= NEAR * best)
+    return max(point.level for point in known if board.score(point).mean >= HOPELESS * best)
 
 
 def _shapes(board: Measurements) -> list[Candidate]:
-    """Returns instances, threads and backends at the largest batch, without those that need too many cores."""
+    """Returns instances, threads and backends at the largest batch, without those that need too many cores.
+
+    The delay is the middle one: batches that are not full make all of them look alike.
+    """
     space = board.space
-    batch, delay = space.max_batch[-1], space.delay_ms[0]
+    batch, delay = space.max_batch[-1], space.delay_ms[len(space.delay_ms) // 2]
     shapes = [
         Candidate(instances, batch, delay, threads, backend, precision)
         for backend in space.backend

@@ -26,8 +26,8 @@ from tests.support.sweeps import (
 )
 
 SEEDS = range(20)
-HELD = {"conv": 0.92}
-"""The part of the best that half of the searches find, where it is less than `LEAST_SHARE`."""
+NEEDLES = {"conv"}
+"""Models of which two points alone have `LEAST_SHARE`, while repeats of one point differ by 6 %."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -45,13 +45,11 @@ def test_the_whole_grid_was_measured_and_has_something_to_find(sweep: Sweep) -> 
 
 
 def test_a_quick_search_finds_most_with_few_measurements(sweep: Sweep) -> None:
-    """The aim is `LEAST_SHARE` with every seed: 14 of 20 find it for the MLP, and 4 of 20 for the convolutional net.
-
-    Two points of that net's grid have it, and repeats of one point differ by 6 %.
-    """
+    """Every search finds `LEAST_SHARE`; of `NEEDLES`, half of them."""
     found = [by_quick_search(sweep, seed) for seed in SEEDS]
+    shares = [one.share for one in found]
     assert max(one.measured for one in found) <= 0.08 * SPACE.size
-    assert median(one.share for one in found) >= HELD.get(sweep.info["model"], LEAST_SHARE)
+    assert (median(shares) if sweep.info["model"] in NEEDLES else min(shares)) >= LEAST_SHARE
 
 
 def test_as_many_points_chosen_at_random_find_less(sweep: Sweep) -> None:
