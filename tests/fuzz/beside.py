@@ -9,10 +9,12 @@ from typing import Any, Self
 import numpy as np
 
 from qinfer.testing import wait_until
+from tests.fuzz.outliers import Outliers
 from tests.fuzz.server import WholeServer
 
 ANSWER_S = 30.0
 PAUSE_S = 0.02
+PLAIN = "identity_fp32"
 EVERY = 50
 """Plain requests for each look at what is kept: a stored result, and a sequence."""
 
@@ -27,12 +29,14 @@ class Beside:
     Attributes:
         latencies_s: Of each plain request.
         wrong: What was not as it should be.
+        outliers: Its slowest requests, explained.
     """
 
     def __init__(self, server: WholeServer, who: str = "acme") -> None:
         self._server, self._who = server, who
         self.latencies_s: list[float] = []
         self.wrong: list[str] = []
+        self.outliers = Outliers(server, PLAIN)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._connection = http.client.HTTPConnection(server.http, timeout=ANSWER_S)
@@ -40,6 +44,7 @@ class Beside:
         self._sum = 0.0
 
     def __enter__(self) -> Self:
+        self.outliers.__enter__()
         self._thread.start()
         return self
 
@@ -47,6 +52,7 @@ class Beside:
         self._over.set()
         self._thread.join(2 * ANSWER_S)
         self._connection.close()
+        self.outliers.__exit__()
         if not self.latencies_s:
             self.wrong.append("no request was answered")
 
@@ -63,14 +69,15 @@ class Beside:
         number = 0
         while not self._over.wait(PAUSE_S):
             begin_s = time.monotonic()
-            self._check(number)
+            with self.outliers.watching(number):
+                self._check(number)
             self.latencies_s.append(time.monotonic() - begin_s)
             number += 1
             if number % EVERY == 0:
                 self._keep(number)
 
     def _check(self, number: int) -> None:
-        reply = self._post("/v2/models/identity_fp32/infer", infer("x", number))
+        reply = self._post(f"/v2/models/{PLAIN}/infer", infer("x", number))
         if value_of(reply) != number:
             self.wrong.append(f"{number}: {reply}"[:300])
 
@@ -80,7 +87,7 @@ class Beside:
             reply = self._ask("GET", f"/v1/requests/{identity}/result?wait=10", None)
             if value_of(reply) != value:
                 self.wrong.append(f"stored {value}: {reply}"[:300])
-        status, body = self._post("/v1/models/identity_fp32/requests", infer("x", number))
+        status, body = self._post(f"/v1/models/{PLAIN}/requests", infer("x", number))
         self._stored = {body["id"]: float(number)} if status == 202 else {}
         if status != 202:
             self.wrong.append(f"{number} was not stored: {status} {body}"[:300])

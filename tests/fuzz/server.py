@@ -35,7 +35,8 @@ WIDE = python_models.execute("return [reply(np.ones((1, int(x(r).ravel()[0])), n
 SELF = python_models.execute(
     "made = []\n"
     "for r in requests:\n"
-    "    one = pb_utils.InferenceRequest('calls', ['y'], [pb_utils.get_input_tensor_by_name(r, 'x')]).exec()\n"
+    "    given = [pb_utils.get_input_tensor_by_name(r, 'x')]\n"
+    "    one = pb_utils.InferenceRequest(model_name='calls', requested_output_names=['y'], inputs=given).exec()\n"
     "    made.append(reply(x(r)) if not one.has_error() else pb_utils.InferenceResponse(error=one.error()))\n"
     "return made"
 )
@@ -165,12 +166,12 @@ class ServerMemory:
 
     def forget_peak(self) -> None:
         """Begins to look for the peak anew."""
-        for pid in self._pids():
+        for pid in self.kinds():
             _unless_gone(partial(Path(f"/proc/{pid}/clear_refs").write_text, "5"), 0)
 
     def cpu_s(self) -> float:
         """Returns the seconds that all have computed."""
-        return sum(_unless_gone(partial(_cpu_s, pid), 0.0) for pid in self._pids())
+        return sum(_unless_gone(partial(_cpu_s, pid), 0.0) for pid in self.kinds())
 
     def settled(self, base: Sizes, more: int) -> Sizes:
         """Waits until all have given back what they needed; returns what they have then."""
@@ -181,7 +182,8 @@ class ServerMemory:
                 return now
             time.sleep(0.2)
 
-    def _pids(self) -> dict[int, str]:
+    def kinds(self) -> dict[int, str]:
+        """Returns the processes by id, and what each is called here."""
         found = {}
         for child in self._supervisor.children(recursive=True):
             if child.pid not in self._kinds:
@@ -193,7 +195,7 @@ class ServerMemory:
 
     def _sum(self, field: str) -> Sizes:
         sizes = dict.fromkeys(Sizes._fields, 0)
-        for pid, kind in self._pids().items():
+        for pid, kind in self.kinds().items():
             text = _unless_gone(Path(f"/proc/{pid}/status").read_text, "")
             if match := re.search(rf"{field}:\s*(\d+) kB", text):
                 sizes[kind.lower()] += int(match[1]) * 1024

@@ -3,10 +3,12 @@
 `QINFER_TEST_HOSTILE_S` are the seconds of all attacks together, ten minutes by default, and an hour before a release;
 `QINFER_TEST_HOSTILE_EACH_S` are those of one attack, an equal share by default. Half of them the attack goes on, and
 half the harmless tenant takes its place, in turns, so that both have the same machine. `QINFER_TEST_FUZZ_TABLE` names a
-file that gets the table, `QINFER_TEST_HOSTILE` the beginning of the names of some attacks.
+file that gets the table and what explains the slowest requests, after each attack; `QINFER_TEST_HOSTILE` is the
+beginning of the names of some attacks.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,8 +21,10 @@ import numpy as np
 import psutil
 import pytest
 
+from qinfer.testing import wait_until
 from tests.fuzz.attacks import ATTACKS
 from tests.fuzz.beside import Beside
+from tests.fuzz.outliers import MOST, SLOW_S
 from tests.fuzz.server import ServerMemory, WholeServer, whole_server
 
 SECONDS = float(os.environ.get("QINFER_TEST_HOSTILE_S", "600"))
@@ -118,13 +122,14 @@ def watched(memory: ServerMemory, attacker: Attacker, like: Used | None = None) 
 
 
 class Compared(NamedTuple):
-    """The latencies of another tenant beside an attack, and beside as much harmless work."""
+    """The latencies of another tenant beside an attack, and beside as much harmless work, and its slowest requests."""
 
     name: str
     used: list[Used]
     hostile_s: list[float]
     harmless_s: list[float]
     wrong: list[str]
+    slowest: list[tuple[float, str]]
 
     @property
     def times(self) -> float:
@@ -145,12 +150,14 @@ class Compared(NamedTuple):
 
 def compare(server: WholeServer, memory: ServerMemory, name: str) -> Compared:
     """Measures beside an attack, and beside as much harmless work, in turns."""
-    compared = Compared(name, [], [], [], [])
+    compared = Compared(name, [], [], [], [], [])
     for _ in range(TURNS):
         with attacking(server, name) as attacker, Beside(server) as hostile:
             used = watched(memory, attacker)
         with attacking(server, "harmless") as attacker, Beside(server) as harmless:
             as_much = watched(memory, attacker, used)
+        for whom, beside in ((name, hostile), ("harmless work", harmless)):
+            compared.slowest.extend((took_s, f"beside {whom}: {text}") for took_s, text in beside.outliers.told)
         compared.used.extend((used, as_much))
         compared.hostile_s.extend(hostile.latencies_s)
         compared.harmless_s.extend(harmless.latencies_s)
@@ -164,20 +171,38 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
         yield server
 
 
+class Report:
+    """The table of all attacks, and what explains the slowest requests, in a file that has each attack at once."""
+
+    def __init__(self) -> None:
+        self._rows: list[str] = []
+        self._slowest: list[str] = []
+
+    def add(self, compared: Compared) -> None:
+        """Adds an attack."""
+        self._rows.append(compared.row())
+        self._slowest.extend(f"- {text}\n" for _, text in sorted(compared.slowest, reverse=True)[:MOST])
+        if path := os.environ.get("QINFER_TEST_FUZZ_TABLE"):
+            Path(path).write_text(self.text())
+
+    def text(self) -> str:
+        """Returns the report."""
+        slowest = "".join(self._slowest) or "no request\n"
+        return f"{HEAD}{''.join(self._rows)}\nRequests of more than {SLOW_S} s:\n\n{slowest}\n"
+
+
 @pytest.fixture(scope="module")
-def table() -> Iterator[list[str]]:
-    rows = [HEAD]
-    yield rows
-    sys.stdout.write(f"\n{''.join(rows)}load {os.getloadavg()}\n")
-    if path := os.environ.get("QINFER_TEST_FUZZ_TABLE"):
-        Path(path).write_text("".join(rows))
+def report() -> Iterator[Report]:
+    report = Report()
+    yield report
+    sys.stdout.write(f"\n{report.text()}load {os.getloadavg()}\n")
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_an_attack_costs_others_no_more_than_harmless_work(server: WholeServer, table: list[str], name: str) -> None:
+def test_an_attack_costs_others_no_more_than_harmless_work(server: WholeServer, report: Report, name: str) -> None:
     """The other's p99 is at most twice as long, no request of its is refused, and nothing is seen or changed."""
     compared = compare(server, ServerMemory(server.pid), name)
-    table.append(compared.row())
+    report.add(compared)
 
     assert compared.wrong == []
     assert compared.times <= WORST, compared.row()
@@ -185,3 +210,29 @@ def test_an_attack_costs_others_no_more_than_harmless_work(server: WholeServer, 
 
 def test_every_attack_beside_a_tenant_exists() -> None:
     assert set(NAMES) <= set(ATTACKS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("worker", "worker T"),
+        ("gateway", "gateway gives no sign of life"),
+        ("Redis", "Redis gives no sign of life"),
+    ],
+)
+def test_a_slow_request_is_explained_by_the_process_that_stands_still(
+    server: WholeServer, kind: str, words: str
+) -> None:
+    stopped = [pid for pid, its in ServerMemory(server.pid).kinds().items() if its == kind]
+    with Beside(server) as beside:
+        beside.more(3)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: bool(beside.outliers.looks), 10.0, "a look at the server")
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        beside.more(3)
+
+    assert words in beside.outliers.told[0][1]

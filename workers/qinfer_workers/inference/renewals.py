@@ -95,7 +95,7 @@ class ProcessRenewals:
         pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
         with suppress(ConnectionError):  # `_listen` handles its end
             process.stdin.write(packed(self._hello))
-            while True:
+            while not process.stdin.is_closing():  # uvloop refuses writes then, with a RuntimeError
                 held = self._held(keeper)
                 held.now = self._asked.is_set()
                 self._asked.clear()
